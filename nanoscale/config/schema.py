@@ -1,0 +1,280 @@
+"""Every key of a configuration: its type, default, unit and meaning. The project's vocabulary.
+
+The reference documentation, `config ls` and `config explain` are generated from this file, and no
+key exists that is not declared here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str = "",
+    at_least: float | None = None,
+    at_most: float | None = None,
+    scaled: Literal["no", "decimal", "binary"] = "no",
+) -> Any:
+    """Declare a key. The bounds are inclusive.
+
+    `scaled` lets an integer be written as `1e3`, `32k`, `5M`, `2G` or `1T`: powers of 1000 where it
+    is decimal, powers of 1024 where it is binary, as in a context of 32k tokens.
+    """
+    metadata = {
+        "meaning": meaning,
+        "unit": unit,
+        "at_least": at_least,
+        "at_most": at_most,
+        "scaled": scaled,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job in its run directory."""
+
+    name: str | None = key(
+        None, "name of the run and of its directory; null: the recipe's name and the time"
+    )
+    root: str = key("runs", "folder that holds the run directories")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary frequencies beyond the original context."""
+
+    factor: float = key(8.0, "how much longer the context has become", at_least=1)
+    low_freq_factor: float = key(1.0, "wavelengths above original/low are stretched in full")
+    high_freq_factor: float = key(4.0, "wavelengths below original/high are left alone")
+    original_seq_len: int = key(8192, "context before the stretching", unit="tokens", at_least=1)
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a decoder-only transformer; Llama and GPT-2 differ in these keys only."""
+
+    name: str = key("custom", "what to call it in tables and logs")
+    layers: int = key(8, "transformer blocks", at_least=1)
+    hidden: int = key(64, "width of the residual stream", at_least=1)
+    heads: int = key(8, "query heads", at_least=1)
+    kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)
+    head_dim: int | None = key(None, "width of a head; null: hidden / heads", at_least=1)
+    ffn: int = key(128, "width inside the feed-forward block", at_least=1)
+    vocab: int = key(320, "rows of the embedding", unit="tokens", at_least=2)
+    max_seq_len: int = key(
+        2048, "longest sequence the model admits", unit="tokens", at_least=1, scaled="binary"
+    )
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalisation before each block")
+    norm_eps: float = key(1e-5, "added to the variance", at_least=0)
+    mlp: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward block: gated, or two matrices")
+    position: Literal["rope", "learned"] = key("rope", "how positions enter")
+    rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
+    rope_scaling: RopeScaling | None = key(None, "Llama 3.1's long-context scaling; null: none")
+    bias: bool = key(False, "biases in the linear layers")
+    tie_embeddings: bool = key(False, "output head shares the embedding's weights")
+    init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The layout: world size = dp · tp · pp · cp, tp varying fastest, then cp, then dp, then pp."""
+
+    dp: int | Literal["auto"] = key("auto", "data-parallel degree; auto: what is left", at_least=1)
+    dp_replicate: int = key(
+        1, "copies of the sharded model (HSDP); dp = dp_replicate · dp_shard", at_least=1
+    )
+    tp: int = key(1, "tensor-parallel degree", at_least=1)
+    pp: int = key(1, "pipeline stages", at_least=1)
+    cp: int = key(1, "context-parallel degree", at_least=1)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which floating-point type each thing has."""
+
+    params: Literal["fp32", "fp64"] = key("fp32", "master weights and optimizer states")
+    compute: Literal["fp32", "bf16", "fp64"] = key("fp32", "matrix products and activations")
+    reduce: Literal["fp32", "bf16", "fp64"] = key("fp32", "gradients on their way across ranks")
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What is sharded over the data-parallel ranks."""
+
+    stage: Literal[0, 1, 2, 3] = key(
+        0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters"
+    )
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The engine that trains."""
+
+    name: Literal["native"] = key("native", "native: PyTorch's own parts")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The update rule. Biases and normalisation weights are never decayed."""
+
+    name: Literal["adamw", "sgd"] = key("adamw", "adamw, or sgd with momentum")
+    lr: float = key(3e-4, "peak learning rate", at_least=0)
+    weight_decay: float = key(0.1, "decoupled for adamw, L2 for sgd", at_least=0)
+    beta1: float = key(0.9, "adamw: decay of the first moment", at_least=0, at_most=1)
+    beta2: float = key(0.95, "adamw: decay of the second moment", at_least=0, at_most=1)
+    eps: float = key(1e-8, "adamw: added to the root of the second moment", at_least=0)
+    momentum: float = key(0.9, "sgd: momentum", at_least=0, at_most=1)
+    clip_norm: float | None = key(
+        1.0, "largest global gradient norm; null: no clipping", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """The learning rate over the steps, as a multiple of optimizer.lr."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = key(
+        "cosine", "shape after the warm-up; wsd: warm-up, stable, decay"
+    )
+    warmup_steps: int = key(
+        0, "steps of linear warm-up", unit="steps", at_least=0, scaled="decimal"
+    )
+    decay_steps: int | None = key(
+        None, "wsd: steps of the final decay; null: a tenth of all", unit="steps", at_least=0
+    )
+    min_ratio: float = key(0.1, "last rate over peak rate", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where tokens come from."""
+
+    source: Literal["stdlib", "megatron"] = key(
+        "stdlib", "stdlib: the running Python's own source code · megatron: an existing .bin/.idx"
+    )
+    path: str | None = key(None, "megatron: path of the .bin and .idx, without the ending")
+    tokenizer: str = key(
+        "byte", "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples"
+    )
+    bpe_vocab: int = key(4096, "tokens of a trained BPE, at most", unit="tokens", at_least=257)
+    valid_fraction: float = key(
+        0.02, "share of the tokens held out, whole documents from the end", at_least=0, at_most=0.9
+    )
+    cache_dir: str | None = key(
+        None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder"
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """When to save, and what to keep."""
+
+    every: int = key(0, "steps between checkpoints; 0: none but the last", unit="steps", at_least=0)
+    keep_last: int | None = key(2, "newest checkpoints to keep; null: all", at_least=1)
+    keep_every: int | None = key(
+        None, "also keep every step that is a multiple of this", unit="steps", at_least=1
+    )
+    at_end: bool = key(True, "save when the training completes")
+    at_stop: bool = key(True, "save when asked to stop (Ctrl-C, SIGTERM)")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hardware."""
+
+    peak_tflops: float | None = key(
+        None,
+        "dense peak of one device at the trained precision; null: from its name",
+        unit="TFLOP/s",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How the ranks are started."""
+
+    name: Literal["local"] = key("local", "local: on this machine")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is a GPU")
+    devices: int | Literal["auto"] = key(
+        "auto", "ranks on a host; auto: every GPU, or what the layout needs on cpu", at_least=1
+    )
+    threads: int | Literal["auto"] = key(
+        "auto", "CPU threads a rank; auto: the cores, divided", at_least=1
+    )
+    stop_grace_s: float = key(
+        120.0, "time for a clean stop before everything is killed", unit="s", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Logger:
+    """Where metrics go besides metrics.jsonl."""
+
+    tensorboard: Literal["auto", "on", "off"] = key("off", "auto: on if it is installed")
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, how much, how often."""
+
+    steps: int | None = key(
+        None,
+        "optimizer steps; null: from train.tokens",
+        unit="steps",
+        at_least=1,
+        scaled="decimal",
+    )
+    tokens: int | None = key(
+        None,
+        "tokens to train on, rounded up to whole steps; excludes train.steps",
+        unit="tokens",
+        at_least=1,
+        scaled="decimal",
+    )
+    global_batch: int = key(
+        8, "samples an optimizer step", unit="samples", at_least=1, scaled="decimal"
+    )
+    micro_batch: int | Literal["auto"] = key(
+        "auto", "samples a rank a forward pass; auto: no accumulation", unit="samples", at_least=1
+    )
+    seq_len: int = key(64, "tokens a sample", unit="tokens", at_least=1, scaled="binary")
+    seed: int = key(0, "of the initial weights and of the order of samples", at_least=0)
+    log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)
+    eval_every: int = key(
+        0, "steps between evaluations on the validation split; 0: never", unit="steps", at_least=0
+    )
+    eval_samples: int = key(
+        64, "validation samples an evaluation", unit="samples", at_least=1, scaled="decimal"
+    )
+    sample_prompt: str = key("", "what the sample after the training continues")
+    sample_tokens: int = key(
+        0, "length of the sample after the training; 0: none", unit="tokens", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole job."""
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    parallel: Parallel = field(default_factory=Parallel)
+    precision: Precision = field(default_factory=Precision)
+    zero: Zero = field(default_factory=Zero)
+    backend: Backend = field(default_factory=Backend)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    data: Data = field(default_factory=Data)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    cluster: Cluster = field(default_factory=Cluster)
+    launcher: Launcher = field(default_factory=Launcher)
+    logger: Logger = field(default_factory=Logger)
+    train: Train = field(default_factory=Train)
