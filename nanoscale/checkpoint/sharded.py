@@ -1,0 +1,151 @@
+"""Saving and loading a training state that lies in shards on all ranks, in any layout.
+
+The files are torch.distributed.checkpoint's; `store` makes the set of them whole or absent.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from nanoscale.checkpoint import store
+from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.errors import UserError, Violation
+from nanoscale.parallel import ranks
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded, and what had to be passed over."""
+
+    manifest: dict[str, Any]
+    damaged: list[str]
+    """one sentence for each newer checkpoint that was found damaged and set aside"""
+
+
+def save(folder: Path, state: State, about: dict[str, Any]) -> Path:
+    """Write a checkpoint with all ranks; it is there, whole, when this returns.
+
+    `about` carries at least `step`, and is kept in the manifest.
+
+    Raises:
+        OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    staging = store.staging_path(folder, about["step"])
+    final = store.checkpoint_path(folder, about["step"])
+    if ranks.from_first(final.exists()):
+        return final
+    _together(lambda: _prepare(staging, state), on=rank == 0)
+    writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
+    dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+    sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
+    all_sums = {name: entry for part in sums for name, entry in part.items()}
+    manifest = about | {"tensors": describe(state)}
+    _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
+    return final
+
+
+def load_newest(folder: Path, state: State) -> Loaded | None:
+    """Fill `state` in place from the newest whole checkpoint; None where there are none.
+
+    Damaged ones are set aside on the way.
+
+    Raises:
+        UserError: there are checkpoints, and none is whole or none fits the model.
+    """
+    damaged: list[str] = []
+    for candidate in reversed(ranks.from_first(store.list_checkpoints(folder))):
+        damage = _find_damage(candidate)
+        if not damage:
+            manifest = candidate.manifest
+            _require_same_tensors(candidate, manifest, state)
+            _read(candidate, state)
+            return Loaded(manifest, damaged)
+        _together(lambda: store.set_aside(candidate), on=_is_first())  # noqa: B023
+        damaged.append(f"{candidate.path.name} is damaged: {'; '.join(damage)}")
+    if damaged:
+        raise UserError("checkpoint", f"no checkpoint in {folder} is whole: {' · '.join(damaged)}")
+    return None
+
+
+def describe(state: State) -> dict[str, Any]:
+    """Shape and type of every tensor, whole, by name."""
+    return {
+        name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        for name, value in sorted(state.items())
+    }
+
+
+def _prepare(staging: Path, state: State) -> None:
+    # DTensor.nbytes is of the whole tensor: the sum is what all ranks write together.
+    size = sum(value.numel() * value.element_size() for value in state.values())
+    staging.parent.mkdir(exist_ok=True)
+    store.require_space(staging.parent, size + 65536 + 1024 * len(state))
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+
+
+def _written_by(rank: int, staging: Path) -> list[Path]:
+    mine = sorted(staging.glob(f"__{rank}_*"))
+    return [*mine, staging / ".metadata"] if rank == 0 else mine
+
+
+def _find_damage(candidate: StoredCheckpoint) -> list[str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parts = ranks.gather(store.find_damage(candidate.path, rank, world))
+    return sorted({sentence for part in parts for sentence in part})
+
+
+def _read(candidate: StoredCheckpoint, state: State) -> None:
+    reader = FileSystemReader(candidate.path)
+    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def _require_same_tensors(
+    candidate: StoredCheckpoint, manifest: dict[str, Any], state: State
+) -> None:
+    """Say in the user's words that a checkpoint is of another model, before torch does in its own."""
+    stored, wanted = manifest["tensors"], describe(state)
+    violations = [
+        Violation(
+            name,
+            wanted.get(name, {}).get("shape", "absent"),
+            candidate.path.name,
+            f"the checkpoint has {stored.get(name, {}).get('shape', 'no such tensor')}",
+        )
+        for name in sorted(stored.keys() | wanted.keys())
+        if stored.get(name, {}).get("shape") != wanted.get(name, {}).get("shape")
+    ]
+    if violations:
+        message = f"{candidate.path} holds another model or optimizer than the configuration"
+        raise UserError("checkpoint", message, violations[:8])
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _together(act: Any, on: bool) -> list[Any]:
+    """Act on some ranks and wait for all; what one raises, every rank raises."""
+    result, error = None, None
+    if on:
+        try:
+            result = act()
+        except OSError as caught:
+            error = caught
+    outcomes = ranks.gather((result, error))
+    for _, failed in outcomes:
+        if failed is not None:
+            raise error or OSError(failed.errno, str(failed))
+    return [value for value, _ in outcomes]

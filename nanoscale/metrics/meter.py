@@ -1,0 +1,73 @@
+"""Speed and memory of the training between two logged steps."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+from nanoscale.config.schema import Config
+from nanoscale.plan.model_math import flops_per_token
+
+# Dense peaks in TFLOP/s without sparsity, from the makers' data sheets: (part of the device's name, bf16, fp32
+# with TF32 off). The first match holds, so that longer names come first.
+PEAKS = (
+    ("GB200", 2500.0, 80.0),
+    ("B200", 2250.0, 75.0),
+    ("H200", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("MI300X", 1307.0, 163.4),
+)
+
+
+def device_peak(config: Config, device: torch.device) -> float | None:
+    """FLOP/s of one device at the trained precision; None where nobody knows."""
+    if config.cluster.peak_tflops is not None:
+        return config.cluster.peak_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    column = {"bf16": 1, "fp32": 2}.get(config.precision.compute)
+    name = torch.cuda.get_device_name(device)
+    for row in PEAKS:
+        if column is not None and row[0] in name:
+            return float(row[column]) * 1e12
+    return None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory allocated so far, GiB; on a CPU, the most that the process has had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+class Meter:
+    """Times steps; what happens between them (evaluation, checkpoints) does not count."""
+
+    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
+        self._flops_per_token = flops_per_token(config.model, config.train.seq_len)
+        peak = device_peak(config, device)
+        self._peak = peak * world_size if peak is not None else None
+        self._began = 0.0
+        self._busy = 0.0
+        self._steps = 0
+
+    def begin(self) -> None:
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        self._busy += time.perf_counter() - self._began
+        self._steps += 1
+
+    def read(self, tokens_per_step: int) -> dict[str, float | None]:
+        """Means over the steps since the last reading; `mfu` as in Chowdhery et al. 2022 (PaLM), appendix B."""
+        step_time = self._busy / self._steps
+        tokens_per_s = tokens_per_step / step_time
+        self._busy, self._steps = 0.0, 0
+        mfu = None
+        if self._peak is not None:
+            mfu = tokens_per_s * self._flops_per_token / self._peak
+        return {"step_time_s": step_time, "tokens_per_s": tokens_per_s, "mfu": mfu}

@@ -1,0 +1,94 @@
+"""Where the metrics of a run go: metrics.jsonl always, TensorBoard if it is wanted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from typing import Any, Protocol
+
+from nanoscale.config.schema import Logger
+from nanoscale.errors import UserError
+from nanoscale.runs.directory import RunDirectory, write_atomically
+
+Record = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes one record a logged step."""
+
+    def write(self, record: Record) -> None: ...
+
+    def flush(self) -> None:
+        """Return when everything written so far would survive a crash of the machine."""
+
+    def close(self) -> None: ...
+
+
+def open_sinks(run: RunDirectory, logger: Logger, step: int) -> list[Sink]:
+    """The sinks of a run that goes on after `step`; what they hold of later steps is dropped."""
+    sinks: list[Sink] = [JsonLines(run, step)]
+    if wants_tensorboard(logger):
+        sinks.append(TensorBoard(run, step))
+    return sinks
+
+
+def wants_tensorboard(logger: Logger) -> bool:
+    """Whether to write TensorBoard's files.
+
+    Raises:
+        UserError: they are asked for and TensorBoard is not installed.
+    """
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if logger.tensorboard == "on" and not installed:
+        raise UserError(
+            "config",
+            "logger.tensorboard=on needs TensorBoard: pip install 'nanoscale[tensorboard]'",
+        )
+    return logger.tensorboard == "on" or (logger.tensorboard == "auto" and installed)
+
+
+class JsonLines:
+    """metrics.jsonl: one object a logged step, no step twice, none of a future that was lost."""
+
+    def __init__(self, run: RunDirectory, step: int) -> None:
+        if run.metrics.exists():
+            write_atomically(run.metrics, "".join(lines_up_to(run.metrics.read_text(), step)))
+        self._file = run.metrics.open("a")
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def lines_up_to(text: str, step: int) -> list[str]:
+    """The whole lines whose step is at most `step`; a line torn by a crash is dropped."""
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] <= step]
+
+
+class TensorBoard:
+    """TensorBoard's event files in `tensorboard/`."""
+
+    def __init__(self, run: RunDirectory, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=step + 1)
+
+    def write(self, record: Record) -> None:
+        for name, value in record.items():
+            if name not in ("step", "time") and value is not None:
+                self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,56 @@
+"""Initial weights that do not depend on the layout.
+
+Every parameter is drawn whole from a generator of its own, seeded by the run's seed and the parameter's name,
+and then cut to the rank's shard. No seed checkpoint and no communication is needed, and a rank holds at most
+one whole parameter beyond its shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nanoscale.config.schema import Model
+
+RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight")
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, shape: Model, seed: int) -> None:
+    """Fill every parameter of a materialised model, sharded (DTensor) or not."""
+    for name, parameter in model.named_parameters():
+        device = parameter.device
+        whole = draw(name, torch.Size(parameter.shape), shape, seed, device).to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            shard = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            parameter.to_local().copy_(shard.to_local())
+        else:
+            parameter.copy_(whole)
+
+
+def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.device) -> Tensor:
+    """One whole parameter, in fp32, as a function of its name, size and the seed alone.
+
+    Normal with `init_std`; projections back into the residual stream are scaled by 1/√(2·layers)
+    (Radford et al. 2019, GPT-2, section 2.3).
+    """
+    if name.endswith("bias"):
+        return torch.zeros(size, device=device)
+    if len(size) == 1:
+        return torch.ones(size, device=device)
+    std = shape.init_std
+    if name.endswith(RESIDUAL_OUTPUTS):
+        std /= math.sqrt(2 * shape.layers)
+    generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
+    return torch.empty(size, device=device).normal_(0, std, generator=generator)
+
+
+def parameter_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

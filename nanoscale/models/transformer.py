@@ -1,0 +1,153 @@
+"""A decoder-only transformer for one device. Llama and GPT-2 are two settings of `config.Model`.
+
+Shapes: batch, seq, hidden; heads, kv_heads, head_dim. Nothing here knows of ranks: parallelism is applied
+from outside, by parameter and module name.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanoscale.config.schema import Model, RopeScaling
+
+
+class Transformer(nn.Module):
+    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        if shape.position == "learned":
+            self.positions = nn.Embedding(shape.max_seq_len, shape.hidden)
+        # Keyed by layer number, so that a pipeline stage keeps the names of the whole model.
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
+        self.norm = make_norm(shape)
+        if not shape.tie_embeddings:
+            self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        rotation = None
+        if self.shape.position == "rope":
+            rotation = rope_rotation(self.shape, position, self.embed.weight.dtype)
+        else:
+            hidden = hidden + self.positions(position)
+        for layer in self.layers.values():
+            hidden = layer(hidden, rotation)
+        hidden = self.norm(hidden)
+        if self.shape.tie_embeddings:
+            return F.linear(hidden, self.embed.weight)
+        return self.head(hidden)
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward block, each normalised before and added to the stream."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(shape)
+        self.attention = Attention(shape)
+        self.mlp_norm = make_norm(shape)
+        self.mlp = SwiGLU(shape) if shape.mlp == "swiglu" else GeluMLP(shape)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key and value heads (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim or shape.hidden // shape.heads
+        kv_heads = shape.kv_heads or shape.heads
+        self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=shape.bias)
+        self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
+        self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
+        self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+        batch, seq, _ = hidden.shape
+        # [batch, seq, heads · head_dim] -> [batch, heads, seq, head_dim]
+        q, k, v = (
+            project(hidden).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            for project in (self.wq, self.wk, self.wv)
+        )
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.wo(mixed.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class SwiGLU(nn.Module):
+    """A gated feed-forward block (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+class GeluMLP(nn.Module):
+    """The feed-forward block of GPT-2, with its tanh approximation of GELU."""
+
+    def __init__(self, shape: Model) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=shape.bias)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=shape.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+
+
+def make_norm(shape: Model) -> nn.Module:
+    if shape.norm == "rmsnorm":
+        return nn.RMSNorm(shape.hidden, eps=shape.norm_eps)
+    return nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
+
+
+def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[seq, head_dim / 2]` of each position's rotary angles.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
+    """
+    angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    head_dim = shape.head_dim or shape.hidden // shape.heads
+    exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=angle_dtype) / head_dim
+    frequency = shape.rope_theta**-exponent
+    if shape.rope_scaling is not None:
+        frequency = stretch_frequencies(frequency, shape.rope_scaling)
+    angle = torch.outer(position.to(angle_dtype), frequency)
+    return angle.cos(), angle.sin()
+
+
+def stretch_frequencies(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow the rotary frequencies `[head_dim / 2]` for a longer context, as Llama 3.1 does.
+
+    Wavelengths longer than the original context allows are stretched by `factor`, short ones stay, those
+    between are blended linearly in (original context / wavelength). Source: Llama 3.1's model card and the
+    `rope_scaling` of its published configuration.
+    """
+    wavelength = 2 * math.pi / frequency
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((scaling.original_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate `[batch, heads, seq, head_dim]`; the pairs are (i, i + head_dim / 2), as in Hugging Face."""
+    cos, sin = (part.to(x.dtype) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

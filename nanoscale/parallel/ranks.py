@@ -1,0 +1,66 @@
+"""The process group of all ranks, and the few collectives on Python objects that are not part of a step."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def join(world_size: int, device: torch.device) -> None:
+    """Meet the other ranks; nothing to do for one. Tensors in host memory travel over gloo, always."""
+    if world_size == 1:
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def local_device(device_type: str) -> torch.device:
+    """This rank's device, by its number on the host."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(value: T) -> T:
+    """Rank 0's value on every rank."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_numbers(numbers: list[float]) -> torch.Tensor:
+    """Every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    if not dist.is_initialized():
+        return mine[None]
+    everyone = torch.empty(dist.get_world_size(), len(numbers), dtype=torch.float64)
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone

@@ -1,0 +1,96 @@
+"""What a rank does from joining the others to leaving them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint import sharded, store
+from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.metrics.meter import Meter
+from nanoscale.metrics.sinks import open_sinks
+from nanoscale.parallel import ranks
+from nanoscale.runs import events
+from nanoscale.train.loop import Progress, Training
+from nanoscale.train.sample import sample
+from nanoscale.train.stop import StopAgreement
+
+if TYPE_CHECKING:
+    from nanoscale.worker import RankContext
+
+
+def run(context: RankContext) -> str:
+    """Train one run to its end, or until asked to stop: "completed" or "stopped".
+
+    Raises:
+        UserError: the data or the checkpoints are not what the configuration needs.
+        NonFiniteError: the training has diverged.
+        OSError: a checkpoint could not be written.
+    """
+    config = context.config
+    device = ranks.local_device(config.launcher.device)
+    data = open_data(config.data, config.train, config.model.vocab)
+    ranks.join(context.world_size, device)
+    engine = NativeEngine(config, device)
+    progress = restore(context, engine)
+    stop = StopAgreement(context.stop)
+    training = Training(
+        run=context.run,
+        config=config,
+        engine=engine,
+        data=data,
+        progress=progress,
+        rank=context.rank,
+        meter=Meter(config, context.world_size, device),
+        sinks=open_sinks(context.run, config.logger, progress.step) if context.rank == 0 else [],
+        note=noter(context),
+    )
+    training.note("running", f"training from step {progress.step + 1}", data=data.describe())
+    outcome = training.go(stop)
+    stop.close()
+    for sink in training.sinks:
+        sink.close()
+    if outcome == "completed" and config.train.sample_tokens > 0:
+        show_sample(training, data)
+    training.note("end", outcome, outcome=outcome, step=progress.step)
+    ranks.leave()
+    return outcome
+
+
+def restore(context: RankContext, engine: NativeEngine) -> Progress:
+    """Load the newest whole checkpoint of the run, if it has any."""
+    folder, note = context.run.checkpoints, noter(context)
+    if context.rank == 0:
+        store.clean_up(folder)
+    if not ranks.from_first(store.list_checkpoints(folder)):
+        return Progress()
+    loaded = sharded.load_newest(folder, engine.empty_state())
+    assert loaded is not None
+    for sentence in loaded.damaged:
+        note("fallback", f"{sentence}; it was set aside, going on from the one before")
+    step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
+    note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
+    return Progress(step, consumed)
+
+
+def show_sample(training: Training, data: Dataset) -> None:
+    train = training.config.train
+    if data.tokenizer is None:
+        return
+    text = sample(
+        training.engine,
+        data.tokenizer,
+        train.sample_prompt,
+        train.sample_tokens,
+        train.seq_len,
+        train.seed,
+    )
+    training.note("sample", "a sample of the trained model", text=text)
+
+
+def noter(context: RankContext) -> Any:
+    def note(kind: str, message: str, **fields: Any) -> None:
+        if context.rank == 0:
+            events.append(context.run, kind, message, **fields)
+
+    return note

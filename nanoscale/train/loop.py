@@ -1,0 +1,157 @@
+"""The training loop: read it from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.backends.native import NativeEngine, StepResult
+from nanoscale.checkpoint import sharded, store
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config
+from nanoscale.data.dataset import Dataset
+from nanoscale.metrics.meter import Meter, peak_memory_gib
+from nanoscale.metrics.sinks import Sink
+from nanoscale.parallel import ranks
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.train.schedule import lr_factor
+from nanoscale.train.stability import require_finite
+from nanoscale.train.stop import StopAgreement
+
+Note = Callable[..., None]
+"""Records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
+
+
+@dataclass
+class Progress:
+    """Where the training stands; all that it goes on from besides tensors."""
+
+    step: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass
+class Training:
+    """One rank's view of a run while it trains."""
+
+    run: RunDirectory
+    config: Config
+    engine: NativeEngine
+    data: Dataset
+    progress: Progress
+    rank: int
+    meter: Meter
+    sinks: list[Sink]
+    note: Note
+
+    def __post_init__(self) -> None:
+        self.sizes = derive(self.config)
+        self.saved_step = self.progress.step
+
+    def go(self, stop: StopAgreement) -> str:
+        """Train until the last step or until asked to stop: "completed" or "stopped"."""
+        train = self.config.train
+        while self.progress.step < self.sizes.steps:
+            if stop.reached():
+                return self.leave_early()
+            self.meter.begin()
+            result = self.advance()
+            step = self.progress.step
+            evaluating = train.eval_every > 0 and step % train.eval_every == 0
+            if step % train.log_every == 0 or evaluating or step == self.sizes.steps:
+                self.log(result, evaluating)
+            else:
+                self.meter.end()
+            if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
+                self.save(result)
+        if self.config.checkpoint.at_end and self.saved_step != self.progress.step:
+            self.save()
+        return "completed"
+
+    def advance(self) -> StepResult:
+        """One optimizer step."""
+        step = self.progress.step + 1
+        micro_batches = self.data.train.micro_batches(
+            self.progress.consumed_samples,
+            self.sizes.global_batch,
+            self.rank,
+            self.config.parallel.dp,
+            self.sizes.micro_batch,
+        )
+        result = self.engine.train_step(list(micro_batches), self.learning_rate(step))
+        self.progress.step = step
+        self.progress.consumed_samples += self.sizes.global_batch
+        return result
+
+    def learning_rate(self, step: int) -> float:
+        factor = lr_factor(self.config.scheduler, step, self.sizes.steps)
+        return self.config.optimizer.lr * factor
+
+    def log(self, result: StepResult, evaluating: bool) -> None:
+        """Gather one step's figures from all ranks and write them down.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite.
+        """
+        mine = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
+        everyone = ranks.gather_numbers(mine)
+        self.meter.end()
+        record: dict[str, Any] = {
+            "step": self.progress.step,
+            "loss": everyone[:, 0].sum().item() / self.sizes.tokens_per_step,
+            "grad_norm": result.grad_norm.item(),
+            "lr": self.learning_rate(self.progress.step),
+            "tokens": self.progress.consumed_samples * self.config.train.seq_len,
+            **self.meter.read(self.sizes.tokens_per_step),
+            "memory_gib": everyone[:, 1].max().item(),
+            "time": time.time(),
+        }
+        if evaluating:
+            record["eval_loss"] = self.evaluate()
+        for sink in self.sinks:
+            sink.write(record)
+        require_finite(record["step"], loss=record["loss"], grad_norm=record["grad_norm"])
+
+    def evaluate(self) -> float:
+        """The mean loss of the validation samples."""
+        assert self.data.valid is not None, "the rules refuse train.eval_every without a split"
+        batches = self.data.valid.valid_batches(
+            self.config.train.eval_samples,
+            self.rank,
+            self.config.parallel.dp,
+            self.sizes.micro_batch,
+        )
+        loss_sum, tokens = self.engine.evaluate(batches)
+        total = ranks.gather_numbers([loss_sum, tokens]).sum(dim=0)
+        return (total[0] / total[1]).item()
+
+    def leave_early(self) -> str:
+        self.note("stopping", f"asked to stop after step {self.progress.step}")
+        if self.config.checkpoint.at_stop and self.saved_step != self.progress.step:
+            self.save()
+        return "stopped"
+
+    def save(self, result: StepResult | None = None) -> None:
+        """Write a checkpoint of this step, if its gradients were sane, and drop old ones."""
+        if result is not None:
+            require_finite(self.progress.step, grad_norm=result.grad_norm.item())
+        for sink in self.sinks:
+            sink.flush()
+        began = time.perf_counter()
+        about = {
+            "step": self.progress.step,
+            "consumed_samples": self.progress.consumed_samples,
+            "tokens": self.progress.consumed_samples * self.config.train.seq_len,
+            "world_size": self.sizes.world_size,
+            "time": time.time(),
+        }
+        path = sharded.save(self.run.checkpoints, self.engine.state(), about)
+        self.saved_step = self.progress.step
+        seconds = time.perf_counter() - began
+        if self.rank == 0:
+            kept = self.config.checkpoint
+            store.prune(self.run.checkpoints, kept.keep_last, kept.keep_every)
+        message = f"{path.name} saved in {seconds:.2f} s"
+        self.note("checkpoint", message, step=self.progress.step, seconds=seconds)

@@ -1,0 +1,38 @@
+"""A piece of text from the model as it is after the training."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanoscale.data.tokenizer import Tokenizer
+
+TEMPERATURE = 0.7
+
+
+class NextToken(Protocol):
+    def next_token_logits(self, tokens: list[int]) -> Tensor: ...
+
+
+def sample(
+    engine: NextToken, tokenizer: Tokenizer, prompt: str, length: int, context: int, seed: int
+) -> str:
+    """The prompt and what follows it: `length` tokens, fewer where a document ends.
+
+    Every rank must call this at the same time; all draw the same tokens. `context` is the longest sequence
+    that the model has seen.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompted = tokenizer.encode(prompt)
+    tokens = [tokenizer.eos, *prompted]
+    # No early end at a document's end: ranks that disagreed would wait for each other for ever.
+    for _ in range(length):
+        logits = engine.next_token_logits(tokens[-context:]).cpu()[: tokenizer.vocab_size]
+        probability = torch.softmax(logits / TEMPERATURE, dim=0)
+        tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
+    written = tokens[1:]
+    return tokenizer.decode(
+        written[: written.index(tokenizer.eos)] if tokenizer.eos in written else written
+    )

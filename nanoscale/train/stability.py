@@ -1,0 +1,20 @@
+"""Noticing that a training has gone wrong."""
+
+from __future__ import annotations
+
+import math
+
+
+class NonFiniteError(ArithmeticError):
+    """The loss or the gradient norm is NaN or infinite: going on would only waste the devices' time."""
+
+
+def require_finite(step: int, **values: float) -> None:
+    """Raise a NonFiniteError that names the step and whatever is not a finite number."""
+    wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
+    if wrong:
+        found = " and ".join(f"{name} is {value}" for name, value in wrong.items())
+        raise NonFiniteError(
+            f"{found} at step {step}; try a lower optimizer.lr, a longer scheduler.warmup_steps "
+            "or optimizer.clip_norm=1.0, and resume from the checkpoint before"
+        )

@@ -1,0 +1,46 @@
+"""Stopping between two steps, all ranks at the same one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Flag(Protocol):
+    """Set from a signal handler at any time."""
+
+    requested: bool
+
+
+class StopAgreement:
+    """Asks once a step whether any rank was told to stop.
+
+    The question is sent off before a step and answered before the next, so that nobody waits for it and the
+    device is never synchronised.
+    """
+
+    def __init__(self, flag: Flag) -> None:
+        self._flag = flag
+        self._anybody = torch.zeros(1)
+        self._question: dist.Work | None = None
+
+    def reached(self) -> bool:
+        """Whether to stop now; the same answer on every rank. Call it before every step."""
+        if not dist.is_initialized():
+            return self._flag.requested
+        if self._question is not None:
+            self._question.wait()
+        if self._anybody.item() > 0:
+            self._question = None
+            return True
+        self._anybody.fill_(float(self._flag.requested))
+        self._question = dist.all_reduce(self._anybody, dist.ReduceOp.MAX, async_op=True)
+        return False
+
+    def close(self) -> None:
+        """Take in the answer that nobody needs any more."""
+        if self._question is not None:
+            self._question.wait()
+            self._question = None

@@ -1,0 +1,130 @@
+"""Small training runs for tests, without the launcher: a run directory, a frozen configuration, real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoscale.config import frozen
+from nanoscale.config.schema import (
+    Checkpoint,
+    Config,
+    Data,
+    Launcher,
+    Model,
+    Optimizer,
+    Parallel,
+    Precision,
+    Run,
+    Scheduler,
+    Train,
+    Zero,
+)
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.train import job
+from nanoscale.worker import RankContext, StopFlag
+from tests.ranks import run_ranks
+
+SEQ_LEN = 16
+SAMPLES = 8
+STEPS = 20
+SHAPE = Model(
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=48,
+    vocab=64,
+    max_seq_len=32,
+    init_std=0.2,
+)
+PRECISIONS = {
+    "fp64": Precision("fp64", "fp64", "fp64"),
+    "fp32": Precision("fp32", "fp32", "fp32"),
+    "bf16": Precision("fp32", "bf16", "fp32"),
+}
+
+
+def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
+    """A token file with room for `samples` samples; the tokens."""
+    tokens = np.random.default_rng(7).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
+    writer = IndexedWriter(folder / "tokens", np.uint16)
+    writer.add_document(tokens.astype(np.uint16))
+    writer.finish()
+    return tokens
+
+
+def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> Config:
+    """A resolved configuration: 20 steps of 8 samples, with accumulation and with clipping active."""
+    micro_batch = changes.pop("micro_batch", 1 if dp == 4 else 2)
+    base = Config(
+        run=Run(name="run", root=str(folder)),
+        model=changes.pop("model", SHAPE),
+        parallel=Parallel(dp=dp, dp_replicate=changes.pop("dp_replicate", 1)),
+        precision=PRECISIONS[changes.pop("precision", "fp64")],
+        zero=Zero(stage=stage),  # type: ignore[arg-type]
+        optimizer=changes.pop("optimizer", Optimizer(lr=1e-2, clip_norm=0.5)),
+        scheduler=Scheduler(name="cosine", warmup_steps=3, decay_steps=2),
+        data=Data(source="megatron", path=str(folder / "tokens"), valid_fraction=0.0),
+        checkpoint=changes.pop("checkpoint", Checkpoint(at_end=False)),
+        launcher=Launcher(device="cpu", devices=dp, threads=1),
+        train=Train(
+            steps=STEPS, global_batch=SAMPLES, micro_batch=micro_batch, seq_len=SEQ_LEN, seed=3
+        ),
+    )
+    return replace(base, **changes)
+
+
+def make_run(config: Config, name: str = "run") -> RunDirectory:
+    run = RunDirectory.create(Path(config.run.root), name)
+    run.config.write_text(frozen.dump(config))
+    return run
+
+
+def train(run: RunDirectory, config: Config, stop: StopFlag | None = None) -> list[str]:
+    """Train the run in its layout; what each rank returned. A changed configuration replaces the frozen one."""
+    run.config.write_text(frozen.dump(config))
+    assert isinstance(config.parallel.dp, int)
+    return run_ranks(_train_rank, config.parallel.dp, run.path, stop or StopFlag())
+
+
+def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:
+    run = RunDirectory(path)
+    config = frozen.load(run.config)
+    world_size = int(os.environ["WORLD_SIZE"])
+    return job.run(RankContext(run, config, rank, rank, world_size, "localhost", 1, stop))
+
+
+def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+class StopBefore(StopFlag):
+    """Raises itself at the question before a given step; a rank asks once before every step."""
+
+    def __init__(self, step: int, first: int = 1) -> None:
+        self.questions = 0
+        self.last = step - first
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self.questions += 1
+        return self.questions > self.last
+
+
+class KillBefore(StopBefore):
+    """Kills its rank, as the kernel would, at the question before a given step."""
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        if StopBefore.requested.fget(self):  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch.nn import functional as F
+
+from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.models.initialization import draw, initialise
+from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
+
+LLAMA = Model(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, rope_theta=1e4
+)
+GPT2 = Model(
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    ffn=64,
+    vocab=50,
+    norm="layernorm",
+    mlp="gelu",
+    position="learned",
+    bias=True,
+    tie_embeddings=True,
+    max_seq_len=16,
+)
+
+
+def make(shape: Model) -> Transformer:
+    model = Transformer(shape).double()
+    initialise(model, shape, seed=1)
+    return model
+
+
+def test_llama_equals_its_equations() -> None:
+    """One sequence, position by position and head by head, in complex numbers."""
+    model = make(LLAMA)
+    tokens = torch.randint(0, 50, (10,), generator=torch.Generator().manual_seed(0))
+    weights = dict(model.named_parameters())
+
+    def rms(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * gain
+
+    def turn(x: torch.Tensor, position: int) -> torch.Tensor:
+        pairs = torch.complex(x[:4], x[4:])
+        angles = torch.tensor([position * 1e4 ** (-2 * i / 8) for i in range(4)])
+        turned = pairs * torch.polar(torch.ones(4, dtype=torch.double), angles.double())
+        return torch.cat((turned.real, turned.imag))
+
+    x = weights["embed.weight"][tokens]
+    for layer in range(2):
+        w = {n.split(".", 2)[2]: p for n, p in weights.items() if n.startswith(f"layers.{layer}.")}
+        h = rms(x, w["attention_norm.weight"])
+        mixed = torch.zeros_like(x)
+        for head in range(4):
+            rows, shared = slice(head * 8, head * 8 + 8), slice(head // 2 * 8, head // 2 * 8 + 8)
+            q = [turn(w["attention.wq.weight"][rows] @ h[t], t) for t in range(10)]
+            k = [turn(w["attention.wk.weight"][shared] @ h[t], t) for t in range(10)]
+            v = [w["attention.wv.weight"][shared] @ h[t] for t in range(10)]
+            for t in range(10):
+                scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(8)
+                mixed[t, rows] = torch.softmax(scores, 0) @ torch.stack(v[: t + 1])
+        x = x + mixed @ w["attention.wo.weight"].T
+        h = rms(x, w["mlp_norm.weight"])
+        gate, up = h @ w["mlp.gate.weight"].T, h @ w["mlp.up.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down.weight"].T
+    expected = rms(x, weights["norm.weight"]) @ weights["head.weight"].T
+    torch.testing.assert_close(model(tokens[None])[0], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gpt2_equals_torch_encoder_layers() -> None:
+    model = make(GPT2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    tokens = torch.randint(0, 50, (3, 16), generator=torch.Generator().manual_seed(0))
+    x = model.embed.weight[tokens] + model.positions.weight[:16]
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.double)
+    for block in model.layers.values():
+        layer = torch.nn.TransformerEncoderLayer(
+            32,
+            4,
+            64,
+            dropout=0,
+            activation=lambda x: F.gelu(x, approximate="tanh"),
+            norm_first=True,
+            batch_first=True,
+            dtype=torch.double,
+        )
+        attention, mlp = block.attention, block.mlp
+        qkv = (attention.wq, attention.wk, attention.wv)
+        with torch.no_grad():
+            layer.self_attn.in_proj_weight.copy_(torch.cat([p.weight for p in qkv]))
+            layer.self_attn.in_proj_bias.copy_(torch.cat([p.bias for p in qkv]))
+        layer.self_attn.out_proj.load_state_dict(attention.wo.state_dict())
+        layer.linear1.load_state_dict(mlp.up.state_dict())
+        layer.linear2.load_state_dict(mlp.down.state_dict())
+        layer.norm1.load_state_dict(block.attention_norm.state_dict())
+        layer.norm2.load_state_dict(block.mlp_norm.state_dict())
+        x = layer(x, src_mask=mask, is_causal=True)
+    expected = model.norm(x) @ model.embed.weight.T
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    for shape in (LLAMA, GPT2):
+        model = make(shape)
+        tokens = torch.randint(0, 50, (1, 12))
+        changed = tokens.clone()
+        changed[0, 7] = (changed[0, 7] + 1) % 50
+        before, after = model(tokens)[0], model(changed)[0]
+        torch.testing.assert_close(before[:7], after[:7])
+        assert not torch.allclose(before[7:], after[7:])
+
+
+def test_rotation_keeps_relative_positions_only() -> None:
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.double)
+    far = replace(LLAMA, max_seq_len=10000)
+
+    def score(at: int, distance: int) -> float:
+        positions = torch.tensor([at, at + distance])
+        cos, sin = rope_rotation(far, positions, torch.float64)
+        left = rotate(q, (cos[:1], sin[:1]))
+        right = rotate(k, (cos[1:], sin[1:]))
+        return (left * right).sum().item()
+
+    assert math.isclose(score(0, 5), score(5000, 5), rel_tol=1e-9)
+    assert not math.isclose(score(0, 5), score(0, 6), rel_tol=1e-3)
+
+
+def test_llama31_scaling_keeps_fast_and_stretches_slow_frequencies() -> None:
+    scaling = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_seq_len=8192)
+    wavelength = torch.tensor([10.0, 2047.0, 4096.0, 8193.0, 1e6], dtype=torch.double)
+    frequency = 2 * math.pi / wavelength
+    ratio = (stretch_frequencies(frequency, scaling) / frequency).tolist()
+    # At half the original context: (8192/4096 - 1) / (4 - 1) = 1/3 of the frequency is kept.
+    expected = [1, 1, 1 / 3 + 2 / 3 / 8, 1 / 8, 1 / 8]
+    torch.testing.assert_close(torch.tensor(ratio), torch.tensor(expected))
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    first, again, other = make(LLAMA), make(LLAMA), Transformer(LLAMA).double()
+    initialise(other, LLAMA, seed=2)
+    deeper = make(replace(LLAMA, hidden=32, heads=4))
+    for name, value in first.named_parameters():
+        assert torch.equal(value, again.get_parameter(name))
+        assert torch.equal(value, deeper.get_parameter(name))
+        if value.ndim > 1:
+            assert not torch.equal(value, other.get_parameter(name))
+
+
+def test_initial_weights_have_the_published_spread() -> None:
+    cpu = torch.device("cpu")
+    size = torch.Size((400, 500))
+    wide = draw("layers.0.attention.wq.weight", size, LLAMA, 0, cpu)
+    assert abs(wide.std().item() - 0.02) < 2e-4 and abs(wide.mean().item()) < 2e-4
+    narrow = draw("layers.0.mlp.down.weight", size, LLAMA, 0, cpu)
+    assert abs(narrow.std().item() - 0.02 / 2) < 2e-4  # 1/sqrt(2 * 2 layers)
+    assert torch.equal(
+        draw("layers.0.mlp.down.bias", torch.Size((4,)), GPT2, 0, cpu), torch.zeros(4)
+    )
+    assert torch.equal(draw("norm.weight", torch.Size((4,)), GPT2, 0, cpu), torch.ones(4))

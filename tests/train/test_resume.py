@@ -1,0 +1,181 @@
+"""Law 2: a run that was stopped, killed, resumed twice or resumed elsewhere is the run that never was."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.errors import UserError
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+from tests.jobs import (
+    STEPS,
+    KillBefore,
+    StopBefore,
+    make_config,
+    make_run,
+    read_metrics,
+    train,
+    write_tokens,
+)
+
+EXACT = ("step", "loss", "grad_norm", "lr", "tokens")
+Curve = list[dict[str, Any]]
+
+
+def curve(run: RunDirectory) -> Curve:
+    return [{name: record[name] for name in EXACT} for record in read_metrics(run)]
+
+
+def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole, read by torch alone."""
+    checkpoint = list_checkpoints(run.checkpoints)[-1]
+    assert checkpoint.step == STEPS
+    state = {
+        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]))
+        for name, about in checkpoint.manifest["tensors"].items()
+    }
+    dcp.load(state, checkpoint_id=checkpoint.path, no_dist=True)
+    return state
+
+
+def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
+    ours, theirs = final_weights(left), final_weights(right)
+    assert ours.keys() == theirs.keys()
+    assert any("exp_avg" in name for name in ours)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def config_for(folder: Path, **changes: Any) -> Config:
+    checkpoint = Checkpoint(every=3, keep_last=None)
+    return make_config(folder, checkpoint=checkpoint, **changes)
+
+
+def never_stopped(folder: Path, config: Config) -> RunDirectory:
+    config = replace(config, run=replace(config.run, root=str(folder / "whole")))
+    run = make_run(config)
+    train(run, config)
+    assert len(curve(run)) == STEPS
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dp", "stage", "precision"),
+    [(1, 0, "fp32"), (2, 3, "fp32"), (4, 0, "fp32"), (4, 2, "bf16"), (4, 1, "fp64")],
+)
+def test_stopped_and_resumed_bit_for_bit(
+    tmp_path: Path, dp: int, stage: int, precision: str
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, dp=dp, stage=stage, precision=precision)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    assert train(run, config, StopBefore(8)) == ["stopped"] * dp
+    stopped_at = list_checkpoints(run.checkpoints)[-1].step
+    assert stopped_at == len(curve(run)) == (7 if dp == 1 else 8)  # the ranks agree a step later
+    assert train(run, config) == ["completed"] * dp
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+
+
+@pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 3)])
+def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, dp=dp, stage=stage, precision="fp32")
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="died|failed"):
+        train(run, config, KillBefore(9))
+    assert list_checkpoints(run.checkpoints)[-1].step == 6
+    train(run, config)
+    assert [event["step"] for event in events.read(run) if event["kind"] == "resumed"] == [6]
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+
+
+def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, dp=2, stage=2, precision="fp32")
+    run = make_run(config)
+    train(run, config, StopBefore(6))
+    twin = RunDirectory(run.path.with_name("twin"))
+    shutil.copytree(run.path, twin.path, symlinks=True)
+    train(run, config)
+    train(twin, config, StopBefore(12, first=7))
+    train(twin, config)
+    assert curve(run) == curve(twin)
+    assert_same_weights(run, twin)
+    train(twin, config)  # there is nothing left to do
+    assert curve(run) == curve(twin)
+    assert_same_weights(run, twin)
+
+
+def test_resumed_in_other_layouts(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, dp=1)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    train(run, config_for(tmp_path, dp=2, stage=3), StopBefore(6))
+    train(run, config_for(tmp_path, dp=4, stage=1), StopBefore(12, first=7))
+    train(run, config)
+    for ours, reference in zip(curve(run), curve(whole), strict=True):
+        assert ours == pytest.approx(reference, rel=1e-9)
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, dp=2, stage=3, precision="fp32")
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    train(run, config, StopBefore(8))
+    newest = list_checkpoints(run.checkpoints)[-1]
+    victim = newest.path / "__1_0.distcp"
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    train(run, config)
+    (fallback,) = [event for event in events.read(run) if event["kind"] == "fallback"]
+    assert newest.path.name in fallback["message"] and "__1_0.distcp" in fallback["message"]
+    assert [event["step"] for event in events.read(run) if event["kind"] == "resumed"] == [6]
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+
+
+def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path)
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    (run.checkpoints / "step-00000003" / ".metadata").unlink()
+    with pytest.raises(RuntimeError, match=r"no checkpoint.*\.metadata: missing"):
+        train(run, config)
+    assert len(curve(run)) == 3  # nothing was lost
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path)
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    wider = replace(config, model=replace(config.model, ffn=64))
+    with pytest.raises(RuntimeError, match=UserError.__name__):
+        train(run, wider)
+
+
+def test_another_corpus_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path)
+    run = make_run(config)
+    train(run, config, StopBefore(4))
+    write_tokens(tmp_path, samples=101)
+    with pytest.raises(RuntimeError, match="trained on other tokens"):
+        train(run, config)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+from nanoscale.config.schema import Scheduler
+from nanoscale.train.schedule import lr_factor
+
+
+def factors(scheduler: Scheduler, steps: int) -> list[float]:
+    return [lr_factor(scheduler, step, steps) for step in range(1, steps + 1)]
+
+
+def test_cosine_equals_torch() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    warmup = LinearLR(optimizer, start_factor=0.1, total_iters=9)
+    cosine = CosineAnnealingLR(optimizer, T_max=40, eta_min=0.1)
+    both = SequentialLR(optimizer, [warmup, cosine], milestones=[9])
+    expected = []
+    for _ in range(50):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        both.step()
+    ours = factors(Scheduler("cosine", warmup_steps=10, min_ratio=0.1), 50)
+    assert ours == pytest.approx(expected, abs=1e-12)
+
+
+def test_linear_and_constant() -> None:
+    linear = factors(Scheduler("linear", warmup_steps=2, min_ratio=0.0), 6)
+    assert linear == pytest.approx([0.5, 1.0, 0.75, 0.5, 0.25, 0.0])
+    assert factors(Scheduler("constant", warmup_steps=2), 4) == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_wsd_is_flat_and_then_falls() -> None:
+    wsd = factors(Scheduler("wsd", warmup_steps=2, decay_steps=4, min_ratio=0.2), 10)
+    assert wsd == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_ends_at_the_minimum_and_never_leaves_the_range(name: str) -> None:
+    for steps, warmup in ((1, 0), (1, 1), (5, 5), (7, 0), (100, 10)):
+        scheduler = Scheduler(name, warmup, decay_steps=min(steps, 3), min_ratio=0.1)  # type: ignore[arg-type]
+        curve = factors(scheduler, steps)
+        assert all(0.1 / max(1, warmup) - 1e-12 <= factor <= 1 for factor in curve)
+        if steps > warmup:
+            assert math.isclose(curve[-1], 0.1)
