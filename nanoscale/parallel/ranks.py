@@ -61,6 +61,6 @@ def gather_numbers(numbers: list[float]) -> torch.Tensor:
     mine = torch.tensor(numbers, dtype=torch.float64)
     if not dist.is_initialized():
         return mine[None]
-    everyone = torch.empty(dist.get_world_size(), len(numbers), dtype=torch.float64)
-    dist.all_gather_into_tensor(everyone, mine)
-    return everyone
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint import sharded, store
 from nanoscale.data.dataset import Dataset, open_data
+from nanoscale.errors import UserError
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
 from nanoscale.parallel import ranks
@@ -32,7 +33,7 @@ def run(context: RankContext) -> str:
     data = open_data(config.data, config.train, config.model.vocab)
     ranks.join(context.world_size, device)
     engine = NativeEngine(config, device)
-    progress = restore(context, engine)
+    progress = restore(context, engine, data)
     stop = StopAgreement(context.stop)
     training = Training(
         run=context.run,
@@ -57,8 +58,12 @@ def run(context: RankContext) -> str:
     return outcome
 
 
-def restore(context: RankContext, engine: NativeEngine) -> Progress:
-    """Load the newest whole checkpoint of the run, if it has any."""
+def restore(context: RankContext, engine: NativeEngine, data: Dataset) -> Progress:
+    """Load the newest whole checkpoint of the run, if it has any.
+
+    Raises:
+        UserError: none of them is whole, or they are of another model or other data.
+    """
     folder, note = context.run.checkpoints, noter(context)
     if context.rank == 0:
         store.clean_up(folder)
@@ -68,6 +73,12 @@ def restore(context: RankContext, engine: NativeEngine) -> Progress:
     assert loaded is not None
     for sentence in loaded.damaged:
         note("fallback", f"{sentence}; it was set aside, going on from the one before")
+    if loaded.manifest["data"] != data.fingerprint:
+        raise UserError(
+            "data",
+            f"step-{loaded.manifest['step']:08d} was trained on other tokens than those of "
+            f"{data.describe()}; a resumed run must go on with the same corpus",
+        )
     step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
     return Progress(step, consumed)

@@ -144,6 +144,7 @@ class Training:
             "step": self.progress.step,
             "consumed_samples": self.progress.consumed_samples,
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
+            "data": self.data.fingerprint,
             "world_size": self.sizes.world_size,
             "time": time.time(),
         }

@@ -20,7 +20,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
-        return SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        return SGD(groups, lr=config.lr, momentum=config.momentum)
     betas = (config.beta1, config.beta2)
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 

@@ -1,0 +1,285 @@
+"""The embedded corpus: the source code of the running Python's standard library.
+
+It is prepared once into a folder of the cache, by whichever process comes first:
+
+    stdlib-<interpreter>-<tokenizer>-<key>/   tokens.bin  tokens.idx  manifest.json  tokenizer.json
+    stdlib-….lock                             held while one process prepares
+    stdlib-….part/                            what a process is preparing, or left when it was killed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoscale.config.schema import Data
+from nanoscale.data.indexed import IndexedWriter, bin_path, sync_folder
+from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
+from nanoscale.errors import UserError, Violation
+
+FORMAT = 1
+"""raised whenever the same settings would give other tokens"""
+
+Settings = dict[str, Any]
+
+# tests, what is installed, and the two packages of tables that programs have written
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus in the cache."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    """documents, tokens, bytes, vocabulary, settings, files, sha256 of tokens.bin, seconds"""
+
+    @property
+    def prefix(self) -> Path:
+        return self.folder / "tokens"
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the tokens."""
+        return str(self.manifest["sha256"])
+
+    def tokenizer(self) -> Tokenizer:
+        path = self.folder / "tokenizer.json"
+        return load(path) if path.exists() else ByteTokenizer()
+
+
+def prepare(data: Data) -> Corpus:
+    """The embedded corpus as `data` asks for it, taken from the cache or prepared into it.
+
+    Raises UserError where this Python has no sources or the cache folder cannot be written.
+    """
+    return prepare_corpus(stdlib_folder(), cache_folder(data), data.tokenizer, data.bpe_vocab)
+
+
+def stdlib_folder() -> Path:
+    """The folder of the running Python's standard library, in a virtual environment too."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    if not (folder / "os.py").is_file():
+        raise _no_sources(folder)
+    return folder
+
+
+def cache_folder(data: Data) -> Path:
+    """Where prepared corpora lie: data.cache_dir, $NANOSCALE_CACHE or the user's cache folder."""
+    named = data.cache_dir or os.environ.get("NANOSCALE_CACHE")
+    if named:
+        return Path(named).expanduser().absolute()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if base.is_absolute():  # the specification has relative ones ignored
+        return base / "nanoscale"
+    try:
+        return Path.home() / ".cache" / "nanoscale"
+    except RuntimeError as error:
+        raise _unwritable(Path("~/.cache"), error) from error
+
+
+def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -> Corpus:
+    """Tokenise every Python file below `sources` into `cache`, unless this was done before.
+
+    `tokenizer` is `byte`, `bpe` (trained here, at most `bpe_vocab` tokens) or the path of a
+    tokenizer.json. Processes that ask at once wait for the one that prepares.
+    """
+    files = source_files(sources)
+    if not files:
+        raise _no_sources(sources)
+    settings = _settings(tokenizer, bpe_vocab)
+    key = _key(sources, files, settings)
+    kind = tokenizer if tokenizer in ("byte", "bpe") else "file"
+    folder = cache / f"stdlib-{_interpreter()}-{kind}-{key[:16]}"
+    found = _whole(folder, key)
+    if found:
+        return found
+    with _only_one(folder):
+        return _whole(folder, key) or _build(folder, sources, files, tokenizer, settings, key)
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Python files of a library, relative to it, in an order that mixes its packages.
+
+    The order is that of the digests of the paths, so that the documents at the end, which are held
+    out, are a fair sample, and a file more or less moves no other.
+    """
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        paths = (Path(place, name) for name in names if name.endswith(".py"))
+        found += [path.relative_to(folder) for path in paths if os.access(path, os.R_OK)]
+    return sorted(found, key=lambda path: hashlib.sha256(os.fsencode(path.as_posix())).digest())
+
+
+def _build(
+    folder: Path, sources: Path, files: list[Path], tokenizer: str, settings: Settings, key: str
+) -> Corpus:
+    """Prepare beside `folder`, then move there in one step; the caller holds the lock."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # whoever left it is gone, since the lock is ours
+    shutil.rmtree(folder, ignore_errors=True)  # it was found not to be whole
+    part.mkdir()
+    try:
+        texts = _texts(sources, files)
+        manifest = {"key": key, "settings": settings, **_fill(part, texts, tokenizer, settings)}
+        _write_durably(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+        sync_folder(part)
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    return Corpus(folder, manifest)
+
+
+def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) -> dict[str, Any]:
+    """Write the tokens of these texts, and their tokenizer, and say what was written."""
+    started = time.perf_counter()
+    encoder = _tokenizer(tokenizer, texts, settings, folder)
+    tokens = 0
+    with IndexedWriter(folder / "tokens", _smallest_type(encoder.vocab_size)) as writer:
+        for document in encoder.encode_documents(texts):
+            writer.add_document(document)
+            tokens += len(document)
+        writer.finish()
+    return {
+        "documents": len(texts),
+        "tokens": tokens,
+        "bytes": sum(len(text.encode()) for text in texts),
+        "vocabulary": encoder.vocab_size,
+        "sha256": hashlib.sha256(bin_path(folder / "tokens").read_bytes()).hexdigest(),
+        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
+        "seconds": round(time.perf_counter() - started, 3),
+    }
+
+
+def _smallest_type(vocab: int) -> type[np.integer[Any]]:
+    return np.uint16 if vocab <= 1 << 16 else np.int32
+
+
+def _texts(sources: Path, files: list[Path]) -> list[str]:
+    """The files that hold UTF-8 text, and more than nothing."""
+    texts = []
+    for path in files:
+        try:
+            text = (sources / path).read_bytes().decode()
+        except UnicodeDecodeError:
+            continue
+        if text.strip():
+            texts.append(text)
+    if not texts:
+        raise _no_sources(sources)
+    return texts
+
+
+def _tokenizer(name: str, texts: list[str], settings: Settings, folder: Path) -> Tokenizer:
+    if name == "byte":
+        return ByteTokenizer()
+    target = folder / "tokenizer.json"
+    if name == "bpe":
+        trained = train_bpe(texts, settings["bpe_vocab"], target)
+        _sync_file(target)
+        return trained
+    given = Path(name).expanduser()
+    _write_durably(target, given.read_bytes())
+    beside = given.with_name("tokenizer_config.json")  # it may name the token that ends a document
+    if beside.is_file():
+        _write_durably(folder / beside.name, beside.read_bytes())
+    return load(target)
+
+
+def _settings(tokenizer: str, bpe_vocab: int) -> Settings:
+    settings: Settings = {"format": FORMAT, "python": sys.version, "tokenizer": tokenizer}
+    if tokenizer == "bpe":
+        settings["bpe_vocab"] = bpe_vocab
+    elif tokenizer != "byte":
+        settings["eos"] = load(tokenizer).eos
+        content = Path(tokenizer).expanduser().read_bytes()
+        settings["tokenizer"] = hashlib.sha256(content).hexdigest()
+    return settings
+
+
+def _key(sources: Path, files: list[Path], settings: Settings) -> str:
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for path in files:
+        digest.update(os.fsencode(f"{path.as_posix()}\0{(sources / path).stat().st_size}\0"))
+    return digest.hexdigest()
+
+
+def _interpreter() -> str:
+    return f"{sys.implementation.name}-{platform.python_version()}"
+
+
+def _whole(folder: Path, key: str) -> Corpus | None:
+    """The corpus in this folder, if it is all there; only a look at names and sizes."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = manifest.get("key") == key and sizes == manifest["files"]
+    return Corpus(folder, manifest) if whole else None
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder to be prepared; the system releases it when a process dies."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise _unwritable(folder.parent, error) from error
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def _no_sources(folder: Path) -> UserError:
+    what = f"this Python ({sys.executable}) has no sources of its standard library in {folder}"
+    found = Violation(
+        "data.source",
+        "stdlib",
+        "",
+        f"{what}; use a Python that has them, or tokens of your own",
+        ("data.source=megatron data.path=PREFIX",),
+    )
+    return UserError("data", f"data.source=stdlib: {what}", [found])
+
+
+def _unwritable(cache: Path, error: Exception) -> UserError:
+    what = f"the corpus cannot be prepared there: {error}"
+    found = Violation("data.cache_dir", str(cache), "", what, ("data.cache_dir=FOLDER",))
+    return UserError("data", f"data.cache_dir: {cache}: {what}", [found])

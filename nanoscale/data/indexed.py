@@ -1,0 +1,265 @@
+"""Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` says where each text is.
+
+The `.idx`, little-endian: magic, version (u64), type code (u8), number of sequences (u64), number
+of entries of the document index (u64), then the length of each sequence in tokens (i32), its place
+in the `.bin` in bytes (i64), and for each document the sequence it begins with (i64), with the
+number of sequences at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from nanoscale.errors import UserError, Violation
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+TYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in TYPES.items()}
+HEADER = struct.Struct("<9sQBQQ")
+
+_LONGEST = np.iinfo(np.int32).max
+_BLOCK = 1 << 20
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The file of tokens of a prefix; the prefix may hold dots itself."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The file of places of a prefix."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Write documents one after the other; nothing lies at `prefix` before `finish`.
+
+    As a context manager it removes its temporary files if the body fails.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: Any) -> None:
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        if self._dtype not in CODES or self._dtype.kind == "f":
+            raise ValueError(f"{dtype} cannot hold tokens in a .bin file")
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._bin_part = self._bin.with_name(f"{self._bin.name}.part-{os.getpid()}")
+        self._idx_part = self._idx.with_name(f"{self._idx.name}.part-{os.getpid()}")
+        self._lengths = array("i")
+        self._stream = self._bin_part.open("wb")
+
+    def add_document(self, tokens: Any) -> None:
+        """Append the tokens (1-D integers) of one document.
+
+        Raises ValueError for tokens that the type of this file cannot hold.
+        """
+        given = np.asarray(tokens)
+        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+            raise ValueError("a document is a 1-D array of integers")
+        if len(given) > _LONGEST:
+            raise ValueError(f"a document holds at most {_LONGEST} tokens")
+        limits = np.iinfo(self._dtype)
+        if len(given) and not limits.min <= given.min() <= given.max() <= limits.max:
+            raise ValueError(f"a token lies outside {self._dtype}")
+        self._stream.write(given.astype(self._dtype).tobytes())
+        self._lengths.append(len(given))
+
+    def finish(self) -> None:
+        """Make both files durable and put them in place, replacing an older pair."""
+        _flush(self._stream)
+        self._stream.close()
+        with self._idx_part.open("wb") as stream:
+            for part in self._index():
+                stream.write(part)
+            _flush(stream)
+        self._idx.unlink(missing_ok=True)  # so that an old index never lies beside new tokens
+        self._bin_part.rename(self._bin)
+        self._idx_part.rename(self._idx)
+        sync_folder(self._bin.parent)
+
+    def abandon(self) -> None:
+        """Remove the temporary files; what lies at the prefix stays as it was."""
+        self._stream.close()
+        self._bin_part.unlink(missing_ok=True)
+        self._idx_part.unlink(missing_ok=True)
+
+    def _index(self) -> Iterator[bytes]:
+        lengths = np.array(self._lengths, dtype="<i4")
+        count = len(lengths)
+        places = np.zeros(count, dtype="<i8")
+        np.cumsum(lengths[:-1], dtype="<i8", out=places[1:])
+        places *= self._dtype.itemsize
+        yield HEADER.pack(MAGIC, VERSION, CODES[self._dtype], count, count + 1)
+        yield lengths.tobytes()
+        yield places.tobytes()
+        yield np.arange(count + 1, dtype="<i8").tobytes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.abandon()
+
+
+class IndexedTokens:
+    """A memory-mapped pair of files, checked when opened; `len` is the number of documents.
+
+    Raises UserError naming the file that is missing, cut short, of another pair or not of this
+    format. The check reads the whole `.idx` and none of the `.bin`.
+    """
+
+    tokens: np.ndarray
+    """every token of the file one after the other, 1-D, mapped, read-only"""
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(prefix)
+        idx, tokens = idx_path(prefix), bin_path(prefix)
+        for path in (idx, tokens):
+            if not path.is_file():
+                raise _missing(path, self.prefix)
+        self._dtype, sequences = _read_header(idx)
+        raw = np.asarray(np.memmap(idx, mode="r"))
+        starts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences])
+        self._lengths = raw[starts[0] : starts[1]].view("<i4")
+        self._places = raw[starts[1] : starts[2]].view("<i8")
+        self._documents = raw[starts[2] :].view("<i8")
+        self._check_index(idx)
+        self.tokens = self._map(tokens, idx)
+
+    def __len__(self) -> int:
+        return len(self._documents) - 1
+
+    @cached_property
+    def document_offsets(self) -> np.ndarray:
+        """Where each document begins in `tokens`, and the end of the last: int64 [documents + 1].
+
+        Costs 8 bytes a document; `document_start` and `document_at` cost nothing.
+        """
+        ends: np.ndarray = np.append(self._places, self.tokens.nbytes)[self._documents]
+        return ends // self._dtype.itemsize
+
+    def document_start(self, document: int) -> int:
+        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+        sequence = int(self._documents[document])
+        if sequence == len(self._places):
+            return len(self.tokens)
+        return int(self._places[sequence]) // self._dtype.itemsize
+
+    def document_at(self, token: int) -> int:
+        """The document that holds the token at this place."""
+        # bisect and not np.searchsorted, which would copy a mapping that is not aligned
+        sequence = bisect_right(self._places, token * self._dtype.itemsize) - 1
+        return bisect_right(self._documents, sequence, hi=len(self)) - 1
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The tokens of one document, 1-D."""
+        if not 0 <= document < len(self):
+            raise IndexError(document)
+        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    def _check_index(self, path: Path) -> None:
+        expected = 0
+        for start in range(0, len(self._lengths), _BLOCK):
+            lengths = self._lengths[start : start + _BLOCK].astype(np.int64)
+            if lengths.min() < 0:
+                raise damaged(path, "it holds a negative length")
+            ends = expected + np.cumsum(lengths) * self._dtype.itemsize
+            places = self._places[start : start + _BLOCK]
+            if places[0] != expected or not np.array_equal(places[1:], ends[:-1]):
+                raise damaged(path, "its places do not follow from its lengths")
+            expected = int(ends[-1])
+        self._bytes = expected
+        if self._documents[0] != 0 or self._documents[-1] != len(self._lengths):
+            raise damaged(path, "its documents do not cover its sequences")
+        for start in range(0, len(self), _BLOCK):
+            if (np.diff(self._documents[start : start + _BLOCK + 1]) < 0).any():
+                raise damaged(path, "its documents are not in order")
+
+    def _map(self, path: Path, idx: Path) -> np.ndarray:
+        size = path.stat().st_size
+        if size < self._bytes:
+            raise damaged(path, f"it holds {size} bytes where {idx.name} says {self._bytes}")
+        if size > self._bytes:
+            raise damaged(idx, f"it describes {self._bytes} bytes where {path.name} holds {size}")
+        if size == 0:
+            raise damaged(path, "it holds no token", "no tokens to train on")
+        # a plain array over the mapping: np.memmap's own slicing costs microseconds
+        return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+
+
+def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """Type of the tokens and number of sequences, after a look at the length of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        raw = stream.read(HEADER.size)
+    if not raw.startswith(MAGIC):
+        raise damaged(path, "it does not begin as an .idx does", "not a Megatron index")
+    if len(raw) < HEADER.size:
+        raise damaged(path, f"it ends within its header, after {size} bytes")
+    _, version, code, sequences, documents = HEADER.unpack(raw)
+    if version != VERSION:
+        raise damaged(path, f"its version is {version}, not {VERSION}")
+    if code not in TYPES or TYPES[code].kind == "f":
+        raise damaged(path, f"its type code {code} is no type of tokens")
+    expected = HEADER.size + 12 * sequences + 8 * documents
+    if size == expected + sequences and sequences > 0:
+        raise damaged(path, "it holds a mode for each sequence, as multimodal data does")
+    if size != expected or documents < 1:
+        raise damaged(path, f"it holds {size} bytes where its header promises {expected}")
+    return TYPES[code], sequences
+
+
+def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserError:
+    """The error for a file that is not what it should be."""
+    found = Violation(key="data.path", value=str(path), source="", message=what)
+    return UserError("data", f"{kind}: {path}: {what}", [found])
+
+
+def _missing(path: Path, prefix: Path) -> UserError:
+    suggestions: tuple[str, ...] = ()
+    if prefix.suffix in (".bin", ".idx"):
+        suggestions = (f"data.path={prefix.with_suffix('')}",)
+    what = "there is no such file (the path is given without .bin or .idx)"
+    found = Violation("data.path", str(prefix), "", what, suggestions)
+    return UserError("data", f"missing token file: {path}", [found])
+
+
+def _flush(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable, where the file system can."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,133 @@
+"""Batches of samples: which tokens a rank trains on at which step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from nanoscale.data.indexed import IndexedTokens
+from nanoscale.data.sampler import sample_indices
+from nanoscale.errors import UserError, Violation
+
+
+@dataclass(frozen=True)
+class Split:
+    """A range of a file's tokens."""
+
+    start: int
+    stop: int
+    within_document: bool = False
+    """whether its border to the other split lies within a document"""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def split_tokens(tokens: IndexedTokens, valid_fraction: float) -> tuple[Split, Split]:
+    """Divide a file into training and validation tokens.
+
+    Validation gets the last whole documents that hold at least `valid_fraction` of all tokens. If
+    these would hold more than twice that, or leave less than half of what training should have (one
+    document alone, or a huge one at the border), the border lies within a document instead.
+    """
+    total = len(tokens.tokens)
+    share = math.ceil(total * valid_fraction)
+    if share == 0:
+        return Split(0, total), Split(total, total)
+    wanted = total - share
+    border = tokens.document_start(tokens.document_at(wanted))
+    within = wanted - border > min(share, wanted // 2)
+    if within:
+        border = wanted
+    return Split(0, border, within), Split(border, total, within)
+
+
+class Loader:
+    """Samples of one split; sample i is its tokens [i·seq_len, (i + 1)·seq_len + 1).
+
+    Neighbours share one token: the last target of the one is the first input of the next. Documents
+    follow each other without padding.
+    """
+
+    def __init__(
+        self, tokens: IndexedTokens, split: Split, seq_len: int, seed: int, vocab: int
+    ) -> None:
+        if len(split) <= seq_len:
+            raise too_small(tokens, split, seq_len)
+        within = tokens.tokens[split.start : split.stop]
+        self._samples = sliding_window_view(within, seq_len + 1)[::seq_len]
+        self._file = tokens
+        self._seed = seed
+        self._vocab = vocab
+
+    def __len__(self) -> int:
+        """Samples in the split; an epoch."""
+        return len(self._samples)
+
+    def batch(self, indices: Any) -> np.ndarray:
+        """Samples by number: int64 [len(indices), seq_len + 1].
+
+        Raises UserError if a token lies outside the model's vocabulary.
+        """
+        found: np.ndarray = self._samples[indices].astype(np.int64)
+        if found.size and (found.max() >= self._vocab or found.min() < 0):
+            raise outside_vocabulary(self._file, found, self._vocab)
+        return found
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterator[np.ndarray]:
+        """One optimizer step's share of a data-parallel rank: int64 [micro_batch, seq_len + 1] each.
+
+        `consumed` is the samples that all ranks together have trained on. Over all ranks the
+        samples are those at places [consumed, consumed + global_batch) of the order, whatever `dp`
+        and `micro_batch` are; a rank has a contiguous part of them.
+        """
+        share, rest = divmod(global_batch, dp)
+        if rest or share % micro_batch or not 0 <= dp_rank < dp:
+            raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
+        first = consumed + dp_rank * share
+        indices = sample_indices(self._seed, np.arange(first, first + share), len(self))
+        for start in range(0, share, micro_batch):
+            yield self.batch(indices[start : start + micro_batch])
+
+    def valid_batches(
+        self, samples: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """The first samples of the split, divided over ranks: (int64 [micro_batch, seq_len + 1], n).
+
+        The first n rows count, perhaps none; the others only fill the batch. Every rank yields
+        equally many batches of one shape, as collectives in the forward pass need. Over all ranks
+        the rows that count are the first `evaluated(samples)` samples, once each.
+        """
+        count = self.evaluated(samples)
+        for start in range(0, count, dp * micro_batch):
+            mine = start + dp_rank * micro_batch
+            rows = np.arange(mine, mine + micro_batch)
+            yield self.batch(rows % count), int((rows < count).sum())
+
+    def evaluated(self, samples: int) -> int:
+        """How many samples an evaluation of `samples` has; fewer if the split is smaller."""
+        return min(samples, len(self))
+
+
+def too_small(tokens: IndexedTokens, split: Split, seq_len: int) -> UserError:
+    """The error for a split without one sample."""
+    what = f"a sample needs {seq_len + 1} tokens, and only {len(split)} of {tokens.prefix} are here"
+    shorter = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
+    found = Violation("train.seq_len", seq_len, "", what, shorter)
+    return UserError("data", f"too few tokens: {what}", [found])
+
+
+def outside_vocabulary(tokens: IndexedTokens, found: np.ndarray, vocab: int) -> UserError:
+    """The error for tokens that the model has no embedding for."""
+    wrong = int(found.min()) if found.min() < 0 else int(found.max())
+    what = f"{tokens.prefix}.bin holds token {wrong}, and the model's ids lie in [0, {vocab})"
+    larger = (f"model.vocab={wrong + 1}",) if wrong >= vocab else ()
+    violation = Violation("model.vocab", vocab, "", what, larger)
+    return UserError("data", f"model.vocab={vocab}: {what}", [violation])

@@ -1,0 +1,154 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from nanoscale.errors import UserError, Violation
+
+END = "<|endoftext|>"
+
+# names of the token that ends a document, in the order in which they are tried
+_END_NAMES = (
+    END,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+    "<|im_end|>",
+)
+
+
+class Tokenizer(Protocol):
+    """What the trainer needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids lie in [0, vocab_size)."""
+
+    @property
+    def eos(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without `eos`."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out; never fails."""
+
+    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        """Ids of each document (1-D), `eos` at its end."""
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 are the ids; 256 ends a document."""
+
+    vocab_size = 257
+    eos = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # 255 never occurs in UTF-8, so an id beyond the vocabulary shows as a replacement character
+        raw = bytes(min(int(token), 255) for token in ids if token != self.eos)
+        return raw.decode(errors="replace")
+
+    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        for text in texts:
+            raw = np.frombuffer(text.encode(), dtype=np.uint8)
+            yield np.append(raw.astype(np.uint16), np.uint16(self.eos))
+
+
+class FileTokenizer:
+    """A tokenizer.json of Hugging Face's `tokenizers` library."""
+
+    def __init__(self, tokenizer: Any, eos: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos = eos
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [int(token) for token in ids if token < self.vocab_size]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=True)
+        return text
+
+    def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
+        for start in range(0, len(texts), 64):
+            batch = texts[start : start + 64]
+            for encoded in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array([*encoded.ids, self.eos], dtype=np.int64)
+
+
+def load(path: str | Path) -> FileTokenizer:
+    """Read a tokenizer.json; a tokenizer_config.json beside it may name the end token.
+
+    Raises UserError where it is missing, unreadable or has no token that ends a document.
+    """
+    from tokenizers import Tokenizer as Native
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise _wrong(path, "there is no such file; give byte, bpe or the path of a tokenizer.json")
+    try:
+        native = Native.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise _wrong(path, f"it cannot be read as a tokenizer.json: {error}") from error
+    native.no_truncation()
+    native.no_padding()
+    native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
+    for name in (*_configured_end(path), *_END_NAMES):
+        eos = native.token_to_id(name)
+        if eos is not None:
+            return FileTokenizer(native, eos)
+    raise _wrong(path, f"it has none of the tokens that end a document: {', '.join(_END_NAMES)}")
+
+
+def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
+    """Train a byte-level BPE of at most `vocab` tokens (END included) and write it to `path`.
+
+    The same texts in the same order give the same file.
+    """
+    from tokenizers import Tokenizer as Native
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    native = Native(models.BPE())
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    native.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        min_frequency=2,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    native.train_from_iterator(texts, trainer)
+    native.save(str(path))
+    return load(path)
+
+
+def _configured_end(path: Path) -> list[str]:
+    """The end token that a model's tokenizer_config.json names, if there is one."""
+    try:
+        config = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        name = config.get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return []
+    if isinstance(name, dict):
+        name = name.get("content")
+    return [name] if isinstance(name, str) else []
+
+
+def _wrong(path: Path, what: str) -> UserError:
+    found = Violation("data.tokenizer", str(path), "", what)
+    return UserError("data", f"data.tokenizer: {path}: {what}", [found])

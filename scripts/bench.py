@@ -1,0 +1,163 @@
+"""Measure nanoscale beside its peers on this machine, as ratios in one run: `make bench`.
+
+Prints one table and keeps it under benchmarks/results/ with date, machine and versions. `make bench` takes
+some minutes; name parts (start, launch, step) to run these alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+Row = tuple[str, float, str, float | None]
+"""what was measured, its figure, its unit, and the figure over its peer's"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="start, launch, step; all by default")
+    parser.add_argument("--no-save", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "start": bench_start,
+        "launch": bench_launch,
+        "step": bench_step,
+    }
+    rows = [row for name in arguments.parts or parts for row in parts[name]()]
+    text = render(rows)
+    print(text)
+    if not arguments.no_save:
+        save(rows, text)
+
+
+def bench_start() -> list[Row]:
+    """Wall time of commands that only look things up."""
+    commands = {
+        "torchrun --help": [str(BIN / "torchrun"), "--help"],
+        "nanoscale --help": [str(BIN / "nanoscale"), "--help"],
+        "nanoscale config show recipe=llama-8b": [
+            str(BIN / "nanoscale"),
+            "config",
+            "show",
+            "recipe=llama-8b",
+        ],
+    }
+    seconds = {name: median_of(5, lambda c=command: run(c)) for name, command in commands.items()}
+    peer = seconds["torchrun --help"]
+    return [(name, value, "s", value / peer) for name, value in seconds.items()]
+
+
+def bench_launch(ranks: int = 8) -> list[Row]:
+    """Time from a command to the end of the first step, with as many ranks as a host has GPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            "recipe=debug",
+            f"parallel.dp={ranks}",
+            "train.steps=1",
+            f"train.global_batch={ranks}",
+            "checkpoint.at_end=false",
+            "logger=none",
+            f"run.root={folder}",
+        ]
+        nanoscale = [str(BIN / "nanoscale"), "train", *words]
+        run([*nanoscale, "run.name=warm"])  # the corpus is prepared
+        pairs = []
+        for attempt in range(3):
+            ours = time_to_first_step(
+                [*nanoscale, f"run.name=ours-{attempt}"], Path(folder) / f"ours-{attempt}"
+            )
+            peer = Path(folder) / f"peer-{attempt}"
+            peer.mkdir()
+            (peer / "checkpoints").mkdir()
+            (peer / "logs").mkdir()
+            shutil.copy(Path(folder) / "warm" / "config.yaml", peer)
+            torchrun = [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+            command = [*torchrun, "-m", "nanoscale.worker", str(peer)]
+            pairs.append((ours, time_to_first_step(command, peer)))
+    ours, theirs = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return [
+        (f"torchrun, {ranks} ranks, to the first step", theirs, "s", 1.0),
+        (f"nanoscale train, {ranks} ranks, to the first step", ours, "s", ours / theirs),
+    ]
+
+
+def bench_step() -> list[Row]:
+    """Step time of the training loop on one process beside a plain PyTorch loop, in turns."""
+    output = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "bench_step.py")],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    result = json.loads(output.splitlines()[-1])
+    ours, plain, ratio = result["ours_s"], result["plain_s"], result["ratio"]
+    return [
+        ("plain PyTorch loop, model tiny, one step", plain * 1e3, "ms", 1.0),
+        ("nanoscale, model tiny, one step", ours * 1e3, "ms", ratio),
+    ]
+
+
+def time_to_first_step(command: list[str], run_dir: Path) -> float:
+    began = time.time()
+    run(command)
+    first = (run_dir / "metrics.jsonl").read_text().splitlines()[0]
+    return float(json.loads(first)["time"]) - began
+
+
+def run(command: list[str]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}\n{done.stderr}")
+
+
+def median_of(times: int, act: Callable[[], None]) -> float:
+    act()  # what is on disk is in memory now
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        act()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def render(rows: list[Row]) -> str:
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{'':{width}}      figure       ratio"]
+    for name, figure, unit, ratio in rows:
+        shown = "" if ratio is None else f"{ratio:.3f}"
+        lines.append(f"{name:{width}}  {figure:10.3f} {unit:3} {shown:>6}")
+    return "\n".join(lines)
+
+
+def save(rows: list[Row], text: str) -> None:
+    day = time.strftime("%Y-%m-%d")
+    about: dict[str, Any] = {
+        "date": day,
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("nanoscale", "torch", "hydra-core", "typer")},
+        "rows": [dict(zip(("what", "figure", "unit", "ratio"), row, strict=True)) for row in rows],
+    }
+    folder = ROOT / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{day}-cpu.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / f"{day}-cpu.txt").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""From a configuration to its data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanoscale.config.schema import Data, Train
+from nanoscale.data import corpus, open_data
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokenizer import ByteTokenizer, train_bpe
+from nanoscale.errors import UserError
+
+TRAIN = Train(seq_len=16, seed=1)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> Data:
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "os.py").write_text("import sys\n" * 20)
+    for i in range(30):
+        (folder / f"m{i}.py").write_text(f"def f_{i}(value):\n    return value + {i}\n" * 3)
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(folder))
+    return Data(cache_dir=str(tmp_path / "cache"), valid_fraction=0.1)
+
+
+def megatron(tmp_path, documents, **keys) -> Data:
+    with IndexedWriter(tmp_path / "mine", np.int32) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.finish()
+    return Data(source="megatron", path=str(tmp_path / "mine"), **{"valid_fraction": 0.0, **keys})
+
+
+def wrong(data: Data, train: Train = TRAIN, vocab: int = 320):
+    with pytest.raises(UserError) as caught:
+        open_data(data, train, vocab)
+    assert caught.value.kind == "data"
+    return caught.value.violations[0]
+
+
+def test_the_embedded_corpus(library):
+    opened = open_data(library, TRAIN, 257)
+    assert isinstance(opened.tokenizer, ByteTokenizer)
+    batch = next(opened.train.micro_batches(0, 4, 0, 1, 4))
+    assert batch.shape == (4, 17)
+    assert "value" in opened.tokenizer.decode(opened.train.batch(range(10)).reshape(-1))
+    assert opened.valid is not None
+    assert len(opened.valid) > 3
+    for words in ("31 documents", "training samples", "for validation", "tokens.bin"):
+        assert words in opened.describe()
+    assert open_data(library, TRAIN, 257).fingerprint == opened.fingerprint
+
+
+def test_training_and_validation_share_no_document(library):
+    opened = open_data(library, TRAIN, 257)
+    seen = opened.tokenizer.decode(opened.train.batch(range(len(opened.train))).reshape(-1))
+    held = opened.tokenizer.decode(opened.valid.batch(range(len(opened.valid))).reshape(-1))
+    names = {f"def f_{i}(value)" for i in range(30)}
+    assert {name for name in names if name in held}
+    assert not {name for name in names if name in held and name in seen}
+
+
+def test_the_vocabulary_must_hold_the_tokenizers(library):
+    found = wrong(library, vocab=256)
+    assert (found.key, found.value, found.suggestions) == ("model.vocab", 256, ("model.vocab=320",))
+
+
+def test_validation_that_is_too_small_matters_only_if_it_is_asked_for(library):
+    for fraction in (0.0, 0.001):
+        data = Data(cache_dir=library.cache_dir, valid_fraction=fraction)
+        opened = open_data(data, TRAIN, 257)
+        assert opened.valid is None
+        assert "none for validation" in opened.describe()
+        assert wrong(data, Train(seq_len=16, eval_every=5)).key == "data.valid_fraction"
+
+
+def test_a_sequence_longer_than_the_corpus(library):
+    assert wrong(library, Train(seq_len=100_000)).key == "train.seq_len"
+
+
+def test_a_file_of_tokens(tmp_path):
+    data = megatron(tmp_path, [list(range(100)), list(range(100))], valid_fraction=0.3)
+    opened = open_data(data, TRAIN, 100)
+    assert (len(opened.train), len(opened.valid)) == (6, 6)
+    assert opened.valid.batch([0]).tolist() == [list(range(17))]
+    other = megatron(tmp_path, [list(range(100)), [*range(99), 5]], valid_fraction=0.3)
+    assert open_data(other, TRAIN, 100).fingerprint != opened.fingerprint
+
+
+def test_a_file_with_ids_beyond_the_model(tmp_path):
+    found = wrong(megatron(tmp_path, [[1] * 50 + [100]]), vocab=100)
+    assert (found.key, found.suggestions) == ("model.vocab", ("model.vocab=101",))
+    assert wrong(megatron(tmp_path, [[1] * 50 + [-1]])).key == "model.vocab"
+
+
+def test_a_files_tokenizer(tmp_path):
+    assert isinstance(
+        open_data(megatron(tmp_path, [[256] * 50]), TRAIN, 320).tokenizer, ByteTokenizer
+    )
+    assert open_data(megatron(tmp_path, [[257] * 50]), TRAIN, 320).tokenizer is None
+    wanted = Train(seq_len=16, sample_tokens=10)
+    assert wrong(megatron(tmp_path, [[257] * 50]), wanted).key == "data.tokenizer"
+    assert wrong(megatron(tmp_path, [[1] * 50], tokenizer="bpe")).key == "data.tokenizer"
+    train_bpe(["some text " * 9], 270, tmp_path / "t.json")
+    data = megatron(tmp_path, [[1] * 50], tokenizer=str(tmp_path / "t.json"))
+    assert open_data(data, wanted, 320).tokenizer.vocab_size <= 270
+
+
+def test_a_path_that_is_missing(tmp_path):
+    assert wrong(Data(source="megatron")).key == "data.path"
+    assert wrong(Data(source="megatron", path=str(tmp_path / "none"))).key == "data.path"

@@ -1,0 +1,111 @@
+"""Text to ids and back, and which token ends a document."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanoscale
+from nanoscale.data.tokenizer import END, ByteTokenizer, load, train_bpe
+from nanoscale.errors import UserError
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "class Naïve:\n    '''Grüße 🙂'''\n",
+    f"marker = '{END}'\n",
+] * 20
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    return train_bpe(TEXTS, 320, path), path
+
+
+def test_bytes_are_their_own_ids():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]
+    assert tokenizer.decode([97, 0xC3, 0xA9, tokenizer.eos]) == "aé"
+    documents = [document.tolist() for document in tokenizer.encode_documents(["a", "é", ""])]
+    assert documents == [[97, 256], [0xC3, 0xA9, 256], [256]]
+
+
+def test_bytes_that_are_no_text_are_replaced():
+    # a model with a padded vocabulary may say 300
+    assert ByteTokenizer().decode([97, 0xC3, 98, 300, 99]) == "a�b�c"
+
+
+def test_bpe_gives_back_every_text(bpe):
+    tokenizer, _ = bpe
+    for text in [*TEXTS[:3], "unseen: \x00 \x7f ☃ 漢字\r\n\t", ""]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+    assert 257 <= tokenizer.vocab_size <= 320
+    assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eos, 10**6]) == "a"
+
+
+def test_bpe_documents_end_with_eos_and_hold_it_nowhere_else(bpe):
+    tokenizer, _ = bpe
+    documents = list(tokenizer.encode_documents(TEXTS))
+    assert len(documents) == len(TEXTS)
+    for text, document in zip(TEXTS, documents, strict=True):
+        assert document.tolist() == [*tokenizer.encode(text), tokenizer.eos]
+        assert tokenizer.eos not in document[:-1]
+
+
+def test_bpe_training_repeats_itself_in_another_process(bpe, tmp_path):
+    _, path = bpe
+    script = (
+        "import sys, json, pathlib\n"
+        "from nanoscale.data.tokenizer import train_bpe\n"
+        "train_bpe(json.loads(sys.argv[1]), 320, pathlib.Path(sys.argv[2]))\n"
+    )
+    other = tmp_path / "other.json"
+    root = str(Path(nanoscale.__file__).parents[1])
+    environment = {"PYTHONPATH": root, "RAYON_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, json.dumps(TEXTS), str(other)]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    assert other.read_bytes() == path.read_bytes()
+
+
+def rename_end(path: Path, target: Path, name: str) -> Path:
+    target.write_text(path.read_text().replace(END, name))
+    return target
+
+
+def test_a_file_is_loaded_with_its_own_end_token(bpe, tmp_path):
+    tokenizer, path = bpe
+    assert load(path).encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
+    assert load(rename_end(path, tmp_path / "a.json", "</s>")).eos == tokenizer.eos
+    unknown = rename_end(path, tmp_path / "b.json", "<fin>")
+    with pytest.raises(UserError, match="none of the tokens that end a document"):
+        load(unknown)
+    for named in ("<fin>", {"content": "<fin>"}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))
+        assert load(unknown).eos == tokenizer.eos
+
+
+def test_files_that_are_no_tokenizers_are_named(tmp_path):
+    bad = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError, match=r"tokenizer\.json: there is no such file") as caught:
+        load(bad)
+    assert caught.value.violations[0].key == "data.tokenizer"
+    bad.write_text("{}")
+    with pytest.raises(UserError, match="cannot be read as a tokenizer"):
+        load(bad)
+
+
+def test_bytes_need_no_library():
+    script = (
+        "import sys, nanoscale.data\n"
+        "from nanoscale.data.tokenizer import ByteTokenizer\n"
+        "ByteTokenizer().decode(ByteTokenizer().encode('a'))\n"
+        "assert not {'torch', 'tokenizers'} & set(sys.modules)\n"
+    )
+    root = str(Path(nanoscale.__file__).parents[1])
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, env={"PYTHONPATH": root}, check=True, timeout=60)
