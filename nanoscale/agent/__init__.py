@@ -1,0 +1,1 @@
+"""The agent of a host: starts the ranks there, minds them and says how they ended."""

@@ -1,0 +1,239 @@
+"""`nanoscale config`: what a job would be configured with, and where each value comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.cli.output import AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from nanoscale.config.compose import Composed
+    from nanoscale.config.library import Library
+
+app = typer.Typer(no_args_is_help=True, help="Look up the configuration.")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...",
+        help="recipe=NAME, KEY=VALUE and GROUP=OPTION, in Hydra's grammar",
+        show_default=False,
+    ),
+]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        metavar="DIR",
+        help="A folder of yours whose groups and recipes come before the packaged ones.",
+        show_default=False,
+    ),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="A frozen config.yaml in the place of a recipe.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("show")
+def show(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the whole configuration as YAML."""
+    from dataclasses import asdict
+
+    from nanoscale.config.compose import compose
+    from nanoscale.config.document import to_yaml
+
+    values = asdict(compose(overrides or [], config_dir=config_dir, config_file=config).config)
+    if as_json:
+        print_json(values)
+    else:
+        print_yaml(to_yaml(values))
+
+
+@app.command("explain")
+def explain(
+    key: Annotated[str, typer.Argument(help="A key, or a section to explain all of its keys.")],
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a key: what it is, its value, and who set it."""
+    from nanoscale.config.compose import compose
+
+    names = _named(key)
+    composed = compose(overrides or [], config_dir=config_dir, config_file=config)
+    explained = [_explained(name, composed) for name in names if name in composed.history]
+    if as_json:
+        print_json(explained[0] if names == [key] else explained)
+        return
+    for index, document in enumerate(explained):
+        _print_explained(document, first=index == 0)
+
+
+@app.command("ls")
+def list_groups(
+    group: Annotated[
+        str | None, typer.Argument(help="A group; all of them if none.", show_default=False)
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the groups, or one group's options and keys."""
+    from nanoscale.config.library import Library
+
+    library = Library(config_dir)
+    if group is None:
+        _list_all(library, as_json)
+    else:
+        _list_one(library, group, as_json)
+
+
+def print_yaml(text: str) -> None:
+    """YAML in colour on a terminal, as it is elsewhere."""
+    import sys
+
+    if not sys.stdout.isatty():
+        sys.stdout.write(text)
+        return
+    from rich.syntax import Syntax
+
+    console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+
+
+def _named(name: str) -> list[str]:
+    """The keys that a key or a section stands for.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    from nanoscale.config.reference import declared, sections
+    from nanoscale.config.report import refuse
+    from nanoscale.config.suggest import nearest, nearest_key
+    from nanoscale.errors import Violation
+
+    if name not in declared() and (name not in sections() or not name):
+        top = [section for section in sections() if section and "." not in section]
+        near = tuple(dict.fromkeys([*nearest(name, top), *nearest_key(name, declared())]))
+        message = "is no key and no section"
+        if not near:
+            message += "; the sections are " + ", ".join(top)
+        proposals = tuple(f"nanoscale config explain {key}" for key in near)
+        refuse([Violation(name, None, "command line", message, proposals)])
+    return [key for key in declared() if key == name or key.startswith(f"{name}.")]
+
+
+def _explained(name: str, composed: Composed) -> dict[str, Any]:
+    from functools import reduce
+
+    from nanoscale.config.reference import declared
+
+    key = declared()[name]
+    *earlier, last = composed.history[name]
+    return {
+        "key": name,
+        "value": reduce(getattr, name.split("."), composed.config),
+        "type": key.type,
+        "unit": key.unit,
+        "bounds": key.bounds,
+        "meaning": key.meaning,
+        "default": key.default,
+        "set_by": last.source,
+        "overrode": [{"value": each.value, "source": each.source} for each in reversed(earlier)],
+    }
+
+
+def _print_explained(document: dict[str, Any], *, first: bool) -> None:
+    from rich.text import Text
+
+    from nanoscale.config.report import shown
+
+    out = console()
+    if not first:
+        out.print()
+    unit = f" {document['unit']}" if document["unit"] else ""
+    out.print(Text.assemble((document["key"], "bold"), f" = {shown(document['value'])}{unit}"))
+    bounds = f", {document['bounds']}" if document["bounds"] else ""
+    rows = [
+        ("meaning", document["meaning"]),
+        ("type", f"{document['type']}{bounds}"),
+        ("set by", document["set_by"]),
+        *(
+            ("overrode", f"{shown(each['value'])}, {each['source']}")
+            for each in document["overrode"]
+        ),
+    ]
+    for label, text in rows:
+        out.print(Text.assemble((f"  {label:<9}", "dim"), text))
+
+
+def _list_all(library: Library, as_json: bool) -> None:
+    from nanoscale.config.reference import meaning
+
+    groups = {
+        name: {
+            "meaning": "Whole jobs." if name == "recipe" else meaning(name),
+            "options": list(library.options(name)),
+        }
+        for name in library.groups()
+    }
+    if as_json:
+        print_json(groups)
+        return
+    for name, about in groups.items():
+        _print_row(name, ", ".join(about["options"]), width=11)
+
+
+def _list_one(library: Library, group: str, as_json: bool) -> None:
+    from nanoscale.config.reference import declared, sections
+    from nanoscale.config.report import refuse
+    from nanoscale.config.suggest import nearest
+    from nanoscale.errors import Violation
+
+    tops = [name for name in sections() if name and "." not in name]
+    known = list(dict.fromkeys([*library.groups(), *tops]))
+    if group not in known:
+        near = tuple(f"nanoscale config ls {name}" for name in nearest(group, known))
+        message = "is no group; the groups are " + ", ".join(library.groups())
+        refuse([Violation(group, None, "command line", message, near)])
+    options = library.options(group)
+    keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
+    if as_json:
+        print_json(
+            {
+                "options": [
+                    {"name": name, "about": option.about, "origin": option.origin}
+                    for name, option in options.items()
+                ],
+                "keys": [
+                    {"key": key.name, "type": key.type, "unit": key.unit, "meaning": key.meaning}
+                    for key in keys
+                ],
+            }
+        )
+        return
+    width = max([len(f"{group}={name}") for name in options] + [len(key.name) for key in keys])
+    for name, option in options.items():
+        origin = "" if option.origin == "nanoscale" else f" ({option.origin})"
+        _print_row(f"{group}={name}", option.about + origin, width)
+    for key in keys:
+        _print_row(key.name, key.meaning, width)
+
+
+def _print_row(name: str, text: str, width: int) -> None:
+    from rich.text import Text
+
+    console().print(Text.assemble((f"{name:<{width}}  ", "bold"), text))

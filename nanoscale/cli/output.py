@@ -1,0 +1,95 @@
+"""What every command shares: one JSON document on standard output, errors on standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.errors import UserError, Violation
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+DONE, FAILED, WRONG_REQUEST, INTERRUPTED = 0, 1, 2, 130
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")
+]
+
+
+def print_json(document: Any) -> None:
+    """Write the one JSON document of a command."""
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def console(*, error: bool = False) -> Console:
+    """Where human output goes: colours on a terminal only, and lines are never cut."""
+    from rich.console import Console
+
+    stream = sys.stderr if error else sys.stdout
+    return Console(stderr=error, highlight=False, soft_wrap=not stream.isatty())
+
+
+def show_error(error: UserError, *, as_json: bool) -> None:
+    """Say what is wrong, where it was set and what to type instead; as JSON too if asked for."""
+    if as_json:
+        print_json({"error": error_document(error)})
+    console(error=True).print(error_text(error), end="")
+
+
+def error_document(error: UserError) -> dict[str, Any]:
+    """`kind`, `message` and every violation with its key, value, source and suggestions."""
+    violations = [
+        {
+            "key": violation.key,
+            "value": violation.value,
+            "source": violation.source,
+            "message": violation.message,
+            "suggestions": list(violation.suggestions),
+        }
+        for violation in error.violations
+    ]
+    return {"kind": error.kind, "message": error.message, "violations": violations}
+
+
+def error_text(error: UserError) -> Text:
+    """The error as lines; several violations as a list."""
+    from rich.text import Text
+
+    text = Text()
+    text.append("error: ", style="bold red")
+    violations = error.violations
+    if len(violations) == 1:
+        text.append(f"{error.message}\n")
+        _append_details(text, violations[0], "  ")
+        return text
+    text.append(f"{error.message}{':' if violations else ''}\n")
+    for violation in violations:
+        text.append("  • ", style="red")
+        _append_sentence(text, violation)
+        _append_details(text, violation, "    ")
+    return text
+
+
+def _append_sentence(text: Text, violation: Violation) -> None:
+    from nanoscale.config.report import subject
+
+    text.append(subject(violation), style="bold")
+    text.append(f": {violation.message}\n")
+
+
+def _append_details(text: Text, violation: Violation, indent: str) -> None:
+    """Where it was set, and what to type instead."""
+    if violation.key and violation.source:
+        text.append(f"{indent}from: ", style="dim")
+        text.append(f"{violation.source}\n")
+    if violation.suggestions:
+        text.append(f"{indent}type instead: ", style="dim")
+        for index, suggestion in enumerate(violation.suggestions):
+            text.append(" or ", style="dim") if index else None
+            text.append(suggestion, style="green")
+        text.append("\n")

@@ -1,0 +1,105 @@
+"""`nanoscale recipes`: the whole jobs that there are, ours and the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanoscale.cli.config import ConfigDir, print_yaml
+from nanoscale.cli.output import AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from nanoscale.config.library import Option
+
+app = typer.Typer(no_args_is_help=True, help="List, read and copy recipes.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe, as `recipes ls` shows it.")]
+
+
+@app.command("ls")
+def list_recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """List the recipes; one of yours hides ours of the same name."""
+    from rich.text import Text
+
+    from nanoscale.config.library import RECIPE, Library
+
+    options = Library(config_dir).options(RECIPE)
+    if as_json:
+        print_json(
+            [
+                {"name": name, "about": option.about, "origin": option.origin}
+                for name, option in options.items()
+            ]
+        )
+        return
+    width = max(map(len, options), default=0)
+    for name, option in options.items():
+        origin = "" if option.origin == "nanoscale" else f" ({option.origin})"
+        console().print(Text.assemble((f"{name:<{width}}  ", "bold"), option.about + origin))
+
+
+@app.command("show")
+def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
+    """Print a recipe's file; `config show recipe=NAME` shows all that it leads to."""
+    from nanoscale.config.document import read
+
+    option = _find(name, config_dir)
+    if as_json:
+        print_json({"name": name, "path": str(option.path), "content": read(option.path).content})
+    else:
+        print_yaml(option.path.read_text("utf-8"))
+
+
+@app.command("copy")
+def copy(
+    name: Name,
+    destination: Annotated[
+        Path | None,
+        typer.Argument(help="A file or a folder; recipes/ if none.", show_default=False),
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Copy a recipe to start one of your own from."""
+    import shutil
+
+    option = _find(name, config_dir)
+    target = destination or Path("recipes")
+    if target.suffix != ".yaml":
+        target = target / f"{Path(name).name}.yaml"
+    if target.exists():
+        _refuse_copy(target, "exists already, and is not overwritten", name)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(option.path, target)
+    except OSError as error:
+        _refuse_copy(target, f"cannot be written: {error.strerror}", name)
+    typer.echo(f"{target}\n  nanoscale train recipe={_as_recipe(target)}")
+
+
+def _as_recipe(path: Path) -> str:
+    """A path as the value of an override."""
+    return str(path) if path.is_absolute() else f"./{path}"
+
+
+def _find(name: str, config_dir: Path | None) -> Option:
+    from nanoscale.config.library import RECIPE, Library
+    from nanoscale.config.report import refuse
+    from nanoscale.config.suggest import nearest
+    from nanoscale.errors import Violation
+
+    options = Library(config_dir).options(RECIPE)
+    if name not in options:
+        near = nearest(name, options)
+        message = "is no recipe" + ("" if near else "; there are " + ", ".join(options))
+        refuse([Violation(name, None, "command line", message, near)])
+    return options[name]
+
+
+def _refuse_copy(target: Path, message: str, name: str) -> None:
+    from nanoscale.config.report import refuse
+    from nanoscale.errors import Violation
+
+    other = (f"nanoscale recipes copy {name} recipes/my-{Path(name).name}.yaml",)
+    refuse([Violation(str(target), None, "command line", message, other)])

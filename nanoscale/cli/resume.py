@@ -1,0 +1,150 @@
+"""`nanoscale resume`: go on with a run that was stopped, failed, or is to train longer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.cli.config import Overrides
+from nanoscale.cli.output import DONE, AsJson, print_json
+from nanoscale.cli.train import DryRun
+
+if TYPE_CHECKING:
+    from nanoscale.config.schema import Config
+    from nanoscale.launch.prepare import Request
+    from nanoscale.runs.directory import RunDirectory
+
+
+def resume(
+    run: Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")],
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> int:
+    """Go on from the newest whole checkpoint, with the same or a changed configuration."""
+    from nanoscale.cli.attempt import attempt, show_plan
+    from nanoscale.config.frozen import load
+    from nanoscale.launch.ports import ReservedPort
+    from nanoscale.launch.prepare import replace_configuration
+    from nanoscale.launch.signals import Signals
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.lock import RunLock, refuse_if_held
+
+    directory = RunDirectory.open(run)
+    if dry_run:
+        refuse_if_held(directory)
+        request = _request(directory, overrides or [])
+        _say_what_differs(load(directory.config), request.config)
+        with ReservedPort() as port:
+            number = directory.last_attempt() + 1
+            show_plan(directory, request.config, number, port.number, as_json)
+        return DONE
+    with ReservedPort() as port, RunLock(directory), Signals() as signals:
+        request = _request(directory, overrides or [])
+        previous = load(directory.config)
+        if _is_complete(directory, previous, request.config):
+            _say_complete(directory, request.config, as_json)
+            return DONE
+        _say_what_differs(previous, request.config)
+        _say_where_from(directory)
+        last = directory.last_attempt()
+        replace_configuration(directory, request, last)
+        return attempt(directory, request.config, last + 1, port, signals, as_json)
+
+
+def _request(run: RunDirectory, words: list[str]) -> Request:
+    """The frozen configuration with the changes, checked against this machine.
+
+    Raises:
+        UserError: the changes are wrong, or would make it another run.
+    """
+    from dataclasses import replace
+
+    from nanoscale.config.compose import compose
+    from nanoscale.config.frozen import load
+    from nanoscale.config.rules import check
+    from nanoscale.errors import UserError, Violation
+    from nanoscale.launch.devices import detect
+    from nanoscale.launch.prepare import Request
+
+    composed = compose(words, config_file=run.config)
+    moved = [
+        Violation(
+            key,
+            composed.history[key][-1].value,
+            "command line",
+            "cannot be changed by resume: a run stays where it is",
+            (f"nanoscale train --config {run.config} {key}=…",),
+        )
+        for key in ("run.name", "run.root")
+        if composed.source(key) == "command line"
+    ]
+    if moved:
+        raise UserError("run", "a run cannot be moved", moved)
+    devices = detect()
+    config = replace(check(composed, devices), run=load(run.config).run)
+    return Request(composed, config, devices)
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys whose values differ, with the old and the new one."""
+    from dataclasses import asdict
+
+    before, after = _flat(asdict(old)), _flat(asdict(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    changed = ((key, before.get(key), after.get(key)) for key in keys)
+    return {key: (was, now) for key, was, now in changed if was != now}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _say_what_differs(old: Config, new: Config) -> None:
+    for key, (was, now) in differences(old, new).items():
+        typer.echo(f"{key}: {_shown(was)} → {_shown(now)}", err=True)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def _say_where_from(run: RunDirectory) -> None:
+    steps = run.checkpoint_steps()
+    start = (
+        f"going on from {run.checkpoint(steps[-1]).name}"
+        if steps
+        else ("there is no checkpoint yet: starting from the beginning")
+    )
+    typer.echo(start, err=True)
+
+
+def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
+    from nanoscale.config.derive import derive
+    from nanoscale.runs import status
+
+    if status.read(run).state != "completed":
+        return False
+    return derive(config).steps <= derive(previous).steps
+
+
+def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
+    from nanoscale.cli.attempt import document
+    from nanoscale.config.derive import derive
+    from nanoscale.launch.supervisor import Outcome
+
+    steps = derive(config).steps
+    typer.echo(
+        f"the run is complete: it trained all {steps} steps; to train longer, say\n"
+        f"  nanoscale resume {run.reference} train.steps={2 * steps}",
+        err=as_json,
+    )
+    if as_json:
+        print_json(document(run, Outcome("completed", DONE)))

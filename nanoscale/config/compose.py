@@ -1,0 +1,153 @@
+"""From the words of a command line to a typed configuration that knows where each value is from.
+
+Hydra merges, in this order: the schema's defaults, the chosen option of every group, the recipe,
+the groups chosen on the command line once more (so that they win over the recipe), and the keys
+set on the command line. `rules.check` then holds the result against the laws across keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any, cast
+
+from nanoscale.config import reference
+from nanoscale.config.convert import convert
+from nanoscale.config.library import RECIPE, ROOT, Library, is_path
+from nanoscale.config.provenance import COMMAND_LINE, DEFAULT, History, Layer, Setting, trace
+from nanoscale.config.report import refuse
+from nanoscale.config.schema import Config
+from nanoscale.config.suggest import nearest_key
+from nanoscale.errors import Violation
+
+__all__ = ["Composed", "Setting", "compose"]
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration as it was asked for; what is `auto` or null is not resolved yet."""
+
+    config: Config
+    history: History
+    """dotted key → its writers in order, from the schema's default to the one that holds"""
+    recipe: str | None
+    """a name to build the run's name from"""
+    words: tuple[str, ...]
+
+    def source(self, key: str) -> str:
+        """Who set a key last."""
+        settings = self.history.get(key)
+        return settings[-1].source if settings else DEFAULT
+
+
+def compose(
+    words: Sequence[str], *, config_dir: Path | None = None, config_file: Path | None = None
+) -> Composed:
+    """Compose the configuration that the override words ask for.
+
+    Args:
+        words: overrides in Hydra's grammar, as in ``["recipe=llama-8b", "train.steps=10"]``.
+        config_dir: a folder of the user's with groups and recipes that come before ours.
+        config_file: a frozen configuration to take in the place of a recipe.
+
+    Raises:
+        UserError: with everything that is wrong in the words and the files.
+    """
+    from hydra import initialize_config_dir
+
+    from nanoscale.config.search import searching
+    from nanoscale.config.words import read_words
+
+    library = Library(config_dir, config_file)
+    with searching(library), initialize_config_dir(str(Path.cwd()), version_base="1.3"):
+        asked = read_words(words, library)
+        if config_file is not None:
+            asked.violations += _take_file(library, asked.choices)
+        library.choices, library.touched = asked.choices, asked.touched()
+        merged, layers = _merge(library, asked.for_hydra())
+    history = trace(layers, asked.settings)
+    raw, broken = _resolve(merged, history)
+    composed = Composed(Config(), history, _recipe_name(library), tuple(words))
+    config, mistyped = convert(raw, composed.source)
+    if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
+        refuse(violations)
+    return replace(composed, config=config)
+
+
+def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violation]:
+    """Check that the file can stand in the recipe's place."""
+    violations = []
+    if library.config_file is not None and not library.config_file.exists():
+        path, library.config_file = str(library.config_file), None
+        message = "is a file that does not exist"
+        violations.append(Violation("--config", path, "option --config", message))
+    if RECIPE in choices:
+        message = "cannot be given together with --config, which takes the recipe's place"
+        violations.append(Violation(RECIPE, choices.pop(RECIPE), COMMAND_LINE, message))
+    return violations
+
+
+def _merge(library: Library, words: list[str]) -> tuple[Any, list[Layer]]:
+    """Hydra's result, and the files in the order in which it merged them."""
+    from hydra import compose as hydra_compose
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from hydra.types import RunMode
+
+    try:
+        merged = hydra_compose(ROOT, words)
+        order = (
+            GlobalHydra.instance().config_loader().compute_defaults_list(ROOT, words, RunMode.RUN)
+        )
+    except RecursionError:
+        name = _recipe_name(library)
+        refuse([Violation("defaults", name, f"recipe {name}", "leads back to the file itself")])
+    except (HydraException, ValueError) as error:
+        refuse([Violation("", " ".join(words), "", f"cannot be composed: {error}")])
+    layers = [
+        Layer(library.serve(entry.config_path), entry.package or "")
+        for entry in order.defaults
+        if entry.config_path is not None and not entry.config_path.startswith("hydra/")
+    ]
+    return merged, layers
+
+
+def _references(raw: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The keys whose values refer to another key."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _references(value, f"{prefix}{name}.")
+        elif isinstance(value, str) and "${" in value:
+            yield f"{prefix}{name}"
+
+
+def _resolve(merged: Any, history: History) -> tuple[dict[str, Any], list[Violation]]:
+    """The merged configuration as plain data, with `${section.key}` replaced by its value."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    raw = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
+    violations = []
+    for key in list(_references(raw)):
+        section, _, name = key.rpartition(".")
+        values = reduce(getitem, section.split("."), raw)
+        text = values.pop(name)
+        try:
+            values[name] = OmegaConf.select(merged, key)
+        except (OmegaConfBaseException, RecursionError):
+            near = nearest_key(text.partition("${")[2].partition("}")[0], reference.declared())
+            proposals = tuple(f"'{key}=${{{other}}}'" for other in near if other != key)
+            message = "refers to a key that does not exist, or to itself"
+            violations.append(Violation(key, text, history[key][-1].source, message, proposals))
+    return raw, violations
+
+
+def _recipe_name(library: Library) -> str | None:
+    if library.config_file is not None:
+        path = library.config_file.resolve()
+        return path.parent.name if path.stem == ROOT else path.stem
+    name = library.choices.get(RECIPE)
+    return Path(name).stem if name and is_path(name) else name and name.replace("/", "-")

@@ -1,0 +1,68 @@
+"""Who set what: every writer of every key, in the order in which Hydra merged them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.config import reference
+from nanoscale.config.document import Document
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One writer of one key."""
+
+    value: object
+    source: str
+    """`nanoscale/conf/model/llama-8b.yaml:7`, `recipes/mine.yaml:12`, `command line`, `default`"""
+
+
+History = dict[str, list[Setting]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file in the order of merging, with the section that its keys belong to."""
+
+    document: Document
+    section: str
+
+
+def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Any]]) -> History:
+    """The writers of every key, the last one being who holds it; then the command line's words."""
+    history: History = {}
+    for layer in layers:
+        for path, value in _leaves(layer.document.content, ""):
+            key = f"{layer.section}.{path}" if layer.section else path
+            _write(history, key, Setting(value, layer.document.source(path)))
+    for key, value in settings:
+        _write(history, key, Setting(value, COMMAND_LINE))
+    return history
+
+
+def _leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif name != "defaults":
+            yield f"{prefix}{name}", value
+
+
+def _write(history: History, key: str, setting: Setting) -> None:
+    """Record a writer. Null on a section empties it; a key within a null section revives it."""
+    parent = key.rpartition(".")[0]
+    if parent in history:
+        del history[parent]
+        for name, value in reference.defaults(reference.sections()[parent]).items():
+            history[f"{parent}.{name}"] = [Setting(value, DEFAULT)]
+    if key in reference.sections():
+        for name in reference.members(reference.sections()[key]):
+            history.pop(f"{key}.{name}", None)
+    settings = history.setdefault(key, [])
+    if not settings or settings[-1] != setting:
+        settings.append(setting)

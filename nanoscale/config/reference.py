@@ -1,0 +1,142 @@
+"""The schema as a table: every key by its dotted name, and every section.
+
+Checks, conversion, did-you-mean and `config explain` look things up here.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nanoscale.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Key:
+    """One declared key. A section that may be null is a key as well as a section."""
+
+    name: str
+    annotation: Any
+    default: object
+    meaning: str
+    unit: str
+    at_least: float | None
+    at_most: float | None
+    scaled: str
+    """`no`, `decimal` or `binary`: which suffixes an integer may carry"""
+
+    @property
+    def type(self) -> str:
+        return type_text(self.annotation)
+
+    @property
+    def bounds(self) -> str:
+        """`at least 1 and at most 3`; empty without bounds."""
+        low = f"at least {self.at_least:g}" if self.at_least is not None else ""
+        high = f"at most {self.at_most:g}" if self.at_most is not None else ""
+        return " and ".join(part for part in (low, high) if part)
+
+
+@cache
+def members(section: type) -> dict[str, tuple[Any, Field[Any]]]:
+    """A section's keys: name to annotation and dataclass field."""
+    hints = get_type_hints(section)
+    return {field.name: (hints[field.name], field) for field in fields(section)}
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; the annotation itself where it is none."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def section_of(annotation: Any) -> type | None:
+    """The dataclass within an annotation, as in `RopeScaling | None`."""
+    for choice in alternatives(annotation):
+        if isinstance(choice, type) and is_dataclass(choice):
+            return choice
+    return None
+
+
+def optional(annotation: Any) -> bool:
+    return type(None) in alternatives(annotation)
+
+
+@cache
+def sections() -> dict[str, type]:
+    """Every section by its dotted name; the whole configuration is ``""``."""
+    return dict(_sections(Config, ""))
+
+
+@cache
+def declared() -> dict[str, Key]:
+    """Every key by its dotted name, in the schema's order."""
+    return {
+        f"{prefix}.{name}": _key(f"{prefix}.{name}", annotation, field)
+        for prefix, section in sections().items()
+        if prefix
+        for name, (annotation, field) in members(section).items()
+    }
+
+
+def defaults(section: type) -> dict[str, Any]:
+    """A section's defaults as plain data."""
+    return {
+        name: defaults(inner)
+        if (inner := section_of(annotation)) is not None and not optional(annotation)
+        else _default(field)
+        for name, (annotation, field) in members(section).items()
+    }
+
+
+def meaning(name: str) -> str:
+    """One line on a key or a section."""
+    if name in declared():
+        return declared()[name].meaning
+    return (sections()[name].__doc__ or "").strip().splitlines()[0]
+
+
+def type_text(annotation: Any) -> str:
+    """An annotation in words, to follow `must be`."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    parts = []
+    for choice in alternatives(annotation):
+        if get_origin(choice) is Literal:
+            parts += [str(value) for value in get_args(choice)]
+        elif choice is type(None):
+            parts.append("null")
+        else:
+            parts.append(words.get(choice, "a section"))
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(parts)
+    return " or ".join(parts)
+
+
+def _sections(section: type, prefix: str) -> Iterator[tuple[str, type]]:
+    yield prefix, section
+    for name, (annotation, _) in members(section).items():
+        inner = section_of(annotation)
+        if inner is not None:
+            yield from _sections(inner, f"{prefix}.{name}" if prefix else name)
+
+
+def _key(name: str, annotation: Any, field: Field[Any]) -> Key:
+    about = field.metadata
+    return Key(
+        name=name,
+        annotation=annotation,
+        default=_default(field),
+        meaning=about["meaning"],
+        unit=about["unit"],
+        at_least=about["at_least"],
+        at_most=about["at_most"],
+        scaled=about["scaled"],
+    )
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

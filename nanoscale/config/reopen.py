@@ -1,0 +1,57 @@
+"""Values that a frozen configuration had left open, taken up again when the request changes.
+
+`parallel.dp: auto` is frozen as the number it became. Repeated as it is, the file must give the
+same run. But with `parallel.tp=2` beside it, the number is no longer anybody's wish: it is open
+again. The frozen file therefore lists, under `resolved`, what was open and how it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
+
+FOLLOWS: dict[str, tuple[str, ...]] = {
+    "model.kv_heads": ("model.heads",),
+    "model.head_dim": ("model.heads", "model.hidden"),
+    "launcher.devices": (*_LAYOUT, "launcher.device"),
+    "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device"),
+    "launcher.threads": ("launcher.devices", "launcher.device"),
+    "train.micro_batch": ("parallel.dp", "train.global_batch"),
+    "train.steps": ("train.tokens", "train.global_batch", "train.seq_len"),
+    "scheduler.decay_steps": ("scheduler.name", "train.steps"),
+}
+"""what check() resolves, each with the keys that it follows from, in the order to look"""
+
+
+def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that check() decided, with the values they were requested with."""
+    return {
+        f"{section}.{name}": requested[section][name]
+        for section, values in final.items()
+        for name in values
+        if requested[section][name] != values[name]
+    }
+
+
+def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any]:
+    """A frozen file's content, with what follows from a touched key as it was asked for."""
+    content = dict(content)
+    asked = content.pop("resolved", None)
+    if not isinstance(asked, dict):
+        return content
+    changed = set(touched)
+    for key in FOLLOWS:
+        if key in asked and key not in touched and changed.intersection(FOLLOWS[key]):
+            content = _set(content, key, asked[key])
+            changed.add(key)
+    if "run.name" in asked and "run.name" not in touched:
+        content = _set(content, "run.name", asked["run.name"])
+    return content
+
+
+def _set(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    section, _, name = key.partition(".")
+    values = content.get(section)
+    return {**content, section: {**values, name: value}} if isinstance(values, dict) else content

@@ -1,0 +1,232 @@
+"""The override words of a command line, read with Hydra's own grammar and held against the schema.
+
+Hydra's messages for a mistyped key lead into its `+` and `++` prefixes, which bypass every check.
+Here a word that names nothing is refused with what it may have meant, whatever its prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from nanoscale.config import reference
+from nanoscale.config.convert import unknown_key
+from nanoscale.config.library import RECIPE, Library, is_path, misplaced
+from nanoscale.config.provenance import COMMAND_LINE
+from nanoscale.config.report import shown
+from nanoscale.config.suggest import nearest, nearest_key
+from nanoscale.errors import Violation
+
+
+@dataclass
+class Words:
+    """What the words ask for."""
+
+    choices: dict[str, str | None] = field(default_factory=dict)
+    """group → option; null where `~group` deletes the choice"""
+    settings: list[tuple[str, Any]] = field(default_factory=list)
+    """dotted key → raw value, in the order given"""
+    violations: list[Violation] = field(default_factory=list)
+
+    def for_hydra(self) -> list[str]:
+        """The same as overrides of Hydra that cannot fail."""
+        chosen = [
+            f"~{group}" if option is None else f"{group}={_quoted(option)}"
+            for group, option in self.choices.items()
+            if option is not None or group != RECIPE
+        ]
+        return chosen + [f"++{key}={_quoted(value)}" for key, value in self.settings]
+
+    def touched(self) -> frozenset[str]:
+        """Every key that the words decide, by name or by their group."""
+        keys = reference.declared()
+        prefixes = tuple(f"{group}." for group in self.choices if group != RECIPE)
+        by_group = {key for key in keys if key.startswith(prefixes)} if prefixes else set()
+        return frozenset(by_group | {key for key, _ in self.settings})
+
+
+def read_words(words: Sequence[str], library: Library) -> Words:
+    """Parse and check every word; what is wrong is left out and listed in `violations`."""
+    result = Words()
+    parser = OverridesParser.create()
+    for word in words:
+        if not word.partition("=")[0]:
+            message = "is no KEY=VALUE"
+            result.violations.append(Violation("override", word, COMMAND_LINE, message))
+            continue
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            result.violations.append(_unreadable(word, library, parser))
+            continue
+        result.violations += _take(override, library, result)
+    return result
+
+
+def _take(override: Override, library: Library, into: Words) -> Iterator[Violation]:
+    """Add one parsed word to `into`, or say why not."""
+    key = override.key_or_group
+    text = override.input_line or key
+    value = None if override.is_sweep_override() else override.value()
+    if override.is_sweep_override():
+        yield _sweep(override, text)
+    elif key == "hydra" or override.is_hydra_override():
+        yield Violation(
+            key, value, COMMAND_LINE, "belongs to Hydra, whose own settings are not used"
+        )
+    elif override.package is not None:
+        message = "moves a group to another place, which is not supported"
+        yield Violation(text, value, COMMAND_LINE, message, (f"{key}={shown(value)}",))
+    elif override.is_delete():
+        yield from _delete(key, value, library, into)
+    elif key in library.groups() and not isinstance(value, dict):
+        yield from _choose(key, value, library, into)
+    else:
+        yield from _set(key, value, library, into)
+
+
+def _choose(group: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if value is None and group == RECIPE:
+        into.choices.pop(RECIPE, None)
+    elif isinstance(value, str) and library.find(f"{group}/{value}") is not None:
+        into.choices[group] = value
+    elif isinstance(value, list):
+        near = tuple(f"{group}={option}" for option in value if isinstance(option, str))
+        yield Violation(group, value, COMMAND_LINE, "takes one option", near)
+    elif group == RECIPE and isinstance(value, str) and is_path(value):
+        folder, slash, name = value.rpartition("/")
+        beside = [path.name for path in Path(folder + slash).glob("*.yaml")]
+        near = [folder + slash + other for other in nearest(name, beside)]
+        near += nearest(Path(name).stem, library.options(RECIPE))
+        proposals = tuple(f"{group}={option}" for option in near[:3])
+        yield Violation(group, value, COMMAND_LINE, "is a file that does not exist", proposals)
+    else:
+        options = library.options(group)
+        near = nearest(shown(value), options)
+        message = f"is no {group} that there is"
+        if not near:
+            message += "; there are " + ", ".join(options)
+        proposals = tuple(f"{group}={option}" for option in near)
+        yield Violation(group, value, COMMAND_LINE, message, proposals)
+
+
+def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if key not in reference.declared() and key not in reference.sections():
+        yield _unknown(key, value, library)
+    elif isinstance(value, dict) and key in reference.sections():
+        for name, inner in value.items():
+            yield from _set(f"{key}.{name}", inner, library, into)
+    elif key not in reference.declared():
+        first = next(iter(reference.members(reference.sections()[key])))
+        message = f"is a section: set its keys, as in {key}.{first}=…"
+        yield Violation(key, value, COMMAND_LINE, message)
+    elif problem := misplaced(key, value):
+        yield Violation(key, value, COMMAND_LINE, problem)
+    else:
+        into.settings.append((key, value))
+
+
+def _delete(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if key == RECIPE:
+        into.choices.pop(RECIPE, None)
+    elif value is not None:
+        yield Violation(f"~{key}", value, COMMAND_LINE, "deletes without a value", (f"~{key}",))
+    elif key in library.groups():
+        into.choices[key] = None
+    elif key in reference.declared():
+        into.settings.append((key, reference.declared()[key].default))
+    elif key in reference.sections():
+        for name, default in reference.defaults(reference.sections()[key]).items():
+            into.settings.append((f"{key}.{name}", default))
+    else:
+        known = [*library.groups(), *reference.declared()]
+        near = tuple(f"~{name}" for name in nearest_key(key, known))
+        yield Violation(f"~{key}", None, COMMAND_LINE, "deletes nothing that exists", near)
+
+
+def _unknown(key: str, value: object, library: Library) -> Violation:
+    """An unknown key on the command line, where it may be a group as well."""
+    if "/" in key:
+        group = key.partition("/")[0]
+        message = "is no key; a group's option is chosen with `=`"
+        return Violation(key, value, COMMAND_LINE, message, (f"{group}={shown(value)}",))
+    plain = unknown_key(key, value, COMMAND_LINE)
+    named = nearest(key, library.groups()) if "." not in key else ()
+    groups = (f"{group}={shown(value)}" for group in named)
+    suggestions = tuple(dict.fromkeys([*groups, *plain.suggestions]))[:3]
+    return replace(plain, suggestions=suggestions)
+
+
+def _sweep(override: Override, text: str) -> Violation:
+    key = override.key_or_group
+    message = "is given several values, and one run takes one"
+    raw = text.partition("=")[2]
+    first = raw.partition(",")[0]
+    suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'") if "," in raw and "(" not in raw else ()
+    return Violation(key, raw, COMMAND_LINE, message, suggestions)
+
+
+def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violation:
+    """A word outside Hydra's grammar: most often a lone name, or a value that needs quotes."""
+    key, equals, value = word.partition("=")
+    if not equals:
+        return Violation(
+            word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
+        )
+    quoted = f"{key}={_quoted(value)}"
+    try:
+        parser.parse_override(quoted)
+    except HydraException:
+        names = tuple(f"{name}={value}" for name in nearest_key(key, reference.declared()))
+        return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
+    message = "has a value that needs quotes of its own, inside those of the shell"
+    return Violation(key, value, COMMAND_LINE, message, (_for_shell(key, value),))
+
+
+def _meanings(word: str, library: Library) -> Iterator[str]:
+    """What a lone word may have meant."""
+    for group in [RECIPE, *(group for group in library.groups() if group != RECIPE)]:
+        if library.find(f"{group}/{word}") is not None:
+            yield f"{group}={word}"
+            return
+    if word in library.groups():
+        for option in list(library.options(word))[:3]:
+            yield f"{word}={option}"
+        return
+    for recipe in nearest(word, library.options(RECIPE), 1):
+        yield f"{RECIPE}={recipe}"
+    for key in nearest_key(word, reference.declared(), 2):
+        yield f"{key}=VALUE"
+
+
+def _quoted(value: object) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, str):
+        return "'" + _escaped(value) + "'"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    """Within single quotes: backslashes count only where they stand before a quote."""
+    escaped = ""
+    for part in text.split("'"):
+        trailing = len(part) - len(part.rstrip("\\"))
+        escaped += part + "\\" * trailing + "\\'"
+    return escaped.removesuffix("\\'")
+
+
+def _for_shell(key: str, value: str) -> str:
+    """A word whose value is quoted, ready to paste into a shell."""
+    if any(character in value for character in "\"'\\"):
+        return shlex.quote(f"{key}={_quoted(value)}")
+    return f"'{key}=\"{value}\"'"

@@ -1,0 +1,277 @@
+"""The live view of a run: one panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from nanoscale.launch.command import LaunchPlan
+from nanoscale.runs import events, metrics
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.jsonlines import Object, Tail
+from nanoscale.runs.tail import LineTail
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    Panel = Callable[[], RenderableType]
+
+_PLAIN_EVERY_S = 1.0
+_SMOOTHED_STEPS = 20
+_SILENT = ("attempt", "end", "failure")
+"""kinds of events that the beginning and the end of the view tell already"""
+
+
+class LiveView:
+    """Follows a run's metrics, events and ranks' output. Use it as a context; `poll` often."""
+
+    def __init__(self, run: RunDirectory, plan: LaunchPlan, steps: int, stream: TextIO) -> None:
+        self.running = False
+        self._run = run
+        self._plan = plan
+        self._steps = steps
+        self._events = events.follow(run)
+        self._events.poll()  # what earlier attempts did
+        self._metrics: Tail | None = None
+        self._outputs = _outputs(run, plan)
+        self._first_step = 0
+        self._began = time.monotonic()
+        self._step_times: list[float] = []
+        self._record: Object | None = None
+        self._screen: _Screen = _Terminal(stream) if stream.isatty() else _Plain(stream)
+
+    def __enter__(self) -> LiveView:
+        hosts = ", ".join(host.host for host in self._plan.hosts)
+        ranks = f"{self._plan.world_size} rank{'s' if self._plan.world_size > 1 else ''}"
+        self._screen.line(f"starting {ranks} on {hosts}")
+        self._screen.line(f"logs in {self._run.attempt_logs(self._plan.attempt)}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, tail in self._outputs.items():
+            rest = tail.rest()
+            if rest:
+                self._output(name, rest)
+        self._screen.close()
+
+    def poll(self) -> None:
+        """Show what came since the last look."""
+        for name, tail in self._outputs.items():
+            for line in tail.poll():
+                self._output(name, line)
+        news: list[tuple[Object, Callable[[Object], None]]]
+        news = [(event, self._event) for event in self._new_events()]
+        news += [(record, self._step) for record in self._new_records()]
+        for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
+            show(item)
+        self._screen.refresh(self._panel)
+
+    def _new_events(self) -> list[Object]:
+        new = self._events.poll()
+        for event in new:
+            if event.get("kind") == "resumed":
+                self._first_step = int(event.get("step", 0))
+            if event.get("kind") == "running":
+                # Not before: until now the file may hold steps that this attempt takes back.
+                self._metrics = metrics.follow(self._run)
+                self.running = True
+        return new
+
+    def _new_records(self) -> list[Object]:
+        records = self._metrics.poll() if self._metrics is not None else []
+        return [record for record in records if int(record.get("step", 0)) > self._first_step]
+
+    def _event(self, event: Object) -> None:
+        kind, message = event.get("kind"), str(event.get("message", ""))
+        if kind == "sample":
+            lines = [f"    {line}" for line in str(event.get("text", "")).splitlines()]
+            self._screen.line("\n".join([f"{message}:", *lines]))
+        elif kind not in _SILENT:
+            self._screen.line(message)
+
+    def _step(self, record: Object) -> None:
+        self._record = record
+        self._step_times = [*self._step_times, float(record["step_time_s"])][-_SMOOTHED_STEPS:]
+        line = _one_line(record, self._steps, self._eta())
+        last = int(record["step"]) >= self._steps
+        self._screen.step(line, last=last, evaluated=record.get("eval_loss") is not None)
+
+    def _output(self, name: str, line: bytes) -> None:
+        self._screen.line(f"{name} │ {line.decode(errors='replace').rstrip()}")
+
+    def _eta(self) -> float:
+        """Seconds to the last step."""
+        assert self._record is not None
+        left = self._steps - int(self._record["step"])
+        return left * sum(self._step_times) / len(self._step_times)
+
+    def _panel(self) -> RenderableType:
+        if self._record is None:
+            doing = "preparing the first step" if self.running else "starting the ranks"
+            return f"[dim]{doing} … {duration(time.monotonic() - self._began)}[/dim]"
+        return _progress(self._record, self._steps, self._eta())
+
+
+def figures(record: Object) -> dict[str, str]:
+    """A logged step's figures as they are shown, by their labels."""
+    shown = {
+        "loss": f"{record['loss']:.4f}",
+        "lr": f"{record['lr']:.2e}",
+        "grad norm": f"{record['grad_norm']:.3f}",
+        "tokens/s": f"{record['tokens_per_s']:,.0f}",
+    }
+    if record.get("mfu") is not None:
+        shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
+    shown["memory"] = f"{record['memory_gib']:.2f} GiB"
+    shown["step time"] = seconds(record["step_time_s"])
+    if record.get("eval_loss") is not None:
+        shown["eval loss"] = f"{record['eval_loss']:.4f}"
+    return shown
+
+
+def seconds(value: float) -> str:
+    """A short time, to three digits: `12.3 ms`, `1.23 s`."""
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def duration(value: float) -> str:
+    """A long time: `0:07`, `12:34`, `1:02:03`."""
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _one_line(record: Object, steps: int, eta: float) -> str:
+    words = [f"step {record['step']}/{steps}"]
+    words += [f"{label} {value}" for label, value in figures(record).items()]
+    return "  ".join([*words, f"ETA {duration(eta)}"])
+
+
+def _progress(record: Object, steps: int, eta: float) -> RenderableType:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    step = int(record["step"])
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    bar.add_row(
+        Text(f"step {step}/{steps}", style="bold"),
+        ProgressBar(total=steps, completed=step),
+        Text(f"ETA {duration(eta)}"),
+    )
+    line = Text(overflow="ellipsis")
+    for label, value in figures(record).items():
+        line.append(f"{label} ", style="dim").append(f"{value}   ")
+    return Group(bar, line)
+
+
+def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
+    return {
+        f"{host.host}:{rank}": LineTail(run.log(plan.attempt, host.host, rank, "out"))
+        for host in plan.hosts
+        for rank in host.ranks
+    }
+
+
+@contextmanager
+def if_still_there(stream: TextIO) -> Iterator[None]:
+    """Write to a stream whose reader may have left; that ends the showing, never the run."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+class _Screen(Protocol):
+    """Where lines go."""
+
+    def line(self, text: str) -> None:
+        """One line that stays."""
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        """One step in a line, which may be left out."""
+
+    def refresh(self, panel: Panel) -> None:
+        """Time has passed."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+class _Plain:
+    """One line a step, but at most about one a second, and always the last."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._waiting: str | None = None
+        self._shown = float("-inf")
+
+    def line(self, text: str) -> None:
+        self.close()
+        self._print(text)
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        self._waiting = line
+        if last or evaluated or self._is_time():
+            self.close()
+
+    def refresh(self, panel: Panel) -> None:
+        if self._is_time():
+            self.close()
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            line, self._waiting = self._waiting, None
+            self._shown = time.monotonic()
+            self._print(line)
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._shown >= _PLAIN_EVERY_S
+
+    def _print(self, text: str) -> None:
+        with if_still_there(self._stream):
+            print(text, file=self._stream, flush=True)
+
+
+class _Terminal:
+    """A panel that stays at the bottom, with lines scrolling above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        class Patient(Console):
+            def on_broken_pipe(self) -> None:
+                """Say nothing more; rich itself would end the whole program here."""
+                self.quiet = True
+
+        self._stream = stream
+        self._console = Patient(file=stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        with if_still_there(self._stream):
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        if evaluated:
+            self.line(line)
+
+    def refresh(self, panel: Panel) -> None:
+        with if_still_there(self._stream):
+            self._live.update(panel(), refresh=True)
+
+    def close(self) -> None:
+        with if_still_there(self._stream):
+            self._live.stop()

@@ -1,0 +1,80 @@
+"""What this host has to compute with, found without torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from nanoscale.config.rules import Devices
+
+
+def detect() -> Devices:
+    """The GPUs that CUDA would show a program here; the CPU's cores where there is none."""
+    gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if gpus:
+        return Devices("cuda", len(gpus), tuple(name for name, _ in gpus))
+    return Devices("cpu", cores())
+
+
+def cores() -> int:
+    """CPU cores that this process may use: its affinity, and its container's quota."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(min(count or 1, _quota())))
+
+
+Gpu = tuple[str, str]
+"""name and UUID"""
+
+
+def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
+    """What is left of the host's GPUs under a CUDA_VISIBLE_DEVICES, in CUDA's reading of it.
+
+    Entries are indices or beginnings of UUIDs; the first one that names no GPU, or one a second
+    time, ends the list. An instance of a partitioned GPU (MIG) counts as a device.
+    """
+    if setting is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (word.strip() for word in setting.split(",")):
+        gpu = _named(gpus, entry)
+        if gpu is None or gpu in chosen:
+            break
+        chosen.append(gpu)
+    return chosen
+
+
+def _named(gpus: list[Gpu], entry: str) -> Gpu | None:
+    if entry.isdecimal():
+        return gpus[int(entry)] if int(entry) < len(gpus) else None
+    if entry.startswith("MIG-"):
+        return (gpus[0][0] + " MIG", entry) if gpus else None
+    return next((gpu for gpu in gpus if len(entry) > 4 and gpu[1].startswith(entry)), None)
+
+
+def _gpus() -> list[Gpu]:
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        return [(pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetUUID(h)) for h in handles]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _quota() -> float:
+    """Cores that the control group grants; infinity where it does not say."""
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max":
+            return math.ceil(int(quota) / int(period))
+    return math.inf

@@ -1,0 +1,34 @@
+"""A free TCP port for the ranks to meet at."""
+
+from __future__ import annotations
+
+import socket
+from types import TracebackType
+
+
+class ReservedPort:
+    """A port that stays free for our own ranks until this is closed.
+
+    It is bound, so nobody is given it; it does not listen and shares its address, so the ranks'
+    store can still bind it (SO_REUSEADDR).
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("", 0))  # without sharing, so that it is one that nobody has reserved
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> ReservedPort:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

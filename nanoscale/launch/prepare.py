@@ -1,0 +1,144 @@
+"""From a checked configuration to a run directory that a launch can start from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nanoscale
+from nanoscale.config.compose import Composed
+from nanoscale.config.frozen import dump, load
+from nanoscale.config.rules import Devices
+from nanoscale.config.schema import Config
+from nanoscale.launch.devices import cores
+from nanoscale.runs import status
+from nanoscale.runs.directory import (
+    RunDirectory,
+    check_free,
+    check_name,
+    check_root,
+    free_name,
+    write_atomically,
+    write_json,
+)
+from nanoscale.runs.lock import RunLock
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "hydra-core", "omegaconf", "pyyaml", "xxhash")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that may be started: what was asked for, and what it came to on these devices."""
+
+    composed: Composed
+    config: Config
+    """resolved, with the name of its run"""
+    devices: Devices
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where the run lies, or will."""
+        return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
+
+
+def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
+    """Give the run its name, and see that it can be created. Writes nothing.
+
+    Args:
+        repeats: the configuration is that of another run, whose name is only a beginning.
+
+    Raises:
+        UserError: the name is taken or unusable, or no run can be created under run.root.
+    """
+    root = Path(config.run.root)
+    check_root(root)
+    name = config.run.name
+    if name is not None and (not repeats or composed.source("run.name") == "command line"):
+        check_name(name)
+        check_free(root, name)
+    elif repeats:
+        name = free_name(root, name or composed.recipe or "run")
+    else:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
+    return replace(config, run=replace(config.run, name=name))
+
+
+@contextmanager
+def new_run(request: Request) -> Iterator[RunDirectory]:
+    """Create the run directory, whole or not at all, and hold its lock until the block ends.
+
+    Raises:
+        UserError: the name is taken by now, or the root cannot be written to.
+    """
+    run = request.run
+    with ExitStack() as held:
+        with RunDirectory.build(run.path.parent, run.name) as aside:
+            held.enter_context(RunLock(aside, run.name))
+            write_configuration(aside, request)
+            write_json(aside.environment, environment(request.devices))
+            status.write(aside, status.prepared())
+        yield run
+
+
+def write_configuration(run: RunDirectory, request: Request) -> None:
+    """Freeze what the ranks will read, and where each value came from."""
+    write_atomically(run.config, dump(request.config, request.composed.config))
+    write_json(run.provenance, provenance(request.composed))
+
+
+def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
+    """Freeze the configuration of a further attempt; that of the last is kept where it differs."""
+    write_json(run.environment, environment(request.devices))
+    if load(run.config) != request.config:
+        write_atomically(run.attempt_config(last_attempt), run.config.read_bytes())
+        write_configuration(run, request)
+
+
+def provenance(composed: Composed) -> dict[str, Any]:
+    """provenance.json: of every key its value and who set it, and what that overrode."""
+    return {
+        key: {**_plain(settings[-1]), "overrode": [_plain(s) for s in reversed(settings[:-1])]}
+        for key, settings in composed.history.items()
+    }
+
+
+def environment(devices: Devices) -> dict[str, Any]:
+    """environment.json: what the run was started on and with."""
+    import psutil
+
+    return {
+        "nanoscale": nanoscale.__version__,
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 3),
+        "device": devices.kind,
+        "gpus": list(devices.names),
+        "executable": sys.executable,
+        "time": time.time(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(setting: Any) -> dict[str, Any]:
+    entry = asdict(setting)
+    if not isinstance(entry["value"], (str, int, float, bool, type(None))):
+        entry["value"] = str(entry["value"])
+    return entry

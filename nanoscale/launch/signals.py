@@ -1,0 +1,43 @@
+"""The launcher's own signals: remembered, and acted on between two looks at the job."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """Listens for Ctrl-C, SIGTERM and SIGHUP from `with` to its end. Main thread only.
+
+    A signal that was ignored before stays ignored, as under nohup.
+    """
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        """the first that came"""
+        self.insists = False
+        """whether Ctrl-C came when there had been a signal already"""
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Signals:
+        for number in _HEARD:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
+        elif number == signal.SIGINT:
+            self.insists = True

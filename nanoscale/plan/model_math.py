@@ -1,0 +1,78 @@
+"""Parameters and floating-point operations of a model, in closed form.
+
+`model` is a resolved `config.schema.Model`: `kv_heads` and `head_dim` may still be null, which
+means as many as `heads`, and `hidden / heads`.
+"""
+
+from __future__ import annotations
+
+from nanoscale.config.schema import Model
+
+
+def parameters(model: Model) -> int:
+    """All parameters; an embedding that the head shares is counted once."""
+    head = 0 if model.tie_embeddings else model.hidden * model.vocab
+    return (
+        model.vocab * model.hidden
+        + _positions(model)
+        + model.layers * (_block_matrices(model) + _block_biases(model) + 2 * _norm(model))
+        + _norm(model)
+        + head
+    )
+
+
+def matmul_parameters(model: Model) -> int:
+    """The parameters that multiply every token: blocks and head, not the input embedding."""
+    return model.layers * _block_matrices(model) + model.hidden * model.vocab
+
+
+def flops_per_token(model: Model, seq_len: int) -> int:
+    """Forward and backward, the PaLM convention: 6·N of the products + 12·L·h·s of attention.
+
+    h is the width of all heads together, which is `hidden` where no `head_dim` says otherwise.
+    """
+    return 6 * matmul_parameters(model) + 2 * _half_attention(model, seq_len)
+
+
+def flops_per_token_causal(model: Model, seq_len: int) -> int:
+    """The same where attention looks back only: half of the scores are needed."""
+    return 6 * matmul_parameters(model) + _half_attention(model, seq_len)
+
+
+def _half_attention(model: Model, seq_len: int) -> int:
+    return 6 * model.layers * _heads_width(model) * seq_len
+
+
+def _heads_width(model: Model) -> int:
+    return model.heads * _head_dim(model)
+
+
+def _head_dim(model: Model) -> int:
+    return model.head_dim or model.hidden // model.heads
+
+
+def _kv_width(model: Model) -> int:
+    return (model.kv_heads or model.heads) * _head_dim(model)
+
+
+def _block_matrices(model: Model) -> int:
+    """Query, key, value and output; two matrices of the feed-forward, three where it is gated."""
+    attention = model.hidden * (2 * _heads_width(model) + 2 * _kv_width(model))
+    return attention + (3 if model.mlp == "swiglu" else 2) * model.hidden * model.ffn
+
+
+def _block_biases(model: Model) -> int:
+    """One bias for every output of the matrices above."""
+    if not model.bias:
+        return 0
+    attention = _heads_width(model) + 2 * _kv_width(model) + model.hidden
+    return attention + (2 if model.mlp == "swiglu" else 1) * model.ffn + model.hidden
+
+
+def _norm(model: Model) -> int:
+    """A layer norm has a bias beside its weight."""
+    return model.hidden * (2 if model.norm == "layernorm" else 1)
+
+
+def _positions(model: Model) -> int:
+    return model.max_seq_len * model.hidden if model.position == "learned" else 0

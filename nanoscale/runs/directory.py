@@ -1,0 +1,359 @@
+"""The run directory: where each thing of a run lies, and how it is written there."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nanoscale.errors import UserError, Violation
+
+Stream = Literal["out", "err"]
+
+DEFAULT_ROOT = Path("runs")
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
+_ATTEMPT = re.compile(r"attempt-(\d+)")
+_LONGEST_NAME = 200
+_counter = itertools.count()
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """One run's folder; `path` is absolute."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def launch(self) -> Path:
+        return self.path / "launch.json"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def failure(self) -> Path:
+        return self.path / "failure.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def latest(self) -> Path:
+        return self.checkpoints / "latest"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def reference(self) -> str:
+        """The shortest thing to type for it in the current folder."""
+        if self.path.parent == _absolute(DEFAULT_ROOT):
+            return self.name
+        here = _absolute(Path())
+        return str(self.path.relative_to(here) if self.path.is_relative_to(here) else self.path)
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+    def checkpoint_steps(self) -> list[int]:
+        """Steps that a checkpoint was published of, in order; whether it is whole is not looked at."""
+        found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def last_attempt(self) -> int:
+        """The number of the newest attempt that has logs; 0 before the first."""
+        found = (_ATTEMPT.fullmatch(path.name) for path in self.logs.glob("attempt-*"))
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def attempt_config(self, attempt: int) -> Path:
+        """Where the configuration of an earlier attempt is kept when a later one changed it."""
+        return self.path / f"config.attempt-{attempt}.yaml"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt}"
+
+    def log(self, attempt: int, host: str, rank: int, stream: Stream) -> Path:
+        """What a rank prints in an attempt; `rank` is the global one."""
+        return self.attempt_logs(attempt) / f"{host}.rank-{rank}.{stream}"
+
+    def agent_log(self, attempt: int, host: str) -> Path:
+        """What the agent of a host prints in an attempt."""
+        return self.attempt_logs(attempt) / f"{host}.agent.log"
+
+    def rank_failure(self, attempt: int, host: str, rank: int) -> Path:
+        """Where a rank writes why it failed."""
+        return self.attempt_logs(attempt) / f"{host}.rank-{rank}.failure.json"
+
+    @classmethod
+    def create(cls, root: Path, name: str) -> RunDirectory:
+        """Make the folder of a new run.
+
+        Raises:
+            UserError: the name is taken or unusable, or the root cannot be written to.
+        """
+        with cls.build(root, name):
+            pass
+        return cls(_absolute(root) / name)
+
+    @classmethod
+    @contextmanager
+    def build(cls, root: Path, name: str) -> Iterator[RunDirectory]:
+        """Fill the folder of a new run aside; it appears under its name when the block ends well.
+
+        Nothing is left of it when the block raises, the root included if it was not there before.
+
+        Raises:
+            UserError: the name is taken or unusable, or the root cannot be written to.
+        """
+        root = _absolute(root)
+        check_name(name)
+        check_free(root, name)
+        made = _missing_parents(root)
+        aside = root / f".{name}.{uuid.uuid4().hex[:8]}"
+        try:
+            with _explained(root):
+                root.mkdir(parents=True, exist_ok=True)
+                aside.mkdir()
+                (aside / "logs").mkdir()
+                (aside / "checkpoints").mkdir()
+            yield cls(aside)
+            try:
+                aside.rename(root / name)
+            except OSError as error:
+                check_free(root, name)  # somebody was faster
+                raise _unwritable(root, error) from error
+            _fsync_folder(root)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+
+    @classmethod
+    def open(cls, path: Path | str, root: Path = DEFAULT_ROOT) -> RunDirectory:
+        """An existing run, by its path or by its name under `root`.
+
+        Raises:
+            UserError: there is no run directory there.
+        """
+        for candidate in (Path(path), root / path):
+            run = cls(_absolute(candidate))
+            if run.config.is_file():
+                return run
+        raise _no_such_run(str(path), root)
+
+    @classmethod
+    def all(cls, root: Path = DEFAULT_ROOT) -> list[RunDirectory]:
+        """Every run under `root`, the oldest first; none where there is no such folder."""
+        root = _absolute(root)
+        if not root.is_dir():
+            return []
+        runs = [cls(path) for path in root.iterdir() if not path.name.startswith(".")]
+        runs = [run for run in runs if run.config.is_file()]
+        return sorted(runs, key=lambda run: (_created(run), run.name))
+
+
+def check_name(name: str) -> None:
+    """Raise a UserError where `name` cannot be the name of a folder that is easy to type."""
+    legal = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
+    legal = legal.lstrip(".-").strip()
+    while len(legal.encode()) > _LONGEST_NAME:
+        legal = legal[:-1]
+    if name and name == legal:
+        return
+    law = (
+        f"names a folder: at most {_LONGEST_NAME} bytes, no slash and no control character, "
+        "no dot or dash in front"
+    )
+    suggestions = (f"run.name={shlex.quote(legal)}",) if legal else ()
+    raise UserError(
+        "run",
+        f"{name!r} cannot name a run",
+        [Violation("run.name", name, "", law, suggestions)],
+    )
+
+
+def check_free(root: Path, name: str) -> None:
+    """Raise a UserError where a run of that name exists already."""
+    root = _absolute(root)
+    if not os.path.lexists(root / name):
+        return
+    raise UserError(
+        "run",
+        f"the run {name!r} exists already in {root}",
+        [
+            Violation(
+                "run.name",
+                name,
+                "",
+                "a new run never overwrites an old one",
+                (f"run.name={free_name(root, name)}", f"nanoscale resume {root / name}"),
+            )
+        ],
+    )
+
+
+def check_root(root: Path) -> None:
+    """Raise a UserError where no run can be created under `root`. Writes nothing."""
+    root = _absolute(root)
+    existing = next(p for p in (root, *root.parents) if os.path.lexists(p))
+    if not existing.is_dir():
+        raise _unwritable(root, NotADirectoryError(20, f"{existing} is not a directory"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unwritable(root, PermissionError(13, f"no permission to write in {existing}"))
+
+
+def free_name(root: Path, name: str) -> str:
+    """`name`, or the first of name-2, name-3, … that no run under `root` has."""
+    root = _absolute(root)
+    candidates = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
+    return next(n for n in candidates if not os.path.lexists(root / n))
+
+
+def write_atomically(path: Path, text: str | bytes) -> None:
+    """Write a file so that readers and a crash see the whole old one or the whole new one."""
+    data = text.encode() if isinstance(text, str) else text
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{next(_counter)}")
+    try:
+        with aside.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    _fsync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document atomically."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read one JSON document.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not JSON.
+    """
+    return json.loads(path.read_text())
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute() keeps the "..", resolve() follows links
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _missing_parents(root: Path) -> list[Path]:
+    return [path for path in (root, *root.parents) if not path.exists()]
+
+
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(root, error) from error
+
+
+def _unwritable(root: Path, error: OSError) -> UserError:
+    return UserError(
+        "run",
+        f"no run can be created in {root}: {error.strerror or error}",
+        [
+            Violation(
+                "run.root",
+                str(root),
+                "",
+                "must be a folder that can be written to",
+                ("run.root=FOLDER",),
+            )
+        ],
+    )
+
+
+def _no_such_run(path: str, root: Path) -> UserError:
+    names = [run.name for run in RunDirectory.all(root)]
+    close = difflib.get_close_matches(Path(path).name, names, n=3)
+    where = _absolute(Path(path)) if os.sep in path else _absolute(root / path)
+    what = "is not a run directory" if where.exists() else "does not exist"
+    return UserError(
+        "run",
+        f"no run {path!r}: {where} {what}",
+        [
+            Violation(
+                "RUN",
+                path,
+                "command line",
+                "must be a run directory, or the name of one in the folder of runs",
+                tuple(close) or ("nanoscale runs ls",),
+            )
+        ],
+    )
+
+
+def _created(run: RunDirectory) -> float:
+    try:
+        created = read_json(run.status)["created"]
+        return float(created)
+    except (OSError, ValueError, KeyError, TypeError):
+        return run.config.stat().st_mtime

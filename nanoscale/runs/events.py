@@ -1,0 +1,30 @@
+"""events.jsonl: what happened to a run, one line each, from the launcher, the agent and rank 0."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from nanoscale.runs import jsonlines
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.jsonlines import Object, Tail
+
+
+def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
+    """Record that something happened now; `fields` go beside `time`, `kind` and `message`."""
+    jsonlines.append(run.events, {"time": time.time(), "kind": kind, "message": message, **fields})
+
+
+def read(run: RunDirectory) -> list[Object]:
+    """All events so far, the oldest first."""
+    return jsonlines.read(run.events)
+
+
+def follow(run: RunDirectory) -> Tail:
+    """A reader whose `poll()` gives the events that were added since it last did."""
+    return Tail(run.events)
+
+
+def last(run: RunDirectory, kind: str) -> Object | None:
+    """The newest event of a kind."""
+    return next((event for event in reversed(read(run)) if event.get("kind") == kind), None)

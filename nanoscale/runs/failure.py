@@ -1,0 +1,365 @@
+"""What went wrong: which of many failed ranks was the first cause, and what it means.
+
+Everything here is pure but the writing and reading at the end.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanoscale.errors import UserError, Violation
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended badly: what it said itself, and what its agent saw."""
+
+    rank: int | None
+    """None: not a rank, but the agent of the host"""
+    local_rank: int | None
+    host: str
+    time: float
+    """UNIX seconds: when it raised, else when its end was seen"""
+    type: str = ""
+    """name of the exception with its module; "" where the rank died without a word"""
+    message: str = ""
+    traceback: str = ""
+    user_error: Document | None = None
+    """the UserError as a document, where it was one"""
+    exit_code: int | None = None
+    """of its process; negative: the signal that ended it; None: still going or unknown"""
+
+    @classmethod
+    def of(
+        cls, error: BaseException, *, rank: int | None, local_rank: int | None, host: str
+    ) -> RankFailure:
+        """The failure of a rank that raised `error` now."""
+        return cls(
+            rank=rank,
+            local_rank=local_rank,
+            host=host,
+            time=time.time(),
+            type=_qualified_name(type(error)),
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            user_error=_user_document(error) if isinstance(error, UserError) else None,
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the agent saw of the machine, to tell apart what looks alike."""
+
+    oom_kills: int = 0
+    """processes that the kernel's out-of-memory killer ended during the attempt"""
+    available_gib: float | None = None
+    """host memory that was free for programs when the failure was seen"""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """failure.json: the first cause of an attempt's end, and what to do about it."""
+
+    attempt: int
+    host: str
+    rank: int | None
+    """None: it was no rank that failed, but the agent of the host"""
+    local_rank: int | None
+    time: float
+    exit_code: int | None
+    signal: str | None
+    exception: str
+    message: str
+    traceback: str
+    diagnosis: str
+    remedy: str
+    log: str
+    """file to read on, relative to the run directory"""
+    user_error: Document | None = None
+    also_failed: tuple[int, ...] = ()
+    """other ranks that failed, as a consequence or later"""
+
+
+def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
+    """The failure that the others follow from: a cause before consequences, then the earliest."""
+    return min(failures, key=lambda failure: (_distance_from_cause(failure), failure.time))
+
+
+def is_consequence(failure: RankFailure) -> bool:
+    """Whether the rank only noticed that another one was gone."""
+    return _distance_from_cause(failure) > 0
+
+
+def digest(
+    run: RunDirectory, attempt: int, failures: Sequence[RankFailure], evidence: Evidence
+) -> Failure:
+    """Make of all that failed the one document to show."""
+    cause = first_cause(failures)
+    diagnosis, remedy = diagnose(cause, evidence)
+    return Failure(
+        attempt=attempt,
+        host=cause.host,
+        rank=cause.rank,
+        local_rank=cause.local_rank,
+        time=cause.time,
+        exit_code=cause.exit_code,
+        signal=signal_name(cause.exit_code),
+        exception=cause.type,
+        message=cause.message,
+        traceback=cause.traceback,
+        diagnosis=diagnosis,
+        remedy=remedy,
+        log=_log(run, attempt, cause.host, cause.rank),
+        user_error=cause.user_error,
+        also_failed=tuple(sorted({f.rank for f in failures if f.rank is not None} - {cause.rank})),
+    )
+
+
+def agent_lost(run: RunDirectory, attempt: int, host: str, exit_code: int) -> Failure:
+    """The document for an agent that ended without having said why."""
+    name = signal_name(exit_code)
+    how = f"it was ended by {name}" if name else f"it ended with code {exit_code}"
+    return Failure(
+        attempt=attempt,
+        host=host,
+        rank=None,
+        local_rank=None,
+        time=time.time(),
+        exit_code=exit_code,
+        signal=name,
+        exception="",
+        message="",
+        traceback="",
+        diagnosis=f"the agent, which minds the ranks, was lost: {how}",
+        remedy="its log says what it did last; if memory ran out, ask for less of it",
+        log=_log(run, attempt, host, None),
+    )
+
+
+def signal_name(exit_code: int | None) -> str | None:
+    """`SIGKILL` of -9; None where no signal ended the process."""
+    if exit_code is None or exit_code >= 0:
+        return None
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
+
+
+_LOST_PEER = re.compile(
+    r"connection (closed|reset) by|connection was likely closed|connection refused|broken pipe"
+    r"|socket closed|connectfullmesh|failed to recv, got 0 bytes|sendbytes failed|recvvalue failed"
+    r"|pair closure|peer closed|timed out waiting|timed out after|collective operation timeout"
+    r"|socket (has )?timed out|failed to connect to|wait timeout after"
+    r"|ncclremoteerror|remote process exited|communicator was aborted|nccl watchdog"
+    r"|store.*(closed|timeout)|a peer was lost",
+    re.IGNORECASE,
+)
+
+
+def _distance_from_cause(failure: RankFailure) -> int:
+    """0 a cause of its own · 1 an abort, which may follow from a lost peer · 2 a lost peer."""
+    if failure.exit_code == -signal.SIGABRT and not failure.type:
+        return 1
+    text = f"{failure.type} {failure.message}"
+    return 2 if _LOST_PEER.search(text) and failure.user_error is None else 0
+
+
+@dataclass(frozen=True)
+class _Rule:
+    pattern: str
+    diagnosis: str
+    remedy: str
+
+
+_BY_TEXT = (
+    _Rule(
+        r"OutOfMemoryError|CUDA out of memory",
+        "the GPU ran out of memory",
+        "a smaller train.micro_batch, a higher zero.stage, or more devices",
+    ),
+    _Rule(
+        r"MemoryError|can't allocate memory|Cannot allocate memory",
+        "the host ran out of memory",
+        "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
+    ),
+    _Rule(
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full",
+        "free space there, or put run.root on another disk; checkpoint.keep_last bounds what is kept",
+    ),
+    _Rule(
+        r"Address already in use|EADDRINUSE",
+        "another program holds the port that the ranks were to meet at",
+        "start it again: each launch takes a port that is free",
+    ),
+    _Rule(
+        r"FloatingPointError|non-?finite|not finite",
+        "the training diverged: a loss or gradient is infinite or not a number",
+        "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
+        "or precision=fp32",
+    ),
+    _Rule(
+        r"ModuleNotFoundError|ImportError",
+        "a Python module is missing or broken",
+        "install it into the environment that nanoscale runs in",
+    ),
+    _Rule(
+        r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS",
+        "a GPU operation failed",
+        "run again with CUDA_LAUNCH_BLOCKING=1 to see which; look at `nvidia-smi -q` and `dmesg`",
+    ),
+    _Rule(
+        r"PermissionError|Permission denied",
+        "a file may not be read or written",
+        "look at the path in the last line of the traceback",
+    ),
+)
+
+_BY_SIGNAL = {
+    "SIGSEGV": (
+        "it crashed in native code (segmentation fault)",
+        "the log ends with the Python lines that led there",
+    ),
+    "SIGBUS": (
+        "it crashed on a bus error: mapped memory that does not exist",
+        "look for a file that was cut while it was mapped, a full disk, or a full /dev/shm",
+    ),
+    "SIGABRT": (
+        "native code gave up (abort)",
+        "the log says why in its last lines",
+    ),
+    "SIGILL": (
+        "it met an instruction that this processor does not have",
+        "install a PyTorch that was built for this processor",
+    ),
+}
+
+
+def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
+    """What probably happened, and what to do; each a phrase without a full stop."""
+    if failure.user_error is not None:
+        return failure.message, ""
+    name = signal_name(failure.exit_code)
+    if name and not failure.type:
+        return _diagnose_signal(name, evidence)
+    if is_consequence(failure):
+        return (
+            "the connection to another rank was lost, and no rank said why",
+            "look at the ends of all ranks' logs, and at the network between the hosts",
+        )
+    text = f"{failure.type}: {failure.message}"
+    for rule in _BY_TEXT:
+        if re.search(rule.pattern, text, re.IGNORECASE):
+            return rule.diagnosis, rule.remedy
+    if not failure.type:
+        return f"it ended with code {failure.exit_code} and no word", "its log may say more"
+    return "the program raised an exception", "the traceback shows where"
+
+
+def _diagnose_signal(name: str, evidence: Evidence) -> tuple[str, str]:
+    if name == "SIGKILL":
+        return _diagnose_kill(evidence)
+    return _BY_SIGNAL.get(
+        name, (f"it was ended by {name}, which nanoscale did not send", "ask who sent it")
+    )
+
+
+def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
+    free = ""
+    if evidence.available_gib is not None:
+        free = f" ({evidence.available_gib:.1f} GiB of host memory were free just after)"
+    if evidence.oom_kills:
+        return (
+            f"the kernel's out-of-memory killer ended it{free}",
+            "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
+        )
+    return (
+        f"it was killed from outside (SIGKILL){free}",
+        "if nobody killed it by hand, the out-of-memory killer did: look at `dmesg`, "
+        "and ask for less host memory",
+    )
+
+
+def _log(run: RunDirectory, attempt: int, host: str, rank: int | None) -> str:
+    path = run.agent_log(attempt, host) if rank is None else run.log(attempt, host, rank, "err")
+    return str(path.relative_to(run.path))
+
+
+def write_rank_failure(run: RunDirectory, attempt: int, failure: RankFailure) -> None:
+    """Leave a rank's own word for the agent to find."""
+    assert failure.rank is not None
+    path = run.rank_failure(attempt, failure.host, failure.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, asdict(failure))
+
+
+def read_rank_failure(path: Path) -> RankFailure | None:
+    """A rank's own word; None where it left none."""
+    try:
+        return RankFailure(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def document(failure: Failure) -> Document:
+    """failure.json."""
+    return asdict(failure)
+
+
+def write(run: RunDirectory, failure: Failure) -> None:
+    """Write failure.json."""
+    write_json(run.failure, document(failure))
+
+
+def read(run: RunDirectory) -> Failure | None:
+    """Read failure.json; None where there is none."""
+    try:
+        content = read_json(run.failure)
+        return Failure(**{**content, "also_failed": tuple(content["also_failed"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def user_error(failure: Failure) -> UserError | None:
+    """The user's error that a rank raised, as it was; None where it was another failure."""
+    content = failure.user_error
+    if content is None:
+        return None
+    violations = [
+        Violation(**{**entry, "suggestions": tuple(entry["suggestions"])})
+        for entry in content["violations"]
+    ]
+    return UserError(content["kind"], content["message"], violations)
+
+
+def _user_document(error: UserError) -> Document:
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "violations": [
+            {field.name: _plain(getattr(violation, field.name)) for field in fields(violation)}
+            for violation in error.violations
+        ],
+    }
+
+
+def _plain(value: object) -> object:
+    """A value that JSON knows."""
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
+
+
+def _qualified_name(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,54 @@
+"""status.json: where a run stands. Only its launcher writes it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+
+State = Literal["prepared", "starting", "running", "completed", "failed", "stopped", "preempted"]
+
+ENDED: tuple[State, ...] = ("completed", "failed", "stopped", "preempted")
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands; times are UNIX seconds, those of the attempt null before they come."""
+
+    state: State
+    attempt: int
+    created: float
+    started: float | None = None
+    ended: float | None = None
+    exit_code: int | None = None
+    """of the attempt's launcher"""
+
+    def starting(self, attempt: int) -> Status:
+        """The status of a new attempt, from now."""
+        return Status("starting", attempt, self.created, started=time.time())
+
+    def running(self) -> Status:
+        return replace(self, state="running")
+
+    def ending(self, state: State, exit_code: int) -> Status:
+        return replace(self, state=state, exit_code=exit_code, ended=time.time())
+
+
+def prepared() -> Status:
+    """The status of a run that was created now and never launched."""
+    return Status("prepared", attempt=0, created=time.time())
+
+
+def write(run: RunDirectory, status: Status) -> None:
+    write_json(run.status, asdict(status))
+
+
+def read(run: RunDirectory) -> Status:
+    """Where the run stands; `prepared` where it cannot be read."""
+    try:
+        status = Status(**read_json(run.status))
+    except (OSError, ValueError, TypeError):
+        return Status("prepared", attempt=0, created=0.0)
+    return status if status.state in get_args(State) else replace(status, state="prepared")

@@ -1,0 +1,174 @@
+"""The entry of a rank: `python -m nanoscale.worker RUN_DIR`, or `main` from the agent's fork server.
+
+A rank reads the frozen configuration of its run directory, and from its environment only who it is:
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, NANOSCALE_ATTEMPT and
+NANOSCALE_HOST.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from types import FrameType
+
+from nanoscale.config.schema import Config
+from nanoscale.errors import UserError
+from nanoscale.lifeline import die_with
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import RankFailure, write_rank_failure
+
+EXIT_CODES = {"completed": 0, "stopped": 75}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopFlag:
+    """Whether the run was asked to stop. The loop looks at it, agrees on a step and stops there."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> None:
+        """Let the stop signals raise the flag, and do nothing else. Main thread only."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._raise)
+
+    def _raise(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank knows about itself and its run."""
+
+    run: RunDirectory
+    config: Config
+    rank: int
+    local_rank: int
+    world_size: int
+    host: str
+    attempt: int
+    stop: StopFlag
+
+
+Job = Callable[[RankContext], str]
+"""What a rank does; it returns a key of EXIT_CODES."""
+
+
+def main(run_dir: Path | str, job: Job | None = None) -> str:
+    """Train as the rank that the environment says, and return how it ended.
+
+    Args:
+        run_dir: the run directory, with its frozen configuration.
+        job: what to do; by default the training job.
+
+    Raises:
+        Exception: what ended the rank, after it was written to the rank's failure file.
+    """
+    stop = StopFlag()
+    stop.listen()
+    _die_with_agent()
+    faulthandler.enable()
+    _flush_every_line()
+    run = RunDirectory(Path(run_dir).absolute())
+    try:
+        context = _context(run, stop)
+        _use_threads(context.config)
+        return (job or _training_job())(context)
+    except BaseException as error:
+        _record(run, error)
+        raise
+
+
+def host_name() -> str:
+    """The name that the launcher calls this host by."""
+    return os.environ.get("NANOSCALE_HOST") or socket.gethostname()
+
+
+def attempt_number() -> int:
+    """Which attempt of the run this is, from 1."""
+    return int(os.environ.get("NANOSCALE_ATTEMPT", "1"))
+
+
+def exit_code(error: BaseException) -> int:
+    """2 where the user has to change something, else 1."""
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _context(run: RunDirectory, stop: StopFlag) -> RankContext:
+    from nanoscale.config.frozen import load
+
+    return RankContext(
+        run=run,
+        config=load(run.config),
+        rank=_rank(),
+        local_rank=_local_rank(),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        host=host_name(),
+        attempt=attempt_number(),
+        stop=stop,
+    )
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _training_job() -> Job:
+    from nanoscale.train.job import run
+
+    return run
+
+
+def _die_with_agent() -> None:
+    agent = os.environ.get("NANOSCALE_AGENT_PID")
+    if agent is not None:  # absent under plain torchrun
+        die_with(int(agent), group=int(agent))
+
+
+def _flush_every_line() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _use_threads(config: Config) -> None:
+    threads = config.launcher.threads
+    if isinstance(threads, int):
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _record(run: RunDirectory, error: BaseException) -> None:
+    failure = RankFailure.of(error, rank=_rank(), local_rank=_local_rank(), host=host_name())
+    write_rank_failure(run, attempt_number(), failure)
+
+
+def command_line(arguments: list[str]) -> int:
+    """Be the rank that the environment says; give the exit code of the process."""
+    if len(arguments) != 1:
+        print("usage: python -m nanoscale.worker RUN_DIR", file=sys.stderr)
+        return 2
+    try:
+        return EXIT_CODES[main(arguments[0])]
+    except Exception as error:
+        traceback.print_exc()
+        return exit_code(error)
+
+
+if __name__ == "__main__":
+    from nanoscale.worker import command_line as canonical  # one module, not __main__ beside it
+
+    sys.exit(canonical(sys.argv[1:]))

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoscale.checkpoint import store
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.runs.directory import RunDirectory
+
+ABOUT = {
+    "consumed_samples": 40,
+    "tokens": 640,
+    "world_size": 2,
+    "time": 1.0,
+    "tensors": {"model.embed.weight": {"shape": [320, 64], "dtype": "float32"}},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.config.write_text("")
+    for step in (5, 10):
+        staging = store.staging_path(directory.checkpoints, step)
+        staging.mkdir()
+        (staging / "__0_0.distcp").write_bytes(b"x" * 2**20)
+        sums = store.sum_files(staging.iterdir())
+        store.publish(staging, {"step": step, **ABOUT}, sums)
+    return directory
+
+
+def test_ls(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["checkpoints", "ls", str(run.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step-00000005", "step-00000010"]
+    assert "640 tokens  1.0 MiB in 1 files" in lines[0]
+    assert nanoscale(["checkpoints", "ls", str(run.path), "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [5, 10]
+
+
+def test_inspect(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["checkpoints", "inspect", str(run.path)]) == 0
+    text = capsys.readouterr().out
+    assert "step              10" in text
+    assert "320 × 64" in text and "__0_0.distcp" in text
+    assert nanoscale(["checkpoints", "inspect", str(run.path), "--step", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 5
+
+
+def test_inspect_of_a_missing_step(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["checkpoints", "inspect", str(run.path), "--step", "7"]) == 2
+    assert "--step 5" in capsys.readouterr().err
+
+
+def test_verify_names_the_damaged_file(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nanoscale(["checkpoints", "verify", str(run.path)]) == 0
+    assert capsys.readouterr().out.count("whole") == 2
+    victim = store.checkpoint_path(run.checkpoints, 5) / "__0_0.distcp"
+    victim.write_bytes(b"y" + victim.read_bytes()[1:])
+    assert nanoscale(["checkpoints", "verify", str(run.path)]) == 1
+    assert "step-00000005  damaged\n  __0_0.distcp: its sum" in capsys.readouterr().out
+    assert nanoscale(["checkpoints", "verify", str(run.path), "--step", "10"]) == 0
+    assert nanoscale(["checkpoints", "verify", str(run.path), "--step", "5", "--json"]) == 1
+
+
+def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory.create(tmp_path, "run")
+    directory.config.write_text("")
+    assert nanoscale(["checkpoints", "ls", str(directory.path)]) == 0
+    assert "no checkpoints" in capsys.readouterr().out
+    assert nanoscale(["checkpoints", "verify", str(directory.path)]) == 2

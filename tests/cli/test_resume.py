@@ -1,0 +1,78 @@
+"""What resume refuses and says; that it goes on is in test_train."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.cli.resume import differences
+from nanoscale.config.compose import compose
+from nanoscale.config.frozen import dump
+from nanoscale.config.rules import Devices, check
+from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
+from nanoscale.runs import status
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.lock import RunLock
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that was prepared and never launched."""
+    monkeypatch.chdir(tmp_path)
+    composed = compose(["recipe=debug", "run.name=x"])
+    run = RunDirectory.create(tmp_path / "runs", "x")
+    run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
+    status.write(run, status.prepared())
+    return run
+
+
+def test_a_run_that_goes_on_is_refused_with_its_owner(run, capsys):
+    with RunLock(run):
+        for arguments in (["x"], ["x", "--dry-run"]):
+            assert nanoscale(["resume", *arguments]) == 2
+            assert "is going on: process" in capsys.readouterr().err
+    assert run.last_attempt() == 0
+
+
+def test_a_run_stays_where_it_is(run, capsys):
+    before = run.config.read_text()
+    assert nanoscale(["resume", "x", "run.name=y", "run.root=elsewhere"]) == 2
+    said = capsys.readouterr().err
+    assert "run.name" in said and "run.root" in said and "nanoscale train --config" in said
+    assert run.config.read_text() == before
+
+
+def test_an_unknown_run_and_a_wrong_key(run, capsys):
+    assert nanoscale(["resume", "xx"]) == 2
+    assert "x" in capsys.readouterr().err
+    assert nanoscale(["resume", "x", "train.stepz=5"]) == 2
+    assert "train.steps" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_what_differs_and_writes_nothing(run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    assert nanoscale(["resume", "x", "train.steps=30", "--dry-run", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["derived"]["steps"] == 30
+    assert json.loads(printed.out)["run_dir"] == str(run.path)
+    assert "train.steps: 20 → 30" in printed.err
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_a_complete_run_says_how_to_extend_it(run, capsys):
+    status.write(run, status.read(run).starting(1).ending("completed", 0))
+    assert nanoscale(["resume", "x"]) == 0
+    assert "nanoscale resume x train.steps=40" in capsys.readouterr().out
+    assert nanoscale(["resume", "x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "completed"
+
+
+def test_differences_are_found_at_every_depth():
+    old = Config(train=Train(steps=5))
+    scaled = Config(parallel=Parallel(dp=2), train=Train(steps=6))
+    assert differences(old, scaled) == {"parallel.dp": ("auto", 2), "train.steps": (5, 6)}
+    stretched = replace(old, model=replace(old.model, rope_scaling=RopeScaling()))
+    assert differences(old, stretched)["model.rope_scaling.factor"] == (None, 8.0)

@@ -1,0 +1,193 @@
+"""The whole path with real ranks, and everything that can be refused before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.launch import supervisor
+from nanoscale.runs import status
+from nanoscale.runs.directory import RunDirectory, read_json
+
+STEPS = 4
+
+
+def write_tokens(folder):
+    writer = IndexedWriter(folder / "tokens", np.uint16)
+    writer.add_document(np.arange(64 * 16 * 8 + 1, dtype=np.uint16) % 250)
+    writer.finish()
+
+
+def words(folder, *more):
+    return [
+        "recipe=debug",
+        "data.source=megatron",
+        f"data.path={folder / 'tokens'}",
+        "data.valid_fraction=0",
+        "launcher.threads=1",
+        f"run.root={folder / 'runs'}",
+        f"train.steps={STEPS}",
+        *more,
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_tokens(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of two ranks that was trained from the command line, and what it printed."""
+    folder = tmp_path_factory.mktemp("trained")
+    write_tokens(folder)
+    arguments = ["train", *words(folder, "parallel.dp=2", "run.name=first"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoscale", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def test_one_command_trains(trained):
+    folder, done = trained
+    document = json.loads(done.stdout)
+    run = RunDirectory(Path(document["run_dir"]))
+    assert run.path == folder / "runs" / "first"
+    assert (document["status"], document["exit_code"], document["steps"]) == ("completed", 0, STEPS)
+    assert document["metrics"]["tokens"] == STEPS * 8 * 64
+    assert f"step {STEPS}/{STEPS}" in done.stderr
+    assert status.read(run).state == "completed"
+    assert run.checkpoint_steps() == [STEPS]
+
+
+def test_the_run_directory_is_complete(trained):
+    run = RunDirectory(trained[0] / "runs" / "first")
+    launch = read_json(run.launch)
+    assert launch["hosts"][0]["ranks"] == [0, 1]
+    assert launch["hosts"][0]["command"][-2:] == ["nanoscale.agent", str(run.path)]
+    provenance = read_json(run.provenance)
+    assert provenance["parallel.dp"]["source"] == "command line"
+    assert provenance["optimizer.lr"]["overrode"][-1]["source"] == "default"
+    environment = read_json(run.environment)
+    assert environment["packages"]["torch"] and environment["cores"] >= 1
+    logs = sorted(path.name.partition(".")[2] for path in run.attempt_logs(1).iterdir())
+    expected = [f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")]
+    assert logs == ["agent.log", *expected]
+    kinds = [json.loads(line)["kind"] for line in run.events.read_text().splitlines()]
+    assert [kind for kind in kinds if kind != "note"] == ["attempt", "running", "checkpoint", "end"]
+
+
+def test_a_run_goes_on_in_another_layout(trained, capsys):
+    run = RunDirectory(trained[0] / "runs" / "first")
+    first = run.config.read_text()
+    assert nanoscale(["resume", str(run.path), "train.steps=6", "parallel.dp=1"]) == 0
+    printed = capsys.readouterr()
+    assert "train.steps: 4 → 6" in printed.err and "parallel.dp: 2 → 1" in printed.err
+    assert "going on from step-00000004" in printed.err
+    assert "resumed from step-00000004" in printed.out
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert run.attempt_config(1).read_text() == first
+    assert (status.read(run).attempt, status.read(run).state) == (2, "completed")
+    before = run.config.stat()
+    assert nanoscale(["resume", str(run.path)]) == 0
+    assert "trained all 6 steps" in capsys.readouterr().out
+    assert run.config.stat() == before and run.last_attempt() == 2
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(folder, capsys):
+    before = sorted(folder.rglob("*"))
+    layout = ["parallel.dp=4", "train.micro_batch=1", "run.name=x"]
+    assert nanoscale(["train", *words(folder, *layout), "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["world_size"] == 4
+    (host,) = document["hosts"]
+    assert (host["slots"], host["ranks"]) == (4, [0, 1, 2, 3])
+    assert host["command"][0] == sys.executable
+    assert document["derived"] == {
+        "global_batch": 8,
+        "micro_batch": 1,
+        "accumulation": 2,
+        "tokens_per_step": 512,
+        "steps": STEPS,
+        "parameters": document["derived"]["parameters"],
+    }
+    assert document["derived"]["parameters"] > 100_000
+    assert document["master_addr"] == "127.0.0.1" and 0 < document["master_port"] < 65536
+    assert document["run_dir"] == str(folder / "runs" / "x")
+    assert nanoscale(["train", *words(folder, *layout), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "OMP_NUM_THREADS=1" in text and "-m nanoscale.agent" in text
+    assert str(folder / "runs" / "x") in text
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
+    def planned(*arguments):
+        assert nanoscale(["train", *arguments, "--dry-run", "--json"]) == 0
+        return Path(json.loads(capsys.readouterr().out)["run_dir"]).name
+
+    assert planned(*words(folder)).startswith("debug-20")
+    run = RunDirectory.create(folder / "runs", "x")
+    from nanoscale.config.compose import compose
+    from nanoscale.config.frozen import dump
+
+    run.config.write_text(dump(compose(words(folder, "run.name=x", "train.micro_batch=8")).config))
+    assert planned("--config", str(run.config)) == "x-2"
+    assert planned("--config", str(run.config), "run.name=y") == "y"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run.name=taken"], "nanoscale resume"),
+        (["run.root=file"], "not a directory"),
+        (["run.name=../x"], "run.name"),
+        (["recipe=debugg"], "debug"),
+        (["train.stepz=3"], "train.steps"),
+        (["parallel.tp=3"], "parallel.tp"),
+        (["train.global_batch=7", "parallel.dp=2"], "train.global_batch"),
+        (["data.path=nowhere"], "data.path"),
+    ],
+)
+def test_a_wrong_request_is_one_error_and_nothing_is_written(folder, capsys, arguments, said):
+    RunDirectory.create(folder / "runs", "taken")
+    (folder / "file").write_text("")
+    before = sorted(folder.rglob("*"))
+    assert nanoscale(["train", *words(folder), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and "Traceback" not in printed.err
+    assert printed.out == ""
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_wrong_request_as_json(folder, capsys):
+    assert nanoscale(["train", *words(folder, "train.stepz=3"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "config"
+
+
+def test_nothing_is_left_where_the_launch_itself_breaks(folder, monkeypatch, capsys):
+    def broken(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(supervisor, "Job", broken)
+    assert nanoscale(["train", *words(folder, "run.name=x")]) == 1
+    assert "Too many open files" in capsys.readouterr().err
+    assert status.read(RunDirectory(folder / "runs" / "x")).state == "failed"

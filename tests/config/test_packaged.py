@@ -1,0 +1,146 @@
+"""Every file that comes with nanoscale composes, passes the laws, and is accounted for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+from nanoscale.config.compose import compose
+from nanoscale.config.convert import value_of
+from nanoscale.config.library import RECIPE, Library, packaged
+from nanoscale.config.reference import declared, defaults, sections
+from nanoscale.config.rules import Devices, check
+
+CPU = Devices("cpu", 2)
+GPUS = Devices("cuda", 8, ("NVIDIA H100",) * 8)
+
+RECIPES = sorted(Library().options(RECIPE))
+OPTIONS = sorted(
+    (group, option)
+    for group in Library().groups()
+    if group != RECIPE
+    for option in Library().options(group)
+)
+
+NEEDS = {
+    ("data", "stdlib-bpe"): ["model=llama-1b"],
+    ("parallel", "hsdp"): ["zero=stage3"],
+}
+"""what an option only makes sense together with"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def leaves(values: dict, prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        flat |= (
+            leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return flat
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_legal(name):
+    composed = compose([f"recipe={name}"])
+    for devices in (CPU, GPUS):
+        check(composed, devices)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_last_writer_of_every_key_is_who_set_it(name):
+    composed = compose([f"recipe={name}", "zero=stage1", "train.seed=7", "model.max_seq_len=128k"])
+    values = leaves(asdict(composed.config))
+    assert set(composed.history) == set(values)
+    for key, settings in composed.history.items():
+        assert value_of(key, settings[-1].value) == values[key], key
+        assert settings[0].source == "default", key
+        assert value_of(key, settings[0].value) == _default(key)
+
+
+def _default(key: str) -> object:
+    section, _, name = key.rpartition(".")
+    return defaults(sections()[section])[name]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_is_legal_and_complete(group, option):
+    words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]
+    if option == "megatron":
+        for end in (".bin", ".idx"):
+            Path(f"corpus{end}").touch()
+        words.append("data.path=corpus")
+    composed = compose(words)
+    check(composed, CPU)
+    folder, _ = packaged()
+    keys = [key for key in composed.history if key.startswith(f"{group}.")]
+    by_hand = {word.partition("=")[0] for word in words}
+    for key in keys:
+        if key not in by_hand:  # else it would leave a former option's value in place
+            source = composed.source(key)
+            assert source.startswith(f"nanoscale/{folder.name}/{group}/{option}.yaml:"), key
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for folder in packaged() for p in sorted(folder.rglob("*.yaml"))],
+    ids=lambda p: p.stem,
+)
+def test_every_file_says_what_it_is_and_how_to_use_it(path):
+    first, second, *_ = path.read_text().splitlines()
+    assert first.startswith("# ")
+    assert second.startswith("#   nanoscale ")
+    name = path.stem if path.stem != "config" else "recipe="
+    assert name in second
+
+
+def test_every_model_and_recipe_of_the_brief_is_there():
+    llama = {f"llama-{size}" for size in ("8b", "70b", "405b", "1b", "3b")}
+    gpt = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-10b"}
+    assert {*llama, *gpt, "tiny", "debug"} <= set(RECIPES)
+    assert {*llama, *gpt, "tiny", "debug"} <= set(Library().options("model"))
+
+
+def test_the_debug_recipe_is_what_other_tests_count_on():
+    config = compose(["recipe=debug"]).config
+    model = config.model
+    assert (model.layers, model.heads, model.kv_heads, config.train.seq_len) == (8, 8, 4, 64)
+    assert (config.data.source, config.data.tokenizer) == ("stdlib", "byte")
+    assert config.logger.tensorboard == "off"
+
+
+def test_every_key_has_a_meaning_and_a_legal_default():
+    for name, key in declared().items():
+        assert key.meaning and not key.meaning[0].isspace(), name
+        assert key.type
+        assert value_of(name, key.default) == key.default
+    for name, section in sections().items():
+        assert section.__doc__, name
+
+
+def test_published_shapes():
+    def shape(name: str) -> tuple:
+        model = compose([f"model={name}"]).config.model
+        return model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab
+
+    assert shape("llama-8b") == (32, 4096, 32, 8, 14336, 128256)
+    assert shape("llama-70b") == (80, 8192, 64, 8, 28672, 128256)
+    assert shape("llama-405b") == (126, 16384, 128, 8, 53248, 128256)
+    scaling = compose(["model=llama-8b"]).config.model.rope_scaling
+    assert asdict(scaling) == {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_seq_len": 8192,
+    }  # fmt: skip
+
+
+def test_a_reference_to_another_key_is_followed_and_remembered():
+    composed = compose(["recipe=debug", "model.max_seq_len='${train.seq_len}'"])
+    assert composed.config.model.max_seq_len == reduce(
+        getattr, ("train", "seq_len"), composed.config
+    )
+    assert composed.history["model.max_seq_len"][-1].value == "${train.seq_len}"

@@ -1,0 +1,215 @@
+"""Every way in for a mistake on the command line, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoscale.config.compose import compose
+from nanoscale.errors import UserError, Violation
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def violations(*words: str) -> list[Violation]:
+    with pytest.raises(UserError) as caught:
+        compose(words)
+    assert caught.value.kind == "config"
+    assert str(caught.value)
+    return caught.value.violations
+
+
+def violation(*words: str) -> Violation:
+    (only,) = violations(*words)
+    return only
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize(
+    ("word", "key", "meant"),
+    [
+        ("model.layer=8", "model.layer", "model.layers=8"),
+        ("trian.steps=8", "trian.steps", "train.steps=8"),
+        ("steps=8", "steps", "train.steps=8"),
+        ("lr=1e-4", "lr", "optimizer.lr=0.0001"),
+        ("modle=llama-8b", "modle", "model=llama-8b"),
+        ("recpe=tiny", "recpe", "recipe=tiny"),
+        ("model.rope_scaling.facto=2", "model.rope_scaling.facto", "model.rope_scaling.factor=2"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_any_prefix(prefix, word, key, meant):
+    found = violation(prefix + word)
+    assert found.key == key
+    assert found.source == "command line"
+    assert "is no key" in found.message
+    assert found.suggestions[0] == meant
+
+
+def test_a_key_that_resembles_nothing_lists_what_there_is():
+    assert "layers" in violation("model.zzz=1").message
+    assert "optimizer" in violation("zzz=1").message
+    assert violation("_target_=os.system").message.startswith("is no key")
+    assert violation("model._target_=os.system").message.startswith("is no key")
+
+
+def test_a_known_key_may_carry_any_prefix():
+    for prefix in ("", "+", "++"):
+        assert compose([f"{prefix}model.layers=3"]).config.model.layers == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "meant"),
+    [
+        ("recipe=lama-8b", "recipe", "recipe=llama-8b"),
+        ("recipe=llama_8b", "recipe", "recipe=llama-8b"),
+        ("model=llama8b", "model", "model=llama-8b"),
+        ("zero=3", "zero", "zero=stage3"),
+        ("+model=llama8b", "model", "model=llama-8b"),
+        ("precision=bf61", "precision", "precision=bf16"),
+    ],
+)
+def test_an_unknown_option_is_refused(word, key, meant):
+    found = violation(word)
+    assert found.key == key
+    assert found.suggestions[0] == meant
+
+
+def test_an_option_like_no_other_lists_the_options():
+    assert "stage0, stage1, stage2, stage3" in violation("zero=xyz").message
+    assert "tiny" in violation("model=null").message
+
+
+def test_all_mistakes_are_reported_at_once_and_in_order():
+    found = violations("model.layer=8", "recipe=lama-8b", "train.steps=x", "zero.stage=9", "x y=3")
+    keys = [each.key for each in found]
+    assert keys == ["model.layer", "recipe", "x y=3", "zero.stage", "train.steps"]
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("data.path=epoch=1.ckpt", "'data.path=\"epoch=1.ckpt\"'"),
+        ("run.name=a(b", "'run.name=\"a(b\"'"),
+    ],
+)
+def test_a_value_that_needs_quotes_gets_them(word, meant):
+    found = violation(word)
+    assert "quotes" in found.message
+    assert found.suggestions == (meant,)
+    pasted = meant.strip("'")  # what the shell hands on
+    assert not [key for key in compose([pasted]).history if key == "never"]
+
+
+def test_quoted_values_arrive_as_they_are():
+    assert compose(["data.path='a=b, c'"]).config.data.path == "a=b, c"
+    assert compose([r"data.path='it\'s C:\\'"]).config.data.path == "it's C:\\"
+    assert compose(["data.path='${run.root}/x'"]).config.data.path == "runs/x"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [("llama-8b", "recipe=llama-8b"), ("steps", "train.steps=VALUE"), ("zero", "zero=stage0")],
+)
+def test_a_lone_name_is_no_override(word, meant):
+    found = violation(word)
+    assert "KEY=VALUE" in found.message
+    assert found.suggestions[0] == meant
+
+
+@pytest.mark.parametrize("word", ["", "=3", "a b=3"])
+def test_nonsense_is_refused(word):
+    assert "KEY=VALUE" in violation(word).message
+
+
+@pytest.mark.parametrize("word", ["train.steps=1,2", "train.steps=range(1,4)", "model=tiny,debug"])
+def test_a_sweep_is_refused(word):
+    assert "one run takes one" in violation(word).message
+
+
+def test_hydras_own_settings_and_packages_are_refused():
+    assert "Hydra" in violation("hydra.run.dir=x").message
+    assert "Hydra" in violation("hydra=x").message
+    assert violation("model@other=tiny").suggestions == ("model=tiny",)
+
+
+def test_lists_and_mappings_where_a_value_belongs():
+    assert "no list" in violation("train.seed=[1]").message
+    assert "no mapping" in violation("train.seed={a: 1}").message
+    assert violation("model=[tiny,debug]").suggestions == ("model=tiny", "model=debug")
+    assert "model.rope_scaling.factor" in violation("model.rope_scaling=3").message
+    assert violation("model={layers: 3, hiddn: 64}").key == "model.hiddn"
+    assert compose(["model={layers: 3, hidden: 16}"]).config.model.hidden == 16
+
+
+def test_environment_variables_are_not_read(monkeypatch):
+    monkeypatch.setenv("API_TOKEN", "secret")
+    found = violation("data.path='${oc.env:API_TOKEN}'")
+    assert "environment" in found.message
+    assert "secret" not in str(found)
+
+
+def test_a_reference_to_nothing_or_to_itself_is_refused():
+    assert violation("data.path='${run.rot}'").suggestions == ("'data.path=${run.root}'",)
+    assert "itself" in violation("data.path='${data.path}'").message
+    assert violation("data.path='${run.name}${run.root}'").key == "data.path"  # at most one
+
+
+def test_deleting_goes_back_to_the_schema():
+    assert compose(["recipe=tiny"]).config.logger.tensorboard == "auto"
+    assert compose(["recipe=tiny", "~logger"]).config.logger.tensorboard == "off"
+    assert compose(["recipe=tiny", "~train"]).config.train.steps is None
+    assert compose(["recipe=tiny", "~train.steps"]).config.train.steps is None
+    assert compose(["recipe=tiny", "~recipe"]).recipe is None
+    assert violation("~loger").suggestions == ("~logger",)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "says", "meant"),
+    [
+        ("model.layers=1e1", "an integer", "model.layers=10"),  # no scale where none is declared
+        ("model.layers=3k", "an integer", "model.layers=3000"),
+        ("model.layers=8.0", "an integer", "model.layers=8"),
+        ("model.layers=true", "an integer", None),
+        ("model.layers='8'", "an integer", "model.layers=8"),
+        ("model.layers=null", "an integer", None),
+        ("model.layers=0", "at least 1", "model.layers=1"),
+        ("optimizer.beta1=1.5", "at most 1", "optimizer.beta1=1"),
+        ("optimizer.lr=fast", "a number", None),
+        ("optimizer.lr=nan", "a number", None),
+        ("optimizer.lr=inf", "a number", None),
+        ("optimizer.lr=true", "a number", None),
+        ("model.bias=1", "true or false", "model.bias=true"),
+        ("zero.stage=2.0", "one of 0, 1, 2, 3", None),
+        ("zero.stage=true", "one of 0, 1, 2, 3", None),
+        ("model.mlp=swiglue", "swiglu, gelu", "model.mlp=swiglu"),
+        ("logger.tensorboard=true", "auto, on, off", "logger.tensorboard=auto"),
+        ("parallel.dp=full", "an integer or auto", "parallel.dp=auto"),
+        ("run.name=7", "a text", "'run.name=\"7\"'"),
+        ("run.name=???", "a text", None),
+        ("train.steps=-3", "at least 1", "train.steps=1"),
+        ("train.steps=7x", "an integer", None),
+        ("train.steps=1.5", "an integer", None),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_kind_is_refused(word, says, meant):
+    found = violation(word)
+    assert says in found.message
+    if meant is not None:
+        assert found.suggestions[0] == meant
+
+
+def test_scaled_integers():
+    config = compose(["train.steps=1e3", "train.seq_len=32k", "train.tokens=2.5k"]).config
+    assert (config.train.steps, config.train.seq_len, config.train.tokens) == (1000, 32768, 2500)
+    assert compose(["train.tokens=15T"]).config.train.tokens == 15 * 10**12
+    assert compose(["train.tokens=9007199254740993"]).config.train.tokens == 2**53 + 1
+
+
+def test_an_integer_is_a_number():
+    assert compose(["optimizer.lr=1"]).config.optimizer.lr == 1.0
+    assert isinstance(compose(["optimizer.lr=1"]).config.optimizer.lr, float)

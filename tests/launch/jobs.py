@@ -1,0 +1,90 @@
+"""What ranks do in these tests: a training that costs nothing, and ways for it to end badly."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from nanoscale.errors import UserError, Violation
+from nanoscale.runs import events
+
+STEP_S = 0.02
+
+
+def loop(context):
+    """Train until asked to stop, or for so many steps that no test waits for the end."""
+    return _train(context, steps=10_000)
+
+
+def short(context):
+    """Train to the end."""
+    return _train(context, steps=5)
+
+
+def slow_start(context):
+    """Never begin to train."""
+    _leave_pid(context)
+    time.sleep(1000)
+
+
+def explode(context):
+    """Rank 1 raises in the middle, which the others notice as a lost connection."""
+    return _train(context, steps=10_000, bad_step=5, bad_rank=1)
+
+
+def wrong_data(context):
+    """A rank finds that the request is wrong."""
+    violation = Violation("data.path", "x.bin", "command line", "is not there", ("data.path=y",))
+    raise UserError("data", "x.bin is not there", [violation])
+
+
+def _train(context, steps, bad_step=-1, bad_rank=-1):
+    dist.init_process_group("gloo")
+    _leave_pid(context)
+    if context.rank == 0:
+        events.append(context.run, "running", "training from step 1")
+    outcome = "completed"
+    for step in range(1, steps + 1):
+        if step == bad_step and context.rank == bad_rank:
+            raise ValueError("the ninth wave")
+        stop = torch.tensor([float(context.stop.requested)])
+        dist.all_reduce(stop)
+        if stop.item() > 0:
+            outcome = "stopped"
+            break
+        _log(context, step)
+        time.sleep(STEP_S)
+    if context.rank == 0:
+        events.append(context.run, "end", outcome, outcome=outcome, step=step)
+        events.append(context.run, "sample", "a sample", text="def f():\n    return 1")
+        print("printed by a rank")
+    dist.destroy_process_group()
+    return outcome
+
+
+def _leave_pid(context):
+    path = context.run.path / f"pid-{context.rank}"
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+
+
+def _log(context, step):
+    if context.rank == 0:
+        record = {
+            "step": step,
+            "loss": 1 / step,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "tokens": step,
+            "step_time_s": STEP_S,
+            "tokens_per_s": 1 / STEP_S,
+            "mfu": None,
+            "memory_gib": 0.5,
+            "time": time.time(),
+        }
+        with context.run.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from nanoscale.launch import console
+from nanoscale.launch.command import HostPlan, LaunchPlan
+from nanoscale.launch.console import LiveView, duration, seconds
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+
+PLAN = LaunchPlan(1, 2, (HostPlan("h", 2, (0, 1), ("x",)),), "127.0.0.1", 1, {}, ())
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    run.attempt_logs(1).mkdir()
+    return run
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(console.time, "monotonic", clock)
+    return clock
+
+
+def log_steps(run, *steps, **more):
+    with run.metrics.open("a") as file:
+        for step in steps:
+            record = {
+                "step": step,
+                "loss": 2.5,
+                "grad_norm": 1.25,
+                "lr": 3e-4,
+                "tokens": 1,
+                "step_time_s": 2.0,
+                "tokens_per_s": 12345.6,
+                "mfu": None,
+                "memory_gib": 0.5,
+                "time": time.time(),
+                **more,
+            }
+            file.write(json.dumps(record) + "\n")
+
+
+def shown_steps(stream):
+    return [int(step) for step in re.findall(r"^step (\d+)/", stream.getvalue(), re.M)]
+
+
+def test_every_figure_is_in_a_plain_line(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 10, stream) as view:
+        events.append(run, "running", "training from step 1")
+        log_steps(run, 4, mfu=0.4125, eval_loss=2.75)
+        view.poll()
+    assert stream.getvalue().splitlines()[-1] == (
+        "step 4/10  loss 2.5000  lr 3.00e-04  grad norm 1.250  tokens/s 12,346  MFU 41.2%  "
+        "memory 0.50 GiB  step time 2 s  eval loss 2.7500  ETA 0:12"
+    )
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_plain_lines_come_once_a_second_and_the_last_always(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 100, stream) as view:
+        events.append(run, "running", "go")
+        for step in range(1, 31):
+            log_steps(run, step)
+            view.poll()
+            clock.now += 0.125
+        log_steps(run, 99, 100)
+        view.poll()
+    assert shown_steps(stream) == [1, 9, 17, 25, 100]
+
+
+def test_slow_steps_are_all_shown_and_a_waiting_one_is_not_held_back(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 100, stream) as view:
+        events.append(run, "running", "go")
+        log_steps(run, 1)
+        view.poll()
+        clock.now += 0.5
+        log_steps(run, 2)
+        view.poll()
+        clock.now += 0.6
+        view.poll()
+        assert shown_steps(stream) == [1, 2]
+
+
+def test_what_earlier_attempts_did_is_not_shown_again(run, clock):
+    events.append(run, "note", "long ago")
+    log_steps(run, 1, 2, 3, 4, 5)
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 6, stream) as view:
+        events.append(run, "resumed", "resumed from step-00000004", step=4)
+        view.poll()
+        run.metrics.write_text("".join(run.metrics.read_text().splitlines(True)[:4]))
+        events.append(run, "running", "training from step 5")
+        log_steps(run, 5, 6)
+        view.poll()
+    assert "long ago" not in stream.getvalue()
+    assert stream.getvalue().count("step 5/6") <= 1
+    assert shown_steps(stream)[-1] == 6
+    assert min(shown_steps(stream)) >= 5
+
+
+def test_what_ranks_print_carries_host_and_rank(run):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 6, stream) as view:
+        run.log(1, "h", 1, "out").write_bytes(b"hello\n\xff no end")
+        run.log(1, "h", 0, "err").write_text("for the log only\n")
+        view.poll()
+    assert "h:1 │ hello\n" in stream.getvalue()
+    assert "h:1 │ � no end\n" in stream.getvalue()
+    assert "for the log only" not in stream.getvalue()
+
+
+def test_a_sample_is_a_block(run):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 6, stream) as view:
+        events.append(run, "sample", "a sample", text="def f():\n    pass")
+        view.poll()
+    assert "a sample:\n    def f():\n        pass\n" in stream.getvalue()
+
+
+def test_a_terminal_has_a_panel_and_lines_above_it(run):
+    stream = Terminal()
+    with LiveView(run, PLAN, 10, stream) as view:
+        view.poll()
+        events.append(run, "running", "training from step 1")
+        events.append(run, "checkpoint", "[bold]step-00000003[/bold] saved")
+        log_steps(run, 3)
+        view.poll()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "starting the ranks" in text
+    assert "[bold]step-00000003[/bold] saved" in text  # shown as it is, not as markup
+    assert "step 3/10" in text and "ETA 0:14" in text and "12,346" in text
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_a_reader_that_leaves_does_not_end_the_run(run, kind):
+    class Broken(kind):
+        def write(self, text):
+            if self.broken:
+                raise BrokenPipeError(32, "Broken pipe")
+            return len(text)
+
+    stream = Broken()
+    stream.broken = False
+    with LiveView(run, PLAN, 10, stream) as view:
+        stream.broken = True
+        events.append(run, "running", "go")
+        log_steps(run, 10)
+        view.poll()
+    assert view.running
+
+
+def test_times_are_short():
+    assert [seconds(x) for x in (0.0123456, 1.2345, 75.0)] == ["12.3 ms", "1.23 s", "75 s"]
+    assert [duration(x) for x in (7, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
+
+
+def test_the_paths_that_are_shown_exist(run):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 10, stream):
+        pass
+    starting, logs = stream.getvalue().splitlines()
+    assert starting == "starting 2 ranks on h"
+    assert Path(logs.removeprefix("logs in ")).is_dir()

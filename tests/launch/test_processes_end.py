@@ -1,0 +1,222 @@
+"""However a job ends, the exit code is true, the first cause is shown, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+
+
+class Launched:
+    """A launcher that runs, with all that it starts."""
+
+    def __init__(self, tmp_path, job, ranks=2, grace_s=30.0):
+        self.mark = uuid.uuid4().hex
+        self.run = tmp_path / "runs" / "run"
+        self.screen = tmp_path / "screen"
+        environment = {**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": _path()}
+        words = ["launch", job, str(tmp_path / "runs"), str(ranks), str(grace_s)]
+        with self.screen.open("wb") as screen:
+            self.process = subprocess.Popen(
+                [sys.executable, str(HERE / "stand_in.py"), *words],
+                env=environment,
+                stdout=screen,
+                stderr=screen,
+                preexec_fn=_restore_interrupt,
+            )
+
+    def wait_for(self, condition, what):
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}; screen:\n{self.text}"
+            time.sleep(0.02)
+
+    def wait_until_training(self):
+        self.wait_for(lambda: '"running"' in _read(self.run / "events.jsonl"), "training")
+        self.wait_for(lambda: len(_read(self.run / "metrics.jsonl")) > 100, "steps")
+
+    def pid(self, rank):
+        return int((self.run / f"pid-{rank}").read_text())
+
+    def agent(self):
+        (found,) = [
+            p.pid
+            for p in self.processes()
+            if os.getsid(p.pid) == p.pid and p.pid != os.getsid(self.process.pid)
+        ]
+        return found
+
+    def end(self):
+        """The exit code, after making sure that nothing is left."""
+        code = self.process.wait(LIMIT_S)
+        assert self.processes() == []
+        return code
+
+    def processes(self):
+        """Every living process that descends from the launcher, wherever it went."""
+        return [p for p in psutil.process_iter() if _is_marked(p, self.mark)]
+
+    @property
+    def text(self):
+        return _read(self.screen)
+
+    def document(self, name):
+        return json.loads((self.run / name).read_text())
+
+
+def _path():
+    return os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+
+
+def _restore_interrupt():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+
+
+def _read(path):
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _is_marked(process, mark):
+    try:
+        dead = process.status() == psutil.STATUS_ZOMBIE
+        return not dead and process.environ().get("TEST_MARK") == mark
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def launch(tmp_path):
+    launched = []
+
+    def start(*arguments, **options):
+        launched.append(Launched(tmp_path, *arguments, **options))
+        return launched[-1]
+
+    yield start
+    for job in launched:
+        for process in job.processes():
+            process.kill()
+
+
+def test_a_job_completes(launch):
+    job = launch("short")
+    assert job.end() == 0
+    assert job.document("status.json")["state"] == "completed"
+    assert "step 5/5  loss 0.2000" in job.text
+    assert "0 │ printed by a rank" in job.text
+    assert "    def f():\n        return 1" in job.text
+    assert "completed after 5 steps" in job.text
+    assert "\x1b" not in job.text
+    assert not (job.run / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "state"),
+    [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 75, "preempted")],
+)
+def test_one_signal_stops_in_good_order(launch, number, code, state):
+    job = launch("loop")
+    job.wait_until_training()
+    job.process.send_signal(number)
+    assert job.end() == code
+    assert job.document("status.json")["state"] == state
+    assert job.document("status.json")["exit_code"] == code
+    assert "stopping after the current step; Ctrl-C again to kill" in job.text
+    assert '"outcome": "stopped"' in _read(job.run / "events.jsonl")
+    assert "Traceback" not in job.text
+    assert not (job.run / "failure.json").exists()
+
+
+def test_a_second_interrupt_kills_even_stopped_ranks(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    os.kill(job.pid(1), signal.SIGSTOP)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for(lambda: "Ctrl-C again" in job.text, "answer to the first signal")
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert job.document("status.json")["state"] == "stopped"
+
+
+def test_a_stop_that_takes_too_long_is_forced(launch):
+    job = launch("loop", grace_s=0.5)
+    job.wait_until_training()
+    os.kill(job.pid(1), signal.SIGSTOP)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 1
+    assert "did not stop within 0.5 s" in job.document("failure.json")["diagnosis"]
+
+
+@pytest.mark.parametrize("moment", ["before the ranks", "before the first step"])
+def test_a_signal_while_starting_ends_at_once(launch, moment):
+    job = launch("slow_start")
+    ready = "agent.log" if moment == "before the ranks" else "pid-1"
+    job.wait_for(lambda: list(job.run.rglob(f"*{ready}")), ready)
+    asked = time.monotonic()
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert time.monotonic() - asked < 10
+    assert job.document("status.json")["state"] == "stopped"
+    assert "Traceback" not in job.text
+
+
+def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(launch):
+    job = launch("explode")
+    assert job.end() == 1
+    failure = job.document("failure.json")
+    assert (failure["rank"], failure["exception"]) == (1, "ValueError")
+    assert "ValueError: the ninth wave" in failure["traceback"]
+    assert failure["also_failed"] == [0]
+    assert "rank 1 on" in job.text
+    assert job.text.count("Traceback") == 1
+    assert job.document("status.json")["state"] == "failed"
+
+
+def test_a_killed_rank_is_the_cause(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    killed = time.monotonic()
+    os.kill(job.pid(1), signal.SIGKILL)
+    assert job.end() == 1
+    assert time.monotonic() - killed < 10
+    failure = job.document("failure.json")
+    assert (failure["rank"], failure["signal"]) == (1, "SIGKILL")
+    assert "kill" in failure["diagnosis"]
+    assert failure["log"].endswith("rank-1.err")
+
+
+def test_a_rank_with_a_wrong_request_exits_2_without_a_traceback(launch):
+    job = launch("wrong_data")
+    assert job.end() == 2
+    assert "error: x.bin is not there" in job.text
+    assert "Traceback" not in job.text
+    assert job.document("failure.json")["user_error"]["violations"][0]["key"] == "data.path"
+
+
+def test_a_killed_agent_takes_its_ranks_along(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    os.kill(job.agent(), signal.SIGKILL)
+    assert job.end() == 1
+    assert job.document("failure.json")["rank"] is None
+    assert "agent" in job.document("failure.json")["diagnosis"]
+
+
+def test_a_killed_launcher_leaves_nothing(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    os.kill(job.pid(1), signal.SIGSTOP)
+    job.process.kill()
+    job.process.wait()
+    job.wait_for(lambda: job.processes() == [], "end of all processes")

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoscale.config.schema import Cluster, Config, Model, Train
+from nanoscale.metrics.meter import Meter, device_peak, peak_memory_gib
+
+LLAMA_8B = Model(
+    layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
+)
+CPU = torch.device("cpu")
+
+
+def test_mfu_by_hand() -> None:
+    """KempnerForge's row: 10,471 tokens/s of an 8.03 B Llama on one H200 (989 TFLOP/s), sequence 4096."""
+    config = Config(model=LLAMA_8B, train=Train(seq_len=4096), cluster=Cluster(peak_tflops=989.0))
+    meter = Meter(config, 2, CPU)
+    meter.begin()
+    time.sleep(0.01)
+    meter.end()
+    reading = meter.read(tokens_per_step=1000)
+    assert reading["step_time_s"] >= 0.01
+    assert reading["tokens_per_s"] == pytest.approx(1000 / reading["step_time_s"])
+    matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without input embedding and norms
+    flops = 6 * matmul + 12 * 32 * 4096 * 4096
+    expected = reading["tokens_per_s"] * flops / (2 * 989e12)
+    assert reading["mfu"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_only_steps_count() -> None:
+    meter = Meter(Config(), 1, CPU)
+    for _ in range(3):
+        meter.begin()
+        meter.end()
+        time.sleep(0.02)  # an evaluation, say
+    assert meter.read(100)["step_time_s"] < 0.01
+
+
+def test_peak_is_unknown_on_a_cpu_unless_given() -> None:
+    assert device_peak(Config(), CPU) is None
+    assert device_peak(replace(Config(), cluster=Cluster(peak_tflops=2.0)), CPU) == 2e12
+
+
+def test_memory_is_that_of_this_process() -> None:
+    before = peak_memory_gib(CPU)
+    held = torch.ones(1 << 27)  # half a GiB
+    assert held.sum() > 0
+    assert peak_memory_gib(CPU) >= max(before, 0.5)

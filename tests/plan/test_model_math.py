@@ -1,0 +1,67 @@
+"""Closed forms against published figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoscale.config.compose import compose
+from nanoscale.config.schema import Model
+from nanoscale.plan.model_math import (
+    flops_per_token,
+    flops_per_token_causal,
+    matmul_parameters,
+    parameters,
+)
+
+PUBLISHED = {
+    "llama-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "llama-405b": 405_853_388_800,
+    "llama-1b": 1_235_814_400,
+    "llama-3b": 3_212_749_824,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_number(name):
+    assert parameters(compose([f"model={name}"]).config.model) == PUBLISHED[name]
+
+
+def test_the_models_of_our_own_have_the_size_that_they_are_called_by():
+    assert parameters(compose(["model=gpt-10b"]).config.model) == pytest.approx(10e9, rel=0.02)
+    assert 1e6 < parameters(compose(["model=tiny"]).config.model) < 5e6
+
+
+def test_matmul_parameters_leave_the_input_embedding_and_the_norms_out():
+    model = compose(["model=llama-8b"]).config.model
+    norms = (2 * 32 + 1) * 4096
+    assert matmul_parameters(model) == PUBLISHED["llama-8b"] - 128_256 * 4096 - norms
+
+
+def test_a_tied_head_multiplies_all_the_same():
+    untied, tied = Model(), Model(tie_embeddings=True)
+    assert matmul_parameters(tied) == matmul_parameters(untied)
+    assert parameters(untied) - parameters(tied) == 320 * 64
+
+
+def test_flops_follow_the_palm_convention():
+    model = compose(["model=llama-8b"]).config.model
+    attention = 12 * 32 * 4096 * 8192
+    assert flops_per_token(model, 8192) == 6 * matmul_parameters(model) + attention
+    assert flops_per_token_causal(model, 8192) == 6 * matmul_parameters(model) + attention // 2
+
+
+def test_attention_is_as_wide_as_the_heads_are():
+    narrow = Model(hidden=64, heads=8, head_dim=4)
+    wide = Model(hidden=64, heads=8, head_dim=8)
+    products = matmul_parameters(wide) - matmul_parameters(narrow)
+    attention = 12 * 8 * (64 - 32) * 128
+    assert flops_per_token(wide, 128) - flops_per_token(narrow, 128) == 6 * products + attention
+
+
+def test_open_head_counts_mean_what_the_schema_says():
+    assert parameters(Model(heads=8)) == parameters(Model(heads=8, kv_heads=8, head_dim=8))

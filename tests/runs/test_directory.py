@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nanoscale.errors import UserError
+from nanoscale.runs import directory
+from nanoscale.runs.directory import RunDirectory, free_name, read_json, write_atomically
+
+
+def make(root, name="x"):
+    run = RunDirectory.create(root, name)
+    run.config.write_text("train: {}\n")
+    return run
+
+
+def suggestions(error):
+    return [text for violation in error.value.violations for text in violation.suggestions]
+
+
+def test_the_layout(tmp_path):
+    run = make(tmp_path / "runs")
+    assert run.path == tmp_path / "runs" / "x"
+    assert run.log(2, "h", 3, "out") == run.path / "logs/attempt-2/h.rank-3.out"
+    assert run.rank_failure(2, "h", 3).parent == run.log(2, "h", 3, "err").parent
+    assert run.checkpoint(7) == run.path / "checkpoints/step-00000007"
+    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "config.yaml", "logs"]
+
+
+def test_a_name_that_is_taken(tmp_path):
+    make(tmp_path)
+    make(tmp_path, "x-2")
+    with pytest.raises(UserError) as error:
+        RunDirectory.create(tmp_path, "x")
+    assert suggestions(error) == ["run.name=x-3", f"nanoscale resume {tmp_path / 'x'}"]
+    assert free_name(tmp_path, "new") == "new"
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/b", ".hidden", "-rf", "a\nb", "n" * 201, "é" * 101]
+)
+def test_a_name_that_cannot_be(tmp_path, name):
+    with pytest.raises(UserError, match="cannot name a run"):
+        RunDirectory.create(tmp_path / "runs", name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_run_that_could_not_be_built(tmp_path):
+    def build():
+        with RunDirectory.build(tmp_path / "deep" / "runs", "x") as aside:
+            (aside.path / "config.yaml").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_appears_whole(tmp_path):
+    with RunDirectory.build(tmp_path, "x") as aside:
+        assert not (tmp_path / "x").exists()
+        assert RunDirectory.all(tmp_path) == []
+        aside.config.write_text("whole")
+    assert (tmp_path / "x" / "config.yaml").read_text() == "whole"
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_slower_of_two_with_one_name_is_refused(tmp_path):
+    def build():
+        with RunDirectory.build(tmp_path, "x"):
+            make(tmp_path, "x")
+
+    with pytest.raises(UserError, match="exists already"):
+        build()
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("root", ["/proc/self/runs", "FILE", "FILE/deeper"])
+def test_a_root_that_cannot_be_written_to(tmp_path, root):
+    (tmp_path / "file").write_text("")
+    root = Path(root.replace("FILE", str(tmp_path / "file")))
+    with pytest.raises(UserError, match="no run can be created in"):
+        RunDirectory.create(root, "x")
+
+
+def test_a_folder_without_permission_is_seen_before_anything_is_tried(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UserError, match="no permission"):
+        directory.check_root(tmp_path / "runs")
+
+
+def test_opening_by_path_and_by_name(tmp_path, monkeypatch):
+    run = make(tmp_path / "runs", "tiny-1")
+    monkeypatch.chdir(tmp_path)
+    assert RunDirectory.open("tiny-1") == RunDirectory.open("runs/tiny-1") == run
+    assert RunDirectory.open(run.path) == run
+    assert run.reference == "tiny-1"
+    assert make(tmp_path / "other").reference == "other/x"
+    with pytest.raises(UserError) as error:
+        RunDirectory.open("tiny1")
+    assert suggestions(error) == ["tiny-1"]
+    with pytest.raises(UserError, match="is not a run directory"):
+        RunDirectory.open(tmp_path)
+
+
+def test_an_atomic_write_leaves_the_old_file_when_it_fails(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    directory.write_json(path, {"state": "running"})
+
+    def full(_handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "{}")
+    assert read_json(path) == {"state": "running"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_checkpoints_and_attempts_are_counted_by_name(tmp_path):
+    run = make(tmp_path)
+    assert (run.checkpoint_steps(), run.last_attempt()) == ([], 0)
+    for name in ("step-00000010", "step-00000009", ".writing-step-00000011", "damaged-step-1"):
+        (run.checkpoints / name).mkdir()
+    for number in (1, 2, 10):
+        run.attempt_logs(number).mkdir()
+    assert (run.checkpoint_steps(), run.last_attempt()) == ([9, 10], 10)

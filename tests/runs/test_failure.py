@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from nanoscale.errors import UserError, Violation
+from nanoscale.runs import failure
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Evidence, RankFailure, diagnose, digest, first_cause
+
+
+def failed(rank, at, type="", message="", exit_code=1, **more):
+    return RankFailure(rank, rank, "h", at, type=type, message=message, exit_code=exit_code, **more)
+
+
+CLOSED = "[/pytorch/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242"
+RESET = "Read error [127.0.0.1]:21021: Connection reset by peer"
+NCCL = "NCCL error: remote process exited or there was a network error\nncclRemoteError: A call"
+STORE = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
+LATE = "[c10d] The client socket has timed out after 600000ms while trying to connect to (h, 1)"
+WATCHDOG = "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
+
+
+@pytest.mark.parametrize("lost", [CLOSED, RESET, NCCL, STORE, LATE, WATCHDOG])
+def test_a_lost_peer_is_a_consequence_however_early(lost):
+    cause = failed(3, 20.0, "ValueError", "bad batch")
+    found = first_cause([failed(0, 10.0, "torch.distributed.DistBackendError", lost), cause])
+    assert found is cause
+
+
+def test_a_killed_rank_beats_those_that_lost_it():
+    killed = failed(1, 11.0, exit_code=-signal.SIGKILL)
+    assert first_cause([failed(0, 10.0, "RuntimeError", CLOSED), killed]) is killed
+
+
+def test_an_abort_may_follow_from_a_lost_peer_but_says_more_than_one():
+    aborted = failed(2, 12.0, exit_code=-signal.SIGABRT)
+    lost = failed(0, 10.0, "RuntimeError", RESET)
+    segfault = failed(1, 13.0, exit_code=-signal.SIGSEGV)
+    assert first_cause([lost, aborted]) is aborted
+    assert first_cause([lost, aborted, segfault]) is segfault
+
+
+def test_of_several_causes_the_earliest_wins():
+    first = failed(2, 10.0, "KeyError", "'x'")
+    assert first_cause([failed(0, 10.5, "KeyError", "'x'"), first, failed(1, 11.0)]) is first
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "code", "words", "remedy"),
+    [
+        ("ValueError", "x", 1, "raised an exception", "traceback"),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried", 1, "GPU ran out", "micro_batch"),
+        ("RuntimeError", "[enforce fail] can't allocate memory: you", 1, "host ran out", "ranks"),
+        ("OSError", "[Errno 28] No space left on device: 'x'", 1, "disk is full", "free space"),
+        ("DistNetworkError", "port: 1, EADDRINUSE, address already in use", 1, "port", "again"),
+        ("nanoscale.train.stability.NonFiniteError", "loss is nan", 1, "diverged", "optimizer.lr"),
+        ("ModuleNotFoundError", "No module named 'x'", 1, "missing", "install"),
+        ("RuntimeError", "CUDA error: an illegal memory access", 1, "GPU operation", "BLOCKING"),
+        ("RuntimeError", CLOSED, 1, "no rank said why", "logs"),
+        ("", "", 3, "ended with code 3", "log"),
+        ("", "", -signal.SIGSEGV, "segmentation fault", "log"),
+        ("", "", -signal.SIGBUS, "bus error", "/dev/shm"),
+        ("", "", -signal.SIGTERM, "SIGTERM, which nanoscale did not send", "who"),
+    ],
+)
+def test_diagnoses(kind, message, code, words, remedy):
+    diagnosis, advice = diagnose(failed(0, 0.0, kind, message, code), Evidence())
+    assert words in diagnosis
+    assert remedy in advice
+
+
+def test_a_kill_is_called_the_kernels_only_if_the_kernel_counted_one():
+    killed = failed(0, 0.0, exit_code=-signal.SIGKILL)
+    by_kernel, _ = diagnose(killed, Evidence(oom_kills=1, available_gib=0.25))
+    by_somebody, advice = diagnose(killed, Evidence(oom_kills=0, available_gib=9.0))
+    assert "out-of-memory killer" in by_kernel and "0.2 GiB" in by_kernel
+    assert "from outside" in by_somebody and "out-of-memory" in advice
+
+
+def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    found = digest(
+        run,
+        2,
+        [failed(0, 2.0, "RuntimeError", CLOSED), failed(1, 3.0, exit_code=-9)],
+        Evidence(),
+    )
+    assert (found.rank, found.signal, found.also_failed) == (1, "SIGKILL", (0,))
+    assert found.log == "logs/attempt-2/h.rank-1.err"
+    failure.write(run, found)
+    assert failure.read(run) == found
+    lost = failure.agent_lost(run, 2, "h", -signal.SIGKILL)
+    assert lost.rank is None and "SIGKILL" in lost.diagnosis and "agent" in lost.log
+
+
+def test_a_users_error_comes_out_as_it_went_in(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    error = UserError(
+        "data", "gone", [Violation("data.path", 3, "command line", "is not", ("a", "b"))]
+    )
+    said = RankFailure.of(error, rank=0, local_rank=0, host="h")
+    failure.write_rank_failure(run, 1, said)
+    heard = failure.read_rank_failure(run.rank_failure(1, "h", 0))
+    assert heard == said
+    failure.write(run, digest(run, 1, [heard], Evidence()))
+    assert failure.user_error(failure.read(run)) == error
+
+
+def test_damaged_files_are_no_failure(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    run.failure.write_text("{")
+    assert failure.read(run) is None
+    assert failure.read_rank_failure(run.failure) is None
