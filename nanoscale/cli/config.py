@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="Look up the configuration.")
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[OVERRIDES]...",
+        metavar="OVERRIDES",
         help="recipe=NAME, KEY=VALUE and GROUP=OPTION, in Hydra's grammar",
         show_default=False,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +47,7 @@ def error_document(error: UserError) -> dict[str, Any]:
     violations = [
         {
             "key": violation.key,
-            "value": violation.value,
+            "value": _as_json(violation.value),
             "source": violation.source,
             "message": violation.message,
             "suggestions": list(violation.suggestions),
@@ -54,6 +55,11 @@ def error_document(error: UserError) -> dict[str, Any]:
         for violation in error.violations
     ]
     return {"kind": error.kind, "message": error.message, "violations": violations}
+
+
+def _as_json(value: object) -> object:
+    """JSON has no infinity and no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def error_text(error: UserError) -> Text:

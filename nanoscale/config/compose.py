@@ -103,8 +103,8 @@ def _merge(library: Library, words: list[str]) -> tuple[Any, list[Layer]]:
             GlobalHydra.instance().config_loader().compute_defaults_list(ROOT, words, RunMode.RUN)
         )
     except RecursionError:
-        name = _recipe_name(library)
-        refuse([Violation("defaults", name, f"recipe {name}", "leads back to the file itself")])
+        name = library.circle()
+        refuse([Violation("defaults", None, name, "lead back to the file itself")])
     except (HydraException, ValueError) as error:
         refuse([Violation("", " ".join(words), "", f"cannot be composed: {error}")])
     layers = [

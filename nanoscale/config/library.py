@@ -130,6 +130,26 @@ class Library:
             self.served[config] = self._load(config)
         return self.served[config]
 
+    def circle(self) -> str:
+        """The name of a served file that is based on itself, however indirectly; empty if none."""
+        for start, document in self.served.items():
+            reached, ahead = {start}, self._bases(start)
+            while ahead:
+                config = ahead.pop()
+                if config == start:
+                    return document.name
+                if config not in reached:
+                    reached.add(config)
+                    ahead += self._bases(config)
+        return ""
+
+    def _bases(self, config: str) -> list[str]:
+        group = config.partition("/")[0]
+        entries = self.serve(config).content.get("defaults", []) if config != ROOT else []
+        return [
+            f"{group}/{entry}" for entry in entries if isinstance(entry, str) and entry != "_self_"
+        ]
+
     def _load(self, config: str) -> Document:
         group, _, name = config.partition("/")
         if group == SCHEMA:

@@ -104,9 +104,9 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
     elif group == RECIPE and isinstance(value, str) and is_path(value):
         folder, slash, name = value.rpartition("/")
         beside = [path.name for path in Path(folder + slash).glob("*.yaml")]
-        near = [folder + slash + other for other in nearest(name, beside)]
-        near += nearest(Path(name).stem, library.options(RECIPE))
-        proposals = tuple(f"{group}={option}" for option in near[:3])
+        close = [folder + slash + other for other in nearest(name, beside)]
+        close += nearest(Path(name).stem, library.options(RECIPE))
+        proposals = tuple(f"{group}={option}" for option in close[:3])
         yield Violation(group, value, COMMAND_LINE, "is a file that does not exist", proposals)
     else:
         options = library.options(group)

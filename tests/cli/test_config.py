@@ -139,6 +139,12 @@ def test_an_error_as_json(capsys):
     assert "model.layers=3" in captured.err
 
 
+def test_a_value_that_json_cannot_hold(capsys):
+    assert nanoscale(["config", "show", "optimizer.lr=nan", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["error"]
+    assert error["violations"][0]["value"] == "nan"
+
+
 # --- the command line itself ----------------------------------------------------------------------
 
 

@@ -233,7 +233,10 @@ def test_a_folder_for_a_file():
 def test_recipes_in_a_circle():
     write("recipes/a.yaml", "defaults: [b]\n")
     write("recipes/b.yaml", "defaults: [a]\n")
-    assert violations("recipe=a") == [("defaults", "recipe a")]
+    assert violations("recipe=a") == [("defaults", "recipes/a.yaml")]
+    write("mine/model/odd.yaml", "defaults: [odd]\n")
+    found = violations("model=odd", config_dir=Path("mine"))
+    assert found == [("defaults", "mine/model/odd.yaml")]
 
 
 def test_a_package_header_is_refused():
