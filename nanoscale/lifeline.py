@@ -7,8 +7,14 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 _POLL_S = 0.2
+_PAUSE_S = 0.02
+_KILL_S = 10.0
+_TRACKER = b"multiprocessing.resource_tracker"
 
 
 def die_with(pid: int, *, group: int) -> None:
@@ -26,8 +32,34 @@ def die_with(pid: int, *, group: int) -> None:
 def _watch(pid: int, group: int) -> None:
     wait_until_gone(pid)
     if os.getpgid(0) == group:
-        os.killpg(group, signal.SIGKILL)
+        end_group(group)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_group(group: int) -> None:
+    """SIGKILL all of a process group but the caller, and but Python's resource tracker.
+
+    The tracker ends by itself when the others are gone, and removes their semaphores first.
+    """
+    deadline = time.monotonic() + _KILL_S
+    while others := [pid for pid in _members(group) if pid != os.getpid()]:
+        if time.monotonic() > deadline:
+            os.killpg(group, signal.SIGKILL)
+        for pid in others:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+
+
+def _members(group: int) -> Iterator[int]:
+    """The living processes of a group, without the resource tracker."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _parent, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if state in ("Z", "X") or int(number) != group:
+                continue
+            if _TRACKER not in (folder / "cmdline").read_bytes():
+                yield int(folder.name)
 
 
 def wait_until_gone(pid: int) -> None:

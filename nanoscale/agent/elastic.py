@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -15,7 +20,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from nanoscale.agent.host import Host
 from nanoscale.runs.directory import RunDirectory
 
-Look = Callable[[Sequence[BaseProcess]], None]
+Look = Callable[[Sequence[BaseProcess]], bool]
+"""Looks at the ranks' processes; False: none is left, and there is nothing more to look at."""
 
 _MONITOR_S = 0.05
 _RENDEZVOUS_TIMEOUT_S = 600
@@ -61,7 +67,8 @@ class WatchingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        self._look(self._pcontext._pc.processes)  # type: ignore[attr-defined]
+        if not self._look(self._pcontext._pc.processes):  # type: ignore[attr-defined]
+            return RunResult(state=WorkerState.FAILED)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 

@@ -37,17 +37,20 @@ class Watch:
         self.ended_by_stop = False
         self.failures: list[RankFailure] = []
 
-    def look(self, processes: Sequence[BaseProcess]) -> None:
-        """Act on what is new; afterwards either all ranks go on, or none is left."""
+    def look(self, processes: Sequence[BaseProcess]) -> bool:
+        """Act on what is new; whether the ranks go on. If one does not, none is left."""
         if self._stop.requested and not self._passed_on:
             self._pass_on(processes)
         if all(process.exitcode is None for process in processes):
-            return
+            return True
+        if self.ended_by_stop:
+            return False
         if self._stop.requested and any(p.exitcode == -signal.SIGTERM for p in processes):
             self.ended_by_stop = True  # it had no handler yet, so there was nothing to save
         else:
             self.failures = self._wait_for_cause(processes)
         _kill(processes)
+        return False
 
     def _pass_on(self, processes: Sequence[BaseProcess]) -> None:
         self._passed_on = True

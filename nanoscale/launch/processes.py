@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _MARK = "NANOSCALE_JOB"
 _PAUSE_S = 0.02
+_TRACKER_S = 3.0
+"""how long Python's resource tracker may take to remove semaphores once nobody uses them"""
 
 
 class Job:
@@ -75,32 +77,27 @@ class Job:
         if self.exit_code() is None:
             os.kill(self.pid, signal.SIGTERM)
 
-    def kill(self) -> None:
-        """End every process of the job now, stopped ones too."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
     def end(self, limit_s: float = 30.0) -> list[int]:
-        """End whatever is left and wait until it is gone; the processes that would not go."""
+        """End every process that is left, stopped ones too; those that would not go."""
         deadline = time.monotonic() + limit_s
-        while True:
-            self.kill()
-            left = self._members()
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            if (not left and self.exit_code() is not None) or time.monotonic() > deadline:
+        patience = time.monotonic() + _TRACKER_S
+        while left := self._members():
+            if time.monotonic() > deadline:
                 break
+            workers = [process for process in left if not _is_tracker(process)]
+            for process in workers if time.monotonic() < patience else left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGKILL)
             time.sleep(_PAUSE_S)
         if self.exit_code() is not None:
             self._process.wait()
-        return left
+        return [process.pid for process in left]
 
-    def _members(self) -> list[int]:
+    def _members(self) -> list[psutil.Process]:
         """Living processes of the session, or that carry its mark after they left it."""
         import psutil
 
-        return [process.pid for process in psutil.process_iter() if self._has(process)]
+        return [process for process in psutil.process_iter() if self._has(process)]
 
     def _has(self, process: psutil.Process) -> bool:
         import psutil
@@ -111,3 +108,12 @@ class Job:
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False

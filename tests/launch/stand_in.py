@@ -32,7 +32,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     def plan(*arguments):
         made = real(*arguments)
         (host,) = made.hosts
-        command = (sys.executable, __file__, "agent", job, str(request.run.path))
+        command = (sys.executable, "-P", __file__, "agent", job, str(request.run.path))
         return replace(made, hosts=(replace(host, command=command),))
 
     cli.plan_local = plan

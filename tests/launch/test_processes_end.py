@@ -25,11 +25,15 @@ class Launched:
         self.mark = uuid.uuid4().hex
         self.run = tmp_path / "runs" / "run"
         self.screen = tmp_path / "screen"
+        self.semaphores = []
         environment = {**os.environ, "TEST_MARK": self.mark, "PYTHONPATH": _path()}
         words = ["launch", job, str(tmp_path / "runs"), str(ranks), str(grace_s)]
+        # A file of the user's that is named like a module of Python's must not be imported.
+        (tmp_path / "random.py").write_text("raise RuntimeError('imported from the folder')")
         with self.screen.open("wb") as screen:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / "stand_in.py"), *words],
+                cwd=tmp_path,
                 env=environment,
                 stdout=screen,
                 stderr=screen,
@@ -45,6 +49,8 @@ class Launched:
     def wait_until_training(self):
         self.wait_for(lambda: '"running"' in _read(self.run / "events.jsonl"), "training")
         self.wait_for(lambda: len(_read(self.run / "metrics.jsonl")) > 100, "steps")
+        self.semaphores = _semaphores(self.pid(0))
+        assert self.semaphores
 
     def pid(self, rank):
         return int((self.run / f"pid-{rank}").read_text())
@@ -61,6 +67,7 @@ class Launched:
         """The exit code, after making sure that nothing is left."""
         code = self.process.wait(LIMIT_S)
         assert self.processes() == []
+        assert [path for path in self.semaphores if path.exists()] == []
         return code
 
     def processes(self):
@@ -81,6 +88,12 @@ def _path():
 
 def _restore_interrupt():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+
+
+def _semaphores(pid):
+    """The named semaphores that a process has open; a process that is killed cannot remove them."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {Path(word) for word in maps.split() if word.startswith("/dev/shm/sem.")}
 
 
 def _read(path):
@@ -213,10 +226,16 @@ def test_a_killed_agent_takes_its_ranks_along(launch):
     assert "agent" in job.document("failure.json")["diagnosis"]
 
 
-def test_a_killed_launcher_leaves_nothing(launch):
+@pytest.mark.parametrize("with_agent", [False, True])
+def test_a_killed_launcher_leaves_nothing(launch, with_agent):
     job = launch("loop")
     job.wait_until_training()
     os.kill(job.pid(1), signal.SIGSTOP)
+    if with_agent:
+        agent = job.agent()
+        job.process.send_signal(signal.SIGSTOP)  # or it would clear up after the agent
+        os.kill(agent, signal.SIGKILL)
     job.process.kill()
     job.process.wait()
     job.wait_for(lambda: job.processes() == [], "end of all processes")
+    assert job.end() == -signal.SIGKILL
