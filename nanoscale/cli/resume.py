@@ -84,7 +84,7 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
         raise UserError("run", "a run cannot be moved", moved)
     devices = detect()
     config = replace(check(composed, devices), run=load(run.config).run)
-    return Request(composed, config, devices)
+    return Request(composed, config, devices, repeats=run.config)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

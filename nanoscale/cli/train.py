@@ -59,4 +59,4 @@ def compose_request(words: list[str], config: Path | None, config_dir: Path | No
     devices = detect()
     checked = check(composed, devices)
     named = name_run(composed, checked, repeats=config is not None)
-    return Request(composed, named, devices)
+    return Request(composed, named, devices, repeats=config)

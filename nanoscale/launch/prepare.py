@@ -15,7 +15,9 @@ from typing import Any
 
 import nanoscale
 from nanoscale.config.compose import Composed
-from nanoscale.config.frozen import dump, load
+from nanoscale.config.document import read
+from nanoscale.config.frozen import dump
+from nanoscale.config.provenance import COMMAND_LINE
 from nanoscale.config.rules import Devices
 from nanoscale.config.schema import Config
 from nanoscale.launch.devices import cores
@@ -42,6 +44,20 @@ class Request:
     config: Config
     """resolved, with the name of its run"""
     devices: Devices
+    repeats: Path | None = None
+    """the frozen configuration that it was made from"""
+
+    @property
+    def asked(self) -> Config:
+        """The configuration before it was resolved; what a frozen one had left open stays open."""
+        config = self.composed.config
+        opened = read(self.repeats).content.get("resolved") if self.repeats else None
+        for key, value in (opened or {}).items():
+            if self.composed.source(key) != COMMAND_LINE:
+                section, name = key.split(".")
+                changed = replace(getattr(config, section), **{name: value})
+                config = replace(config, **{section: changed})
+        return config
 
     @property
     def run(self) -> RunDirectory:
@@ -61,7 +77,7 @@ def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
     root = Path(config.run.root)
     check_root(root)
     name = config.run.name
-    if name is not None and (not repeats or composed.source("run.name") == "command line"):
+    if name is not None and (not repeats or composed.source("run.name") == COMMAND_LINE):
         check_name(name)
         check_free(root, name)
     elif repeats:
@@ -91,15 +107,16 @@ def new_run(request: Request) -> Iterator[RunDirectory]:
 
 def write_configuration(run: RunDirectory, request: Request) -> None:
     """Freeze what the ranks will read, and where each value came from."""
-    write_atomically(run.config, dump(request.config, request.composed.config))
+    write_atomically(run.config, dump(request.config, request.asked))
     write_json(run.provenance, provenance(request.composed))
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
     """Freeze the configuration of a further attempt; that of the last is kept where it differs."""
     write_json(run.environment, environment(request.devices))
-    if load(run.config) != request.config:
-        write_atomically(run.attempt_config(last_attempt), run.config.read_bytes())
+    before = run.config.read_text()
+    if dump(request.config, request.asked) != before:
+        write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)
 
 

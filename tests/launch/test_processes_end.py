@@ -190,7 +190,7 @@ def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(launch):
     failure = job.document("failure.json")
     assert (failure["rank"], failure["exception"]) == (1, "ValueError")
     assert "ValueError: the ninth wave" in failure["traceback"]
-    assert failure["also_failed"] == [0]
+    assert failure["also_failed"] in ([], [0])  # rank 0 may have been ended before it noticed
     assert "rank 1 on" in job.text
     assert job.text.count("Traceback") == 1
     assert job.document("status.json")["state"] == "failed"

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoscale import lifeline, worker
+from nanoscale.runs import failure
+from nanoscale.runs.directory import RunDirectory
+
+ROOT = str(Path(__file__).parents[2])
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "NANOSCALE_HOST": "h"}
+
+
+@pytest.fixture
+def handlers():
+    before = {number: signal.getsignal(number) for number in worker.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", worker.STOP_SIGNALS)
+def test_a_stop_signal_only_raises_the_flag(handlers, number):
+    stop = worker.StopFlag()
+    stop.listen()
+    assert not stop.requested
+    os.kill(os.getpid(), number)
+    assert stop.requested
+
+
+def test_a_rank_without_its_configuration_says_so_and_exits_2(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    environment = {**os.environ, **RANK, "PYTHONPATH": ROOT, "NANOSCALE_ATTEMPT": "3"}
+    command = [sys.executable, "-m", "nanoscale.worker", str(run.path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    said = failure.read_rank_failure(run.rank_failure(3, "h", 0))
+    assert said is not None and said.user_error is not None
+    assert "config.yaml" in said.message
+
+
+def test_a_word_too_many_is_a_usage_error(capsys):
+    assert worker.command_line(["a", "b"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+WATCHES = """
+import os, sys, time
+from nanoscale.lifeline import die_with
+if sys.argv[2] == "polling":
+    del os.pidfd_open
+die_with(int(sys.argv[1]), group=os.getpid())
+print("watching", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", ["pidfd", "polling"])
+def test_a_group_dies_with_what_it_watches(how):
+    watched = subprocess.Popen(["sleep", "1000"])
+    watching = subprocess.Popen(
+        [sys.executable, "-c", WATCHES, str(watched.pid), how],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert watching.stdout.readline() == b"watching\n"
+        watched.kill()  # not reaped yet: a zombie counts as gone
+        assert watching.wait(10) == -signal.SIGKILL
+    finally:
+        watched.kill()
+        watched.wait()
+        watching.kill()
+        watching.communicate()
+
+
+def test_a_process_in_another_group_ends_alone():
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; from nanoscale.lifeline import _watch; _watch(2**22, 1)",
+        ],
+        env={**os.environ, "PYTHONPATH": ROOT},
+        timeout=30,
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+def test_waiting_for_a_process_that_is_gone_returns_at_once():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    lifeline.wait_until_gone(gone.pid)
