@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -122,7 +123,7 @@ class NativeEngine:
 
     def _backward(self, micro_sum: Tensor) -> None:
         # The data-parallel wrappers average over the ranks, the loss is a mean over all tokens.
-        (micro_sum * (self.config.parallel.dp / self.sizes.tokens_per_step)).backward()
+        (micro_sum * (self.sizes.dp / self.sizes.tokens_per_step)).backward()
 
     def _clip(self) -> Tensor:
         limit = self.config.optimizer.clip_norm
@@ -137,7 +138,7 @@ class NativeEngine:
     def _autocast(self) -> AbstractContextManager[None]:
         """bf16 compute where FSDP2 does not cast by itself."""
         mixed = self.config.precision.compute == "bf16"
-        sharded = isinstance(self.model, data_parallel.FSDPModule)
+        sharded = isinstance(self.model, FSDPModule)
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed and not sharded)
 
     def _to_device(self, tokens: np.ndarray) -> Tensor:

@@ -6,6 +6,9 @@ The files are torch.distributed.checkpoint's; `store` makes the set of them whol
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,8 @@ def save(folder: Path, state: State, about: dict[str, Any]) -> Path:
         return final
     _together(lambda: _prepare(staging, state), on=rank == 0)
     writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
-    dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+    with _one_process_is_meant():
+        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
     all_sums = {name: entry for part in sums for name, entry in part.items()}
     manifest = about | {"tensors": describe(state)}
@@ -109,7 +113,16 @@ def _find_damage(candidate: StoredCheckpoint) -> list[str]:
 
 def _read(candidate: StoredCheckpoint, state: State) -> None:
     reader = FileSystemReader(candidate.path)
-    dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+    with _one_process_is_meant():
+        dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """torch warns where there is no process group, as if that were an oversight."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+        yield
 
 
 def _require_same_tensors(

@@ -195,7 +195,9 @@ def render_manifest(manifest: dict[str, Any]) -> str:
     import xxhash
 
     content = json.dumps(manifest, indent=1)
-    return json.dumps(manifest | {"sum": xxhash.xxh3_128_hexdigest(content.encode())}, indent=1) + "\n"
+    return (
+        json.dumps(manifest | {"sum": xxhash.xxh3_128_hexdigest(content.encode())}, indent=1) + "\n"
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

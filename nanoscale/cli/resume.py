@@ -15,6 +15,19 @@ if TYPE_CHECKING:
     from nanoscale.launch.prepare import Request
     from nanoscale.runs.directory import RunDirectory
 
+IDENTITY = (
+    "model.",
+    "optimizer.name",
+    "data.source",
+    "data.path",
+    "data.tokenizer",
+    "data.bpe_vocab",
+    "data.valid_fraction",
+    "train.seq_len",
+    "train.seed",
+)
+"""what a checkpoint's tensors, or its number of consumed samples, would not fit if it changed"""
+
 
 def resume(
     run: Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")],
@@ -63,28 +76,37 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
 
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
+    from nanoscale.config.provenance import COMMAND_LINE
     from nanoscale.config.rules import check
     from nanoscale.errors import UserError, Violation
     from nanoscale.launch.devices import detect
     from nanoscale.launch.prepare import Request
 
     composed = compose(words, config_file=run.config)
-    moved = [
+    devices = detect()
+    old = load(run.config)
+    new = check(composed, devices)
+    moved = [key for key in ("run.name", "run.root") if composed.source(key) == COMMAND_LINE]
+    other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
+    if not run.checkpoint_steps():
+        other = []
+    violations = [
         Violation(
             key,
             composed.history[key][-1].value,
-            "command line",
-            "cannot be changed by resume: a run stays where it is",
+            composed.source(key),
+            message,
             (f"nanoscale train --config {run.config} {key}=…",),
         )
-        for key in ("run.name", "run.root")
-        if composed.source(key) == "command line"
+        for keys, message in (
+            (moved, "cannot be changed by resume: a run stays where it is"),
+            (other, "cannot be changed by resume: the checkpoints are of the run as it was"),
+        )
+        for key in keys
     ]
-    if moved:
-        raise UserError("run", "a run cannot be moved", moved)
-    devices = detect()
-    config = replace(check(composed, devices), run=load(run.config).run)
-    return Request(composed, config, devices, repeats=run.config)
+    if violations:
+        raise UserError("run", "that would be another run", violations)
+    return Request(composed, replace(new, run=old.run), devices, repeats=run.config)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

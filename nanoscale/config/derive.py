@@ -12,6 +12,7 @@ class Derived:
     """What the layout and the batch come to."""
 
     world_size: int
+    dp: int
     global_batch: int
     """samples an optimizer step"""
     micro_batch: int
@@ -29,6 +30,7 @@ def derive(config: Config) -> Derived:
     assert train.steps is not None
     return Derived(
         world_size=layout.dp * layout.tp * layout.pp * layout.cp,
+        dp=layout.dp,
         global_batch=train.global_batch,
         micro_batch=train.micro_batch,
         accumulation=train.global_batch // (train.micro_batch * layout.dp),

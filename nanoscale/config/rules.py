@@ -7,7 +7,6 @@ the nearest legal values, and resolves what was left open (`auto`, null).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,8 @@ class Devices:
     count: int
     """GPUs, or CPU cores where there is no GPU"""
     names: tuple[str, ...] = ()
+    cores: int = 1
+    """CPU cores that the ranks may use together"""
 
 
 @dataclass
@@ -178,7 +179,7 @@ def _layout(case: _Case) -> _Layout:
     _axes(case)
     _replicas(case, dp)
     asked = case.config.launcher.threads
-    threads = max(1, cores() // ranks) if asked == "auto" else asked
+    threads = max(1, case.devices.cores // ranks) if asked == "auto" else asked
     return _Layout(device, dp, ranks, threads)
 
 
@@ -525,11 +526,6 @@ def _legal_name(name: str) -> str:
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
-
-
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _near_divisors(number: int, value: int) -> list[int]:

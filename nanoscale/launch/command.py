@@ -15,7 +15,20 @@ import nanoscale
 from nanoscale.config.schema import Config
 from nanoscale.runs.directory import RunDirectory
 
-_TELLING = ("CUDA", "GLOO", "HF", "KMP", "LD", "MKL", "NCCL", "NVIDIA", "OMP", "PYTHON", "TORCH")
+_TELLING = (
+    "CUDA",
+    "GLOO",
+    "GOMP",
+    "HF",
+    "KMP",
+    "LD",
+    "MKL",
+    "NCCL",
+    "NVIDIA",
+    "OMP",
+    "PYTHON",
+    "TORCH",
+)
 """beginnings of the names of variables that change how a job runs"""
 
 
@@ -81,6 +94,9 @@ def _environment(
         "OMP_NUM_THREADS": str(config.launcher.threads),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if config.launcher.device == "cpu" and "GOMP_SPINCOUNT" not in inherited:
+        # By default threads spin so long at a barrier that one busy neighbour slows a step thirtyfold.
+        environment["GOMP_SPINCOUNT"] = "20000"
     loopback = _loopback()
     if loopback and "GLOO_SOCKET_IFNAME" not in inherited:
         environment["GLOO_SOCKET_IFNAME"] = loopback  # works where the host's name leads nowhere

@@ -14,8 +14,8 @@ def detect() -> Devices:
     """The GPUs that CUDA would show a program here; the CPU's cores where there is none."""
     gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
-        return Devices("cuda", len(gpus), tuple(name for name, _ in gpus))
-    return Devices("cpu", cores())
+        return Devices("cuda", len(gpus), tuple(name for name, _ in gpus), cores())
+    return Devices("cpu", cores(), cores=cores())
 
 
 def cores() -> int:

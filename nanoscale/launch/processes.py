@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MARK = "NANOSCALE_JOB"
 _PAUSE_S = 0.02
+_PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_S = 3.0
 """how long Python's resource tracker may take to remove semaphores once nobody uses them"""
 
@@ -29,6 +31,7 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        _adopt_orphans()
         self._mark = uuid.uuid4().hex
         self._code: int | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +93,18 @@ class Job:
                     os.kill(process.pid, signal.SIGKILL)
             time.sleep(_PAUSE_S)
         if self.exit_code() is not None:
+            self._reap_orphans()
             self._process.wait()
         return [process.pid for process in left]
+
+    def _reap_orphans(self) -> None:
+        """Take leave of the session's processes that have come to us with their parent's death."""
+        import psutil
+
+        for child in psutil.Process().children():
+            with suppress(OSError):
+                if child.pid != self.pid and os.getsid(child.pid) == self.pid:
+                    os.waitpid(child.pid, os.WNOHANG)
 
     def _members(self) -> list[psutil.Process]:
         """Living processes of the session, or that carry its mark after they left it."""
@@ -108,6 +121,12 @@ class Job:
             return ours and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.Error, OSError):
             return False
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of orphaned descendants: in many containers nobody else would reap them."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

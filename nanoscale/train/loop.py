@@ -77,7 +77,7 @@ class Training:
             self.progress.consumed_samples,
             self.sizes.global_batch,
             self.rank,
-            self.config.parallel.dp,
+            self.sizes.dp,
             self.sizes.micro_batch,
         )
         result = self.engine.train_step(list(micro_batches), self.learning_rate(step))
@@ -120,7 +120,7 @@ class Training:
         batches = self.data.valid.valid_batches(
             self.config.train.eval_samples,
             self.rank,
-            self.config.parallel.dp,
+            self.sizes.dp,
             self.sizes.micro_batch,
         )
         loss_sum, tokens = self.engine.evaluate(batches)

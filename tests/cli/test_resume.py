@@ -45,6 +45,19 @@ def test_a_run_stays_where_it_is(run, capsys):
     assert run.config.read_text() == before
 
 
+def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
+    """Only once there is one; before that nothing is lost by starting otherwise."""
+    words = ["resume", "x", "model.ffn=256", "train.seed=1", "zero=stage2", "optimizer.lr=1e-4"]
+    assert nanoscale([*words, "--dry-run"]) == 0
+    run.checkpoint(5).mkdir(parents=True)
+    capsys.readouterr()
+    assert nanoscale([*words, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "model.ffn=256: cannot be changed by resume" in said
+    assert "train.seed=1: cannot be changed by resume" in said
+    assert "zero" not in said and "optimizer" not in said
+
+
 def test_an_unknown_run_and_a_wrong_key(run, capsys):
     assert nanoscale(["resume", "xx"]) == 2
     assert "x" in capsys.readouterr().err

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from nanoscale.config import rules
 from nanoscale.config.compose import Composed, Setting, compose
 from nanoscale.config.convert import to_config
 from nanoscale.config.derive import derive
@@ -199,9 +198,8 @@ def test_tokens_and_steps_that_say_the_same_are_fine():
         (["parallel.dp=8", "launcher.device=cpu"], gpus(4), 8, 8),
     ],
 )
-def test_degrees_and_devices(words, on, dp, devices, monkeypatch):
-    monkeypatch.setattr(rules, "cores", lambda: 16)
-    config = checked(*words, on=on)
+def test_degrees_and_devices(words, on, dp, devices):
+    config = checked(*words, on=replace(on, cores=16))
     assert (config.parallel.dp, config.launcher.devices) == (dp, devices)
     assert config.launcher.threads == 16 // devices
     assert derive(config).world_size == devices

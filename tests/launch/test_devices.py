@@ -30,9 +30,10 @@ def test_the_setting_is_read_as_cuda_reads_it(setting, left):
 def test_gpus_come_before_the_cpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "_gpus", lambda: [A, C])
-    assert devices.detect() == devices.Devices("cuda", 2, ("H200", "L4"))
+    cores = devices.cores()
+    assert devices.detect() == devices.Devices("cuda", 2, ("H200", "L4"), cores)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.detect() == devices.Devices("cpu", devices.cores())
+    assert devices.detect() == devices.Devices("cpu", cores, cores=cores)
 
 
 def test_a_containers_quota_limits_the_cores(monkeypatch):
