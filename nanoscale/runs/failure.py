@@ -194,7 +194,7 @@ _BY_TEXT = (
         "fewer ranks on the host, a smaller train.micro_batch, or a higher zero.stage",
     ),
     _Rule(
-        r"No space left on device|Disk quota exceeded",
+        r"No space left|Disk quota exceeded",
         "the disk is full",
         "free space there, or put run.root on another disk; checkpoint.keep_last bounds what is kept",
     ),

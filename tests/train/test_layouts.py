@@ -32,7 +32,7 @@ LAYOUTS = [  # dp, ZeRO stage, dp_replicate
     *((dp, stage, 1) for dp in (2, 4) for stage in (0, 1, 2, 3)),
     *((4, stage, 2) for stage in (1, 2, 3)),
 ]
-BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm; DESIGN §6
+BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm: the law
 CURVE = list[tuple[float, float]]
 
 
