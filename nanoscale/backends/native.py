@@ -65,13 +65,14 @@ class NativeEngine:
 
         A batch is token ids `[micro_batch, seq + 1]` and how many of its rows count.
         """
-        loss_sum, count = 0.0, 0
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
         for tokens, rows in batches:
             losses = self._token_losses(self.model, self._to_device(tokens))[:rows]
-            loss_sum += losses.double().sum().item()
+            loss_sum += losses.double().sum()
             count += losses.numel()
         data_parallel.reshard(self.model)
-        return loss_sum, count
+        return loss_sum.item(), count
 
     @torch.no_grad()
     def next_token_logits(self, tokens: list[int]) -> Tensor:
@@ -107,7 +108,7 @@ class NativeEngine:
         An all-reduce of several ranks adds in an order that depends on the grouping. Without this the first
         step after a resume would round differently from the same step of a run that was never stopped.
         """
-        tokens = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        tokens = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         with self._autocast():
             wrapped(tokens).sum().backward()
         self.model.zero_grad()
@@ -142,7 +143,10 @@ class NativeEngine:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed and not sharded)
 
     def _to_device(self, tokens: np.ndarray) -> Tensor:
-        return torch.from_numpy(tokens).to(self.device, non_blocking=True)
+        host = torch.from_numpy(tokens)
+        if self.device.type == "cuda":  # from pinned memory the copy does not hold up the host
+            return host.pin_memory().to(self.device, non_blocking=True)
+        return host
 
 
 def build_model(config: Config, device: torch.device) -> Transformer:

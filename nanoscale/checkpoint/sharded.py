@@ -5,18 +5,20 @@ The files are torch.distributed.checkpoint's; `store` makes the set of them whol
 
 from __future__ import annotations
 
+import errno
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.store import StoredCheckpoint
@@ -24,6 +26,7 @@ from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
 
 State = dict[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ def save(folder: Path, state: State, about: dict[str, Any]) -> Path:
         return final
     _together(lambda: _prepare(staging, state), on=rank == 0)
     writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
-    with _one_process_is_meant():
+    with _in_our_words(staging):
         dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
-    all_sums = {name: entry for part in sums for name, entry in part.items()}
+    all_sums = {name: entry for part in sums if part for name, entry in part.items()}
     manifest = about | {"tensors": describe(state)}
     _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
     return final
@@ -113,16 +116,24 @@ def _find_damage(candidate: StoredCheckpoint) -> list[str]:
 
 def _read(candidate: StoredCheckpoint, state: State) -> None:
     reader = FileSystemReader(candidate.path)
-    with _one_process_is_meant():
+    with _in_our_words(candidate.path):
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """torch warns where there is no process group, as if that were an oversight."""
+def _in_our_words(path: Path) -> Iterator[None]:
+    """Turn torch's BaseException for a failed write or read into the OSError of the rank that had it.
+
+    It also warns where there is no process group, as if that were an oversight.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-        yield
+        try:
+            yield
+        except CheckpointException as failed:
+            rank, (error, _) = min(failed.failures.items())
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            raise OSError(number, f"{error} (rank {rank}, in {path})") from error
 
 
 def _require_same_tensors(
@@ -149,9 +160,10 @@ def _is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _together(act: Any, on: bool) -> list[Any]:
+def _together(act: Callable[[], T], on: bool) -> list[T | None]:
     """Act on some ranks and wait for all; what one raises, every rank raises."""
-    result, error = None, None
+    result: T | None = None
+    error: OSError | None = None
     if on:
         try:
             result = act()

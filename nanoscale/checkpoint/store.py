@@ -232,11 +232,16 @@ def sync_folder(path: Path) -> None:
 
 
 def _file_damage(file: Path, recorded: dict[str, Any]) -> list[str]:
-    if not file.is_file():
+    try:
+        size = file.stat().st_size
+        if size != recorded["bytes"]:
+            return [f"{file.name}: {size} bytes, written were {recorded['bytes']}"]
+        if file_sum(file) != recorded["xxh3_128"]:
+            return [f"{file.name}: its sum differs from the one recorded when it was written"]
+    except FileNotFoundError:
         return [f"{file.name}: missing"]
-    size = file.stat().st_size
-    if size != recorded["bytes"]:
-        return [f"{file.name}: {size} bytes, written were {recorded['bytes']}"]
-    if file_sum(file) != recorded["xxh3_128"]:
-        return [f"{file.name}: its sum differs from the one recorded when it was written"]
+    except PermissionError:
+        raise  # it may well be whole
+    except OSError as error:
+        return [f"{file.name}: cannot be read: {error.strerror}"]
     return []

@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from nanoscale.config.compose import Composed
 from nanoscale.config.provenance import COMMAND_LINE
 from nanoscale.config.report import refuse
-from nanoscale.config.schema import Config, Data, Model, Scheduler, Train
+from nanoscale.config.schema import Config, Data, Model, Optimizer, Scheduler, Train
 from nanoscale.errors import Violation
+
+_NOT_OF = {"adamw": ("momentum",), "sgd": ("beta1", "beta2", "eps")}
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document"""
@@ -74,6 +77,8 @@ def check(composed: Composed, devices: Devices) -> Config:
     train = _length(case, _batch(case, layout.dp))
     scheduler = _scheduler(case, train)
     _precision(case)
+    _optimizer(case)
+    _logger(case)
     _training(case)
     data = _data(case)
     _saving(case)
@@ -408,7 +413,37 @@ def _precision(case: _Case) -> None:
             "precision.reduce",
             f"would round gradients that were computed in {precision.compute}",
             "precision.reduce=fp32",
-            "precision.compute=bf16",
+        )
+    elif precision.reduce == "bf16" and case.config.zero.stage == 0:
+        case.refuse(
+            "config",
+            "precision.reduce",
+            "needs sharded gradients: those of zero.stage=0 travel in the width of the weights",
+            "precision.reduce=fp32",
+            "zero.stage=2",
+        )
+
+
+def _optimizer(case: _Case) -> None:
+    optimizer = case.config.optimizer
+    for name in _NOT_OF[optimizer.name]:
+        usual = getattr(Optimizer(), name)
+        if getattr(optimizer, name) != usual:
+            case.refuse(
+                "config",
+                f"optimizer.{name}",
+                f"does not concern optimizer.name={optimizer.name} and would be ignored",
+                f"optimizer.{name}={usual}",
+            )
+
+
+def _logger(case: _Case) -> None:
+    if case.config.logger.tensorboard == "on" and find_spec("tensorboard") is None:
+        case.refuse(
+            "config",
+            "logger.tensorboard",
+            "needs TensorBoard, which is not installed: pip install 'nanoscale[tensorboard]'",
+            "logger=none",
         )
 
 

@@ -28,10 +28,7 @@ class Dataset:
     fingerprint: str
     """equal for equal tokens; a run that resumes with another one continues on other data"""
     description: str
-
-    def describe(self) -> str:
-        """One line for people: what it is, how much, where."""
-        return self.description
+    """one line for people: what it is, how much, where"""
 
 
 def open_data(data: Data, train: Train, vocab: int) -> Dataset:

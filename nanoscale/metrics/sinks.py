@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from typing import Any, Protocol
 
@@ -57,7 +58,8 @@ class JsonLines:
         self._file = run.metrics.open("a")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        finite = {name: value if is_finite(value) else None for name, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
     def flush(self) -> None:
@@ -68,10 +70,22 @@ class JsonLines:
         self._file.close()
 
 
+def is_finite(value: Any) -> bool:
+    """False for the numbers that JSON has no word for."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def lines_up_to(text: str, step: int) -> list[str]:
-    """The whole lines whose step is at most `step`; a line torn by a crash is dropped."""
-    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if json.loads(line)["step"] <= step]
+    """The lines whose step is at most `step`, up to the first that a crash has torn."""
+    kept = []
+    for line in text.splitlines(keepends=True):
+        try:
+            known = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if line.endswith("\n") and known <= step:
+            kept.append(line)
+    return kept
 
 
 class TensorBoard:

@@ -51,11 +51,6 @@ def from_first(value: T) -> T:
     return values[0]
 
 
-def wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def gather_numbers(numbers: list[float]) -> torch.Tensor:
     """Every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
     mine = torch.tensor(numbers, dtype=torch.float64)

@@ -12,7 +12,7 @@ from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
 from nanoscale.parallel import ranks
 from nanoscale.runs import events
-from nanoscale.train.loop import Progress, Training
+from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.sample import sample
 from nanoscale.train.stop import StopAgreement
 
@@ -46,7 +46,7 @@ def run(context: RankContext) -> str:
         sinks=open_sinks(context.run, config.logger, progress.step) if context.rank == 0 else [],
         note=noter(context),
     )
-    training.note("running", f"training from step {progress.step + 1}", data=data.describe())
+    training.note("running", f"training from step {progress.step + 1}", data=data.description)
     outcome = training.go(stop)
     stop.close()
     for sink in training.sinks:
@@ -68,16 +68,16 @@ def restore(context: RankContext, engine: NativeEngine, data: Dataset) -> Progre
     if context.rank == 0:
         store.clean_up(folder)
     if not ranks.from_first(store.list_checkpoints(folder)):
-        return Progress()
+        return Progress()  # before any optimizer state is made
     loaded = sharded.load_newest(folder, engine.empty_state())
-    assert loaded is not None
+    assert loaded is not None, "an unreadable one raises"
     for sentence in loaded.damaged:
         note("fallback", f"{sentence}; it was set aside, going on from the one before")
     if loaded.manifest["data"] != data.fingerprint:
         raise UserError(
             "data",
             f"step-{loaded.manifest['step']:08d} was trained on other tokens than those of "
-            f"{data.describe()}; a resumed run must go on with the same corpus",
+            f"{data.description}; a resumed run must go on with the same corpus",
         )
     step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
@@ -99,7 +99,7 @@ def show_sample(training: Training, data: Dataset) -> None:
     training.note("sample", "a sample of the trained model", text=text)
 
 
-def noter(context: RankContext) -> Any:
+def noter(context: RankContext) -> Note:
     def note(kind: str, message: str, **fields: Any) -> None:
         if context.rank == 0:
             events.append(context.run, kind, message, **fields)

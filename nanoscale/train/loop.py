@@ -49,24 +49,27 @@ class Training:
     def __post_init__(self) -> None:
         self.sizes = derive(self.config)
         self.saved_step = self.progress.step
+        self.last: StepResult | None = None
 
     def go(self, stop: StopAgreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
-        train = self.config.train
         while self.progress.step < self.sizes.steps:
             if stop.reached():
                 return self.leave_early()
             self.meter.begin()
             result = self.advance()
             step = self.progress.step
-            evaluating = train.eval_every > 0 and step % train.eval_every == 0
-            if step % train.log_every == 0 or evaluating or step == self.sizes.steps:
+            evaluating = is_due(step, self.config.train.eval_every)
+            saving = is_due(step, self.config.checkpoint.every)
+            if is_due(step, self.config.train.log_every) or evaluating or step == self.sizes.steps:
                 self.log(result, evaluating)
             else:
+                if saving:
+                    result.grad_norm.item()  # so that the work still queued counts as the step's
                 self.meter.end()
-            if self.config.checkpoint.every and step % self.config.checkpoint.every == 0:
-                self.save(result)
-        if self.config.checkpoint.at_end and self.saved_step != self.progress.step:
+            if saving:
+                self.save()
+        if self.config.checkpoint.at_end:
             self.save()
         return "completed"
 
@@ -80,10 +83,10 @@ class Training:
             self.sizes.dp,
             self.sizes.micro_batch,
         )
-        result = self.engine.train_step(list(micro_batches), self.learning_rate(step))
+        self.last = self.engine.train_step(list(micro_batches), self.learning_rate(step))
         self.progress.step = step
         self.progress.consumed_samples += self.sizes.global_batch
-        return result
+        return self.last
 
     def learning_rate(self, step: int) -> float:
         factor = lr_factor(self.config.scheduler, step, self.sizes.steps)
@@ -129,14 +132,20 @@ class Training:
 
     def leave_early(self) -> str:
         self.note("stopping", f"asked to stop after step {self.progress.step}")
-        if self.config.checkpoint.at_stop and self.saved_step != self.progress.step:
+        if self.config.checkpoint.at_stop:
             self.save()
         return "stopped"
 
-    def save(self, result: StepResult | None = None) -> None:
-        """Write a checkpoint of this step, if its gradients were sane, and drop old ones."""
-        if result is not None:
-            require_finite(self.progress.step, grad_norm=result.grad_norm.item())
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless there is one, and drop old ones.
+
+        Raises:
+            NonFiniteError: the step's gradients were not finite, and its weights are worth nothing.
+            OSError: the checkpoint could not be written.
+        """
+        if self.last is None or self.saved_step == self.progress.step:
+            return
+        require_finite(self.progress.step, grad_norm=self.last.grad_norm.item())
         for sink in self.sinks:
             sink.flush()
         began = time.perf_counter()
@@ -156,3 +165,8 @@ class Training:
             store.prune(self.run.checkpoints, kept.keep_last, kept.keep_every)
         message = f"{path.name} saved in {seconds:.2f} s"
         self.note("checkpoint", message, step=self.progress.step, seconds=seconds)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps, or never (0), happens after this one."""
+    return every > 0 and step % every == 0

@@ -106,6 +106,9 @@ LAWS = [
     (["precision=fp64", "precision.reduce=fp32"], CPU, "precision.reduce"),
     (["precision.reduce=fp64"], CPU, "precision.reduce"),
     (["precision.reduce=bf16"], CPU, "precision.reduce"),
+    (["precision=bf16", "precision.reduce=bf16", "zero.stage=0"], CPU, "precision.reduce"),
+    (["optimizer=sgd", "optimizer.beta2=0.9"], CPU, "optimizer.beta2"),
+    (["optimizer.momentum=0.5"], CPU, "optimizer.momentum"),
     (["optimizer.beta1=1"], CPU, "optimizer.beta1"),
     (["train.eval_every=5", "data.valid_fraction=0"], CPU, "train.eval_every"),
     (["cluster.peak_tflops=0"], CPU, "cluster.peak_tflops"),
@@ -227,3 +230,10 @@ def test_paths_no_longer_depend_on_where_the_command_was_typed(tmp_path):
     config = checked("data.tokenizer=tokenizer.json", "data.cache_dir=cache")
     assert config.data.tokenizer == str(tmp_path / "tokenizer.json")
     assert config.data.cache_dir == str(tmp_path / "cache")
+
+
+def test_tensorboard_is_asked_for_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.find_spec", lambda _: None)
+    (missing,) = violations("logger.tensorboard=on")
+    assert "pip install 'nanoscale[tensorboard]'" in missing.message
+    assert checked("logger.tensorboard=auto").logger.tensorboard == "auto"

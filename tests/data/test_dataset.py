@@ -49,7 +49,7 @@ def test_the_embedded_corpus(library):
     assert opened.valid is not None
     assert len(opened.valid) > 3
     for words in ("31 documents", "training samples", "for validation", "tokens.bin"):
-        assert words in opened.describe()
+        assert words in opened.description
     assert open_data(library, TRAIN, 257).fingerprint == opened.fingerprint
 
 
@@ -72,7 +72,7 @@ def test_validation_that_is_too_small_matters_only_if_it_is_asked_for(library):
         data = Data(cache_dir=library.cache_dir, valid_fraction=fraction)
         opened = open_data(data, TRAIN, 257)
         assert opened.valid is None
-        assert "none for validation" in opened.describe()
+        assert "none for validation" in opened.description
         assert wrong(data, Train(seq_len=16, eval_every=5)).key == "data.valid_fraction"
 
 
