@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint format bench lock clean
+.PHONY: train test lint format bench docs lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -23,6 +23,9 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python scripts/bench.py
+
+docs: $(READY)
+	$(BIN)/python scripts/reference.py
 
 # The exact versions that everything here was tested with; nanoscale itself is installed in place.
 $(READY): requirements.lock pyproject.toml

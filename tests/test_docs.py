@@ -1,0 +1,16 @@
+"""What is written by a program is what the program writes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "reference.py"
+
+
+def test_the_configuration_reference_is_that_of_the_schema() -> None:
+    spec = importlib.util.spec_from_file_location("reference", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.TARGET.read_text() == script.render(), "run `make docs`"
