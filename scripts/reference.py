@@ -10,8 +10,8 @@ from nanoscale.config.report import shown
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration reference
 
-Written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` says the same of one key,
-and who set it. Defaults are the schema's; groups and recipes set others.
+Written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` says the same of
+one key, and who set it. Defaults are the schema's; groups and recipes set others.
 """
 
 

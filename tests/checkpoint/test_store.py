@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from nanoscale.checkpoint import store
+from nanoscale.checkpoint import sharded, store
 from nanoscale.errors import UserError
 
 
@@ -107,3 +112,189 @@ def test_find_checkpoint_names_the_steps_that_are_there(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         store.find_checkpoint(tmp_path, 5)
     assert caught.value.violations[0].suggestions == ("--step 4",)
+
+
+class Disk:
+    """Records what reaches the disk in which order, and asks after every act whether all that is listed is whole."""
+
+    ACTS = ("fsync", "rename", "replace", "symlink", "unlink", "rmdir")
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.acts: list[tuple[str, ...]] = []
+        self.steps: list[list[int]] = []
+        """what was listed, before the first act and after each"""
+        self.fails: tuple[str, ...] | None = None
+        self.look()
+        for act in self.ACTS:
+            monkeypatch.setattr(os, act, self.recorded(act, getattr(os, act)))
+
+    def recorded(self, act: str, original: Any) -> Any:
+        def recording(*arguments: Any, **options: Any) -> Any:
+            names = tuple(self.name(each) for each in arguments[:2])
+            if (act, *names) == self.fails:
+                raise OSError(5, "Input/output error")
+            try:
+                result = original(*arguments, **options)
+            except FileNotFoundError:
+                raise  # changed nothing
+            self.acts.append((act, *names))
+            self.look()
+            return result
+
+        return recording
+
+    def name(self, of: Any) -> str:
+        path = Path(f"/proc/self/fd/{of}").readlink() if isinstance(of, int) else Path(of)
+        return str(path.relative_to(self.folder)) if path.is_absolute() else str(path)
+
+    def look(self) -> None:
+        listed = store.list_checkpoints(self.folder)
+        self.steps.append([checkpoint.step for checkpoint in listed])
+        assert all(store.find_damage(checkpoint.path) == [] for checkpoint in listed)
+        latest = self.folder / "latest"
+        if listed:
+            assert latest.resolve() in [checkpoint.path for checkpoint in listed] or (
+                self.steps[0] == [] and not latest.is_symlink()
+            )
+
+
+def test_the_order_in_which_a_checkpoint_reaches_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, 1)
+    disk = Disk(tmp_path, monkeypatch)
+    publish(tmp_path, 2)
+    writing, final = ".writing-step-00000002", "step-00000002"
+    assert disk.acts == [
+        ("fsync", f"{writing}/manifest.json"),
+        ("fsync", writing),
+        ("rename", writing, final),
+        ("fsync", "."),
+        ("symlink", final, ".latest"),
+        ("rename", ".latest", "latest"),
+        ("fsync", "."),
+    ]
+    assert disk.steps == [[1]] * 3 + [[1, 2]] * 5
+
+
+@pytest.mark.parametrize(
+    ("fails", "left"),
+    [
+        (("fsync", ".writing-step-00000002/manifest.json"), [1]),
+        (("fsync", ".writing-step-00000002"), [1]),
+        (("rename", ".writing-step-00000002", "step-00000002"), [1]),
+        (("symlink", "step-00000002", ".latest"), [1, 2]),
+        (("rename", ".latest", "latest"), [1, 2]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_latest_names_the_old_one_where_publishing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: tuple[str, ...], left: list[int]
+) -> None:
+    publish(tmp_path, 1)
+    disk = Disk(tmp_path, monkeypatch)
+    disk.fails = fails
+    with pytest.raises(OSError, match="Input/output"):
+        publish(tmp_path, 2)
+    assert disk.steps[-1] == left
+    assert (tmp_path / "latest").resolve().name == "step-00000001"
+    disk.fails = None
+    store.clean_up(tmp_path)
+    publish(tmp_path, 3)  # whatever was left behind is in nobody's way
+    assert (tmp_path / "latest").resolve().name == "step-00000003"
+
+
+def test_nothing_half_deleted_is_ever_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 6):
+        publish(tmp_path, step)
+    disk = Disk(tmp_path, monkeypatch)
+    assert store.prune(tmp_path, 1, 2) == [1, 3]
+    assert store.prune(tmp_path, 1, None) == [2, 4]
+    assert len(disk.acts) > 20  # each file of four checkpoints was watched as it went
+    assert disk.steps[-1] == [5]
+
+
+def test_a_prune_that_fails_lists_nothing_half_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        publish(tmp_path, step)
+
+    def fail_halfway(path: Path) -> None:
+        next(Path(path).glob("*.distcp")).unlink()
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store.shutil, "rmtree", fail_halfway)
+        with pytest.raises(OSError, match="Input/output"):
+            store.prune(tmp_path, 1, None)
+    stored = store.list_checkpoints(tmp_path)
+    assert [c.step for c in stored] == [2, 3]
+    assert all(store.find_damage(c.path) == [] for c in stored)
+    store.clean_up(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latest",
+        "step-00000002",
+        "step-00000003",
+    ]
+
+
+def test_one_step_can_be_set_aside_twice(tmp_path: Path) -> None:
+    publish(tmp_path, 1)
+    names = []
+    for _ in range(3):
+        publish(tmp_path, 2)
+        names.append(store.set_aside(store.list_checkpoints(tmp_path)[-1]).name)
+    assert names == [f"damaged-step-00000002{number}" for number in ("", "-2", "-3")]
+    assert all((tmp_path / name / "manifest.json").is_file() for name in names)
+    assert [c.step for c in store.list_checkpoints(tmp_path)] == [1]
+    store.set_aside(store.list_checkpoints(tmp_path)[0])
+    assert not (tmp_path / "latest").is_symlink()
+
+
+STATE = {
+    "wide": torch.arange(1e5, dtype=torch.float64),
+    "narrow": torch.ones(300, 7, dtype=torch.bfloat16),
+    **{f"optimizer.layers.{i}.a.long.name.step": torch.zeros(()) for i in range(20)},
+}
+
+
+def test_a_checkpoint_needs_the_space_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, the estimate decides; and what is written then fits in it."""
+    asked: list[int] = []
+    require = store.require_space
+    monkeypatch.setattr(store, "require_space", lambda folder, size: asked.append(size))
+    path = sharded.save(tmp_path / "measured", STATE, {"step": 1})
+    (size,) = asked
+    written = sum(file.stat().st_size for file in path.iterdir())
+    tensors = sum(value.nbytes for value in STATE.values())
+    assert tensors < written <= size < 2 * written
+    monkeypatch.setattr(store, "require_space", require)
+
+    def leave_free(free: int) -> None:
+        usage = shutil._ntuple_diskusage(free, 0, free)
+        monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage)
+
+    leave_free(size - 1)
+    with pytest.raises(OSError, match="nothing was written") as caught:
+        sharded.save(tmp_path / "checkpoints", STATE, {"step": 1})
+    assert caught.value.errno == errno.ENOSPC and not list((tmp_path / "checkpoints").iterdir())
+    leave_free(size)
+    assert store.find_damage(sharded.save(tmp_path / "checkpoints", STATE, {"step": 1})) == []
+
+
+def test_every_file_is_on_disk_before_the_checkpoint_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(tmp_path, monkeypatch)
+    path = sharded.save(tmp_path, STATE, {"step": 1})
+    visible = disk.acts.index(("rename", ".writing-step-00000001", path.name))
+    synced = {Path(act[1]).name for act in disk.acts[:visible] if act[0] == "fsync"}
+    files = {file.name for file in path.iterdir()}
+    assert "__0_0.distcp" in files
+    assert files <= {name.removesuffix(".tmp") for name in synced}  # torch renames .metadata

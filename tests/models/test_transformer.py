@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import cmath
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional as F
 
+from nanoscale.config.compose import compose
+from nanoscale.config.library import Library
 from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
+from nanoscale.plan.model_math import parameters
 
 LLAMA = Model(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, rope_theta=1e4
@@ -27,6 +34,7 @@ GPT2 = Model(
     bias=True,
     tie_embeddings=True,
     max_seq_len=16,
+    norm_eps=0.1,
 )
 
 
@@ -36,33 +44,65 @@ def make(shape: Model) -> Transformer:
     return model
 
 
-def test_llama_equals_its_equations() -> None:
+# Long waves are those of more than 16 positions, short ones those of fewer than 4.
+STRETCH = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_seq_len=16)
+
+
+def llama31_frequency(frequency: float, scaling: RopeScaling | None) -> float:
+    """In Meta's words: by cases."""
+    if scaling is None:
+        return frequency
+    wavelength = 2 * math.pi / frequency
+    if wavelength < scaling.original_seq_len / scaling.high_freq_factor:
+        return frequency
+    if wavelength > scaling.original_seq_len / scaling.low_freq_factor:
+        return frequency / scaling.factor
+    smooth = scaling.original_seq_len / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"head_dim": 6, "layers": 3, "init_std": 0.3},
+        {"head_dim": 12, "norm_eps": 0.3, "init_std": 0.3},
+        {"rope_scaling": STRETCH, "rope_theta": 100.0, "init_std": 0.3},
+    ],
+    ids=["llama", "narrow heads", "wide heads, eps", "rope_scaling"],
+)
+def test_llama_equals_its_equations(changes: dict[str, Any]) -> None:
     """One sequence, position by position and head by head, in complex numbers."""
-    model = make(LLAMA)
+    shape = replace(LLAMA, **changes)
+    model = make(shape)
     tokens = torch.randint(0, 50, (10,), generator=torch.Generator().manual_seed(0))
     weights = dict(model.named_parameters())
+    dim = shape.head_dim
 
     def rms(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
-        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * gain
+        return x / torch.sqrt((x**2).mean(-1, keepdim=True) + shape.norm_eps) * gain
 
     def turn(x: torch.Tensor, position: int) -> torch.Tensor:
-        pairs = torch.complex(x[:4], x[4:])
-        angles = torch.tensor([position * 1e4 ** (-2 * i / 8) for i in range(4)])
-        turned = pairs * torch.polar(torch.ones(4, dtype=torch.double), angles.double())
+        pairs = torch.complex(x[: dim // 2], x[dim // 2 :])
+        frequencies = [shape.rope_theta ** (-2 * i / dim) for i in range(dim // 2)]
+        angles = [position * llama31_frequency(f, shape.rope_scaling) for f in frequencies]
+        turned = pairs * torch.tensor([cmath.rect(1, a) for a in angles], dtype=torch.complex128)
         return torch.cat((turned.real, turned.imag))
 
     x = weights["embed.weight"][tokens]
-    for layer in range(2):
+    for layer in range(shape.layers):
         w = {n.split(".", 2)[2]: p for n, p in weights.items() if n.startswith(f"layers.{layer}.")}
         h = rms(x, w["attention_norm.weight"])
-        mixed = torch.zeros_like(x)
+        mixed = x.new_zeros(10, 4 * dim)
         for head in range(4):
-            rows, shared = slice(head * 8, head * 8 + 8), slice(head // 2 * 8, head // 2 * 8 + 8)
+            rows = slice(head * dim, head * dim + dim)
+            shared = slice(head // 2 * dim, head // 2 * dim + dim)
             q = [turn(w["attention.wq.weight"][rows] @ h[t], t) for t in range(10)]
             k = [turn(w["attention.wk.weight"][shared] @ h[t], t) for t in range(10)]
             v = [w["attention.wv.weight"][shared] @ h[t] for t in range(10)]
             for t in range(10):
-                scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(8)
+                scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(dim)
                 mixed[t, rows] = torch.softmax(scores, 0) @ torch.stack(v[: t + 1])
         x = x + mixed @ w["attention.wo.weight"].T
         h = rms(x, w["mlp_norm.weight"])
@@ -70,6 +110,16 @@ def test_llama_equals_its_equations() -> None:
         x = x + (gate * torch.sigmoid(gate) * up) @ w["mlp.down.weight"].T
     expected = rms(x, weights["norm.weight"]) @ weights["head.weight"].T
     torch.testing.assert_close(model(tokens[None])[0], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_scaled_rotation_turns_slow_pairs_more_slowly() -> None:
+    shape = replace(LLAMA, rope_theta=100.0, rope_scaling=STRETCH)
+    cos, sin = rope_rotation(shape, torch.tensor([0, 1, 7]), torch.float64)
+    frequencies = [llama31_frequency(100 ** (-i / 4), STRETCH) for i in range(4)]
+    angles = [[position * frequency for frequency in frequencies] for position in (0, 1, 7)]
+    assert frequencies[-1] == pytest.approx(100 ** (-3 / 4) / 8) and frequencies[0] != 1 / 8
+    torch.testing.assert_close(cos, torch.tensor(angles, dtype=torch.double).cos())
+    torch.testing.assert_close(sin, torch.tensor(angles, dtype=torch.double).sin())
 
 
 def test_gpt2_equals_torch_encoder_layers() -> None:
@@ -90,6 +140,7 @@ def test_gpt2_equals_torch_encoder_layers() -> None:
             activation=lambda x: F.gelu(x, approximate="tanh"),
             norm_first=True,
             batch_first=True,
+            layer_norm_eps=0.1,
             dtype=torch.double,
         )
         attention, mlp = block.attention, block.mlp
@@ -103,7 +154,8 @@ def test_gpt2_equals_torch_encoder_layers() -> None:
         layer.norm1.load_state_dict(block.attention_norm.state_dict())
         layer.norm2.load_state_dict(block.mlp_norm.state_dict())
         x = layer(x, src_mask=mask, is_causal=True)
-    expected = model.norm(x) @ model.embed.weight.T
+    last = F.layer_norm(x, (32,), model.norm.weight, model.norm.bias, 0.1)
+    expected = last @ model.embed.weight.T
     torch.testing.assert_close(model(tokens), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -146,10 +198,15 @@ def test_llama31_scaling_keeps_fast_and_stretches_slow_frequencies() -> None:
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     first, again, other = make(LLAMA), make(LLAMA), Transformer(LLAMA).double()
     initialise(other, LLAMA, seed=2)
-    deeper = make(replace(LLAMA, hidden=32, heads=4))
+    deeper = make(replace(LLAMA, layers=5))
+    assert len(list(deeper.parameters())) > len(list(first.parameters()))
     for name, value in first.named_parameters():
         assert torch.equal(value, again.get_parameter(name))
-        assert torch.equal(value, deeper.get_parameter(name))
+        if name.endswith(("wo.weight", "down.weight")):
+            narrower = deeper.get_parameter(name)
+            torch.testing.assert_close(narrower, value * math.sqrt(2 / 5), rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(value, deeper.get_parameter(name))
         if value.ndim > 1:
             assert not torch.equal(value, other.get_parameter(name))
 
@@ -159,9 +216,34 @@ def test_initial_weights_have_the_published_spread() -> None:
     size = torch.Size((400, 500))
     wide = draw("layers.0.attention.wq.weight", size, LLAMA, 0, cpu)
     assert abs(wide.std().item() - 0.02) < 2e-4 and abs(wide.mean().item()) < 2e-4
-    narrow = draw("layers.0.mlp.down.weight", size, LLAMA, 0, cpu)
-    assert abs(narrow.std().item() - 0.02 / 2) < 2e-4  # 1/sqrt(2 * 2 layers)
+    for layers, factor in ((2, 1 / 2), (8, 1 / 4)):  # 1/sqrt(2 * layers)
+        for name in ("layers.0.mlp.down.weight", "layers.1.attention.wo.weight"):
+            narrow = draw(name, size, replace(LLAMA, layers=layers), 0, cpu)
+            assert abs(narrow.std().item() - 0.02 * factor) < 1e-4
     assert torch.equal(
         draw("layers.0.mlp.down.bias", torch.Size((4,)), GPT2, 0, cpu), torch.zeros(4)
     )
     assert torch.equal(draw("norm.weight", torch.Size((4,)), GPT2, 0, cpu), torch.ones(4))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", sorted(Library().options("model")))
+def test_the_counted_parameters_are_the_models(
+    name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape = replace(compose([f"model={name}"]).config.model, tie_embeddings=tied)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(shape)
+
+
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("head_dim", [4, 8, 16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_counted_parameters_are_those_of_odd_shapes(
+    base: Model, head_dim: int, bias: bool
+) -> None:
+    shape = replace(base, head_dim=head_dim, bias=bias, kv_heads=1)
+    count = sum(parameter.numel() for parameter in Transformer(shape).parameters())
+    assert count == parameters(shape)

@@ -33,12 +33,13 @@ LAYOUTS = [  # dp, ZeRO stage, dp_replicate
     *((4, stage, 2) for stage in (1, 2, 3)),
 ]
 BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm: the law
-CURVE = list[tuple[float, float]]
+CURVE = list[tuple[float, float, float, int]]
+"""loss, gradient norm, learning rate and tokens so far, by step"""
 
 
 @cache
 def plain_loop(precision: str, optimizer: str) -> CURVE:
-    """Loss and gradient norm of each step in plain PyTorch, with no code of ours but the model.
+    """What each step logs, in plain PyTorch, with no code of ours but the model.
 
     The corpus holds as many samples as a global batch, so that every order of samples gives the same batches.
     """
@@ -68,24 +69,27 @@ def plain_loop(precision: str, optimizer: str) -> CURVE:
         for parameter in model.parameters():
             parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))  # as torch does
         update.step()
-        curve.append((loss.item(), norm.item()))
+        lr = update.param_groups[0]["lr"]
+        curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
 
 
 def our_curve(config: Config) -> CURVE:
     run = make_run(config)
     assert train(run, config) == ["completed"] * config.parallel.dp
-    return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
+    names = ("loss", "grad_norm", "lr", "tokens")
+    return [tuple(record[name] for name in names) for record in read_metrics(run)]
 
 
 def worst(ours: CURVE, reference: CURVE) -> tuple[float, float]:
     """The largest relative difference in loss and in gradient norm."""
     difference = np.abs(np.array(ours) - np.array(reference)) / np.abs(np.array(reference))
-    return tuple(difference.max(axis=0))
+    return tuple(difference.max(axis=0)[:2])
 
 
 def assert_equal_curves(ours: CURVE, reference: CURVE, precision: str) -> None:
     assert len(ours) == len(reference) == STEPS
+    np.testing.assert_allclose([row[2:] for row in ours], [row[2:] for row in reference], 1e-12)
     loss, norm = worst(ours, reference)
     loss_bound, norm_bound = BOUNDS[precision]
     assert loss <= loss_bound, f"loss differs by {loss:.1e}"
@@ -102,8 +106,8 @@ def test_layout_equals_plain_loop(
         tmp_path, dp=dp, stage=stage, dp_replicate=dp_replicate, precision=precision
     )
     reference = plain_loop(precision, "adamw")
-    assert any(norm > 0.5 for _, norm in reference), "clipping must be active"
-    assert any(norm < 0.5 for _, norm in reference), "and not always"
+    assert any(norm > 0.5 for _, norm, *_ in reference), "clipping must be active"
+    assert any(norm < 0.5 for _, norm, *_ in reference), "and not always"
     assert_equal_curves(our_curve(config), reference, precision)
 
 

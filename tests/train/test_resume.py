@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.config.schema import Checkpoint, Config, Optimizer
 from nanoscale.errors import UserError
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
@@ -50,14 +50,18 @@ def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
 def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
     ours, theirs = final_weights(left), final_weights(right)
     assert ours.keys() == theirs.keys()
-    assert any("exp_avg" in name for name in ours)
+    assert any(name.endswith((".exp_avg", ".momentum_buffer")) for name in ours)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
 
 
 def config_for(folder: Path, **changes: Any) -> Config:
     checkpoint = Checkpoint(every=3, keep_last=None)
-    return make_config(folder, checkpoint=checkpoint, **changes)
+    return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
+
+
+def resumed_at(run: RunDirectory) -> list[int]:
+    return [event["step"] for event in events.read(run) if event["kind"] == "resumed"]
 
 
 def never_stopped(folder: Path, config: Config) -> RunDirectory:
@@ -68,15 +72,28 @@ def never_stopped(folder: Path, config: Config) -> RunDirectory:
     return run
 
 
+SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
+HSDP = {"dp_replicate": 2}
+
+
 @pytest.mark.parametrize(
-    ("dp", "stage", "precision"),
-    [(1, 0, "fp32"), (2, 3, "fp32"), (4, 0, "fp32"), (4, 2, "bf16"), (4, 1, "fp64")],
+    ("dp", "stage", "precision", "changes"),
+    [
+        (1, 0, "fp32", {}),
+        (2, 3, "fp32", {}),
+        (4, 0, "fp32", {}),
+        (4, 2, "bf16", {}),
+        (4, 1, "fp64", {}),
+        (4, 3, "fp32", HSDP),
+        (1, 0, "fp32", SGD),
+        (2, 2, "fp32", SGD),
+    ],
 )
 def test_stopped_and_resumed_bit_for_bit(
-    tmp_path: Path, dp: int, stage: int, precision: str
+    tmp_path: Path, dp: int, stage: int, precision: str, changes: dict[str, Any]
 ) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=dp, stage=stage, precision=precision)
+    config = config_for(tmp_path, dp=dp, stage=stage, precision=precision, **changes)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     assert train(run, config, StopBefore(8)) == ["stopped"] * dp
@@ -97,7 +114,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> 
         train(run, config, KillBefore(9))
     assert list_checkpoints(run.checkpoints)[-1].step == 6
     train(run, config)
-    assert [event["step"] for event in events.read(run) if event["kind"] == "resumed"] == [6]
+    assert resumed_at(run) == [6]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
@@ -119,16 +136,52 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
     assert_same_weights(run, twin)
 
 
-def test_resumed_in_other_layouts(tmp_path: Path) -> None:
+def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
+    """What was logged after the last checkpoint is logged again, and nothing else."""
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=1)
+    config = config_for(tmp_path, precision="fp32", checkpoint=Checkpoint(every=4))
+    config = replace(config, train=replace(config.train, log_every=3))
+    whole = make_run(replace(config, run=replace(config.run, root=str(tmp_path / "whole"))))
+    train(whole, config)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="died|failed"):
+        train(run, config, KillBefore(11))
+    assert [record["step"] for record in curve(run)] == [3, 6, 9]
+    train(run, config)
+    assert resumed_at(run) == [8]
+    assert [record["step"] for record in curve(run)] == [3, 6, 9, 12, 15, 18, 20]
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"dp": 2, "stage": 3}, {"dp": 4, "stage": 1}),
+        ({"dp": 4, "stage": 2, "dp_replicate": 2}, {"dp": 2, "stage": 0}),
+    ],
+    ids=["2-4-1", "hsdp-2-1"],
+)
+@pytest.mark.parametrize("optimizer", [Optimizer(lr=1e-2, clip_norm=0.5), SGD["optimizer"]])
+def test_resumed_in_other_layouts(
+    tmp_path: Path, first: dict[str, int], second: dict[str, int], optimizer: Optimizer
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    train(run, config_for(tmp_path, dp=2, stage=3), StopBefore(6))
-    train(run, config_for(tmp_path, dp=4, stage=1), StopBefore(12, first=7))
+    train(run, config_for(tmp_path, optimizer=optimizer, **first), StopBefore(6))
+    train(run, config_for(tmp_path, optimizer=optimizer, **second), StopBefore(12, first=7))
     train(run, config)
+    assert resumed_at(run) == [6, 12]
+    stored = {c.step: c.manifest["world_size"] for c in list_checkpoints(run.checkpoints)}
+    assert (stored[6], stored[12], stored[STEPS]) == (first["dp"], second["dp"], 1)
     for ours, reference in zip(curve(run), curve(whole), strict=True):
         assert ours == pytest.approx(reference, rel=1e-9)
+    ours, theirs = final_weights(run), final_weights(whole)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-7, atol=1e-12)
 
 
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
@@ -145,7 +198,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     train(run, config)
     (fallback,) = [event for event in events.read(run) if event["kind"] == "fallback"]
     assert newest.path.name in fallback["message"] and "__1_0.distcp" in fallback["message"]
-    assert [event["step"] for event in events.read(run) if event["kind"] == "resumed"] == [6]
+    assert resumed_at(run) == [6]
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
 
