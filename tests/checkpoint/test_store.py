@@ -115,7 +115,7 @@ def test_find_checkpoint_names_the_steps_that_are_there(tmp_path: Path) -> None:
 
 
 class Disk:
-    """Records what reaches the disk in which order, and asks after every act whether all that is listed is whole."""
+    """Records what reaches the disk, in order, and checks after every act that all that is listed is whole."""
 
     ACTS = ("fsync", "rename", "replace", "symlink", "unlink", "rmdir")
 

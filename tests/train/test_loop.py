@@ -1,0 +1,193 @@
+"""What the loop does besides updates: evaluating, logging, keeping checkpoints, stopping, giving up."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.nn import functional as F
+
+from nanoscale.checkpoint.store import find_damage, list_checkpoints
+from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs.directory import RunDirectory
+from tests.jobs import SEQ_LEN, SHAPE, StopBefore, make_config, make_run, train, write_tokens
+
+STEPS = 10
+EVAL_SAMPLES = 7  # no multiple of dp or of the micro batch: the last batches are padded
+SPLIT = {"samples": 20, "valid_fraction": 0.4}  # 321 tokens, of them 129 for validation
+
+
+def config_for(folder: Path, *, every: dict[str, int], **changes: Any) -> Config:
+    """Ten steps with these changes to the training's settings."""
+    checkpoint = changes.pop("checkpoint", Checkpoint(every=0, at_end=False))
+    config = make_config(folder, checkpoint=checkpoint, **changes)
+    settings = {"steps": STEPS, "eval_samples": EVAL_SAMPLES} | every
+    data = Data(
+        source="megatron", path=str(folder / "tokens"), valid_fraction=SPLIT["valid_fraction"]
+    )
+    return replace(config, data=data, train=replace(config.train, **settings))
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def records(run: RunDirectory) -> list[dict[str, Any]]:
+    lines = run.metrics.read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def figures(run: RunDirectory) -> np.ndarray:
+    return np.array([[record["loss"], record["grad_norm"]] for record in records(run)])
+
+
+def trained(config: Config, name: str) -> RunDirectory:
+    run = make_run(config, name)
+    assert train(run, config) == ["completed"] * config.parallel.dp
+    return run
+
+
+def steps_kept(run: RunDirectory) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)]
+
+
+def plain_eval_loss(checkpoint: Path, tokens: np.ndarray) -> float:
+    """The mean loss of the validation samples in a plain model with the checkpoint's weights."""
+    model = Transformer(SHAPE).double()
+    dcp.load(
+        {f"model.{n}": p.detach() for n, p in model.named_parameters()},
+        checkpoint_id=checkpoint,
+        no_dist=True,
+    )
+    held_out = torch.tensor(tokens[-129:])
+    losses = []
+    for sample in range(EVAL_SAMPLES):
+        window = held_out[sample * SEQ_LEN : (sample + 1) * SEQ_LEN + 1]
+        losses.append(F.cross_entropy(model(window[None, :-1])[0], window[1:]).item())
+    return float(np.mean(losses))
+
+
+@pytest.fixture(scope="module")
+def without_evaluation(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    folder = tmp_path_factory.mktemp("plain")
+    write_tokens(folder, samples=SPLIT["samples"])
+    return figures(trained(config_for(folder, every={"eval_every": 0}), "run"))
+
+
+@pytest.mark.parametrize(
+    ("dp", "stage", "dp_replicate"), [(1, 0, 1), (2, 0, 1), (2, 3, 1), (4, 2, 2)]
+)
+def test_evaluation_is_that_of_the_plain_model_and_changes_nothing(
+    tmp_path: Path, without_evaluation: np.ndarray, dp: int, stage: int, dp_replicate: int
+) -> None:
+    tokens = write_tokens(tmp_path, samples=SPLIT["samples"])
+    config = config_for(
+        tmp_path,
+        every={"eval_every": 3},
+        dp=dp,
+        stage=stage,
+        dp_replicate=dp_replicate,
+        checkpoint=Checkpoint(every=3, keep_last=None, at_end=False),
+    )
+    run = trained(config, "run")
+    stored = list_checkpoints(run.checkpoints)
+    expected = {c.step: plain_eval_loss(c.path, tokens) for c in stored}
+    found = {r["step"]: r["eval_loss"] for r in records(run) if "eval_loss" in r}
+    assert list(found) == [3, 6, 9] and found == pytest.approx(expected, rel=1e-12)
+    np.testing.assert_allclose(figures(run), without_evaluation, rtol=1e-9)
+
+
+def test_logged_evaluated_and_kept_steps(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    kept = Checkpoint(every=2, keep_last=1, keep_every=4, at_end=False)
+    config = config_for(tmp_path, every={"log_every": 3, "eval_every": 4}, checkpoint=kept)
+    run = trained(config, "run")
+    found = records(run)
+    assert [record["step"] for record in found] == [3, 4, 6, 8, 9, 10]
+    assert [record["step"] for record in found if "eval_loss" in record] == [4, 8]
+    assert steps_kept(run) == [4, 8, 10]
+
+
+def test_the_last_step_is_logged_and_kept_whatever_the_cadence(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    kept = Checkpoint(every=3, keep_last=2, keep_every=None, at_end=True)
+    config = config_for(tmp_path, every={"log_every": 4, "eval_every": 0}, checkpoint=kept)
+    run = trained(config, "run")
+    assert [record["step"] for record in records(run)] == [4, 8, 10]
+    assert steps_kept(run) == [9, 10]
+
+
+class StopOneBefore(StopBefore):
+    """Only rank 1 is asked to stop."""
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        raised = StopBefore.requested.fget(self)  # type: ignore[attr-defined]
+        return raised and os.environ["RANK"] == "1"
+
+
+def test_one_rank_that_is_asked_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    config = config_for(tmp_path, every={}, dp=2, stage=1)
+    run = make_run(config)
+    assert train(run, config, StopOneBefore(5)) == ["stopped"] * 2
+    (only,) = list_checkpoints(run.checkpoints)
+    # Asked before step 5, the ranks have agreed before step 6.
+    assert only.step == 5 and [record["step"] for record in records(run)] == [1, 2, 3, 4, 5]
+    assert find_damage(only.path) == [] and only.manifest["consumed_samples"] == 5 * 8
+    assert train(run, config) == ["completed"] * 2
+
+
+def diverging(folder: Path, checkpoint: Checkpoint, log_every: int, **changes: Any) -> Config:
+    """The first update throws the weights so far that the second step's gradients are no numbers."""
+    write_tokens(folder, samples=SPLIT["samples"])
+    return config_for(
+        folder,
+        every={"log_every": log_every},
+        precision="fp32",
+        optimizer=Optimizer(lr=1e30),
+        checkpoint=checkpoint,
+        **changes,
+    )
+
+
+def test_divergence_ends_the_run_in_strict_json(tmp_path: Path) -> None:
+    config = diverging(tmp_path, Checkpoint(every=1), log_every=1)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="NonFiniteError: .*grad_norm is nan.* at step 2"):
+        train(run, config)
+    assert [(r["step"], r["grad_norm"] is None) for r in records(run)] == [(1, False), (2, True)]
+    assert steps_kept(run) == [1]
+
+
+def test_divergence_ends_every_rank(tmp_path: Path) -> None:
+    config = diverging(tmp_path, Checkpoint(every=1), log_every=1, dp=2, stage=2)
+    run = make_run(config)
+    # A slow rank may learn of it from the connection that the fast one has closed.
+    with pytest.raises(RuntimeError, match="NonFiniteError|[Cc]onnection"):
+        train(run, config)
+    assert records(run)[0]["grad_norm"] > 0
+    assert steps_kept(run) == [1]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "stop"),
+    [(Checkpoint(every=2), None), (Checkpoint(every=0, at_end=False), 3)],
+    ids=["every", "at_stop"],
+)
+def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
+    tmp_path: Path, checkpoint: Checkpoint, stop: int | None
+) -> None:
+    config = diverging(tmp_path, checkpoint, log_every=100)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="NonFiniteError: .*grad_norm is nan at step 2"):
+        train(run, config, StopBefore(stop) if stop else None)
+    assert steps_kept(run) == [] and records(run) == []
