@@ -28,6 +28,9 @@ from nanoscale.parallel import ranks
 State = dict[str, Tensor]
 T = TypeVar("T")
 
+_BYTES_A_SHARD = 2048
+"""what torch's archive, its metadata and our manifest take beside the data of one tensor on one rank"""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -94,10 +97,11 @@ def describe(state: State) -> dict[str, Any]:
 
 
 def _prepare(staging: Path, state: State) -> None:
-    # DTensor.nbytes is of the whole tensor: the sum is what all ranks write together.
+    # A DTensor's numel is of the whole tensor: the sum is what all ranks write together.
     size = sum(value.numel() * value.element_size() for value in state.values())
+    world = dist.get_world_size() if dist.is_initialized() else 1
     staging.parent.mkdir(exist_ok=True)
-    store.require_space(staging.parent, size + 65536 + 1024 * len(state))
+    store.require_space(staging.parent, size + _BYTES_A_SHARD * len(state) * world)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
 

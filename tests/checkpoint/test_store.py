@@ -258,7 +258,7 @@ def test_one_step_can_be_set_aside_twice(tmp_path: Path) -> None:
 STATE = {
     "wide": torch.arange(1e5, dtype=torch.float64),
     "narrow": torch.ones(300, 7, dtype=torch.bfloat16),
-    **{f"optimizer.layers.{i}.a.long.name.step": torch.zeros(()) for i in range(20)},
+    **{f"optimizer.layers.{i}.a.long.name.step": torch.zeros(()) for i in range(200)},
 }
 
 
