@@ -122,6 +122,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(folder, capsys):
     assert (host["slots"], host["ranks"]) == (4, [0, 1, 2, 3])
     assert host["command"][0] == sys.executable
     assert document["derived"] == {
+        "dp": 4,
         "global_batch": 8,
         "micro_batch": 1,
         "accumulation": 2,
