@@ -9,11 +9,11 @@ from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.launch.command import LaunchPlan, plan_local
-from nanoscale.launch.console import LiveView, duration, if_still_there
+from nanoscale.launch.console import LiveView, duration, if_still_there, number
 from nanoscale.launch.ports import ReservedPort
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Outcome, supervise
-from nanoscale.runs import failure, metrics, status
+from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 
@@ -72,11 +72,17 @@ def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
         "run_dir": str(run.path),
         "status": outcome.state,
         "attempt": status.read(run).attempt,
-        "steps": last["step"] if last else 0,
+        "steps": reached(run, last),
         "metrics": last,
         "failure": failure.document(outcome.failure) if outcome.failure else None,
         "exit_code": outcome.exit_code,
     }
+
+
+def reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
+    """The last step that was trained, as far as is known: not every step is logged."""
+    end = events.last(run, "end")
+    return max(last["step"] if last else 0, end["step"] if end else 0)
 
 
 def _raise_users_error(cause: Failure) -> None:
@@ -120,12 +126,13 @@ def _print_summary(run: RunDirectory, plan: LaunchPlan, outcome: Outcome, stream
     now = status.read(run)
     last = metrics.last(run)
     words: list[str] = [outcome.state]
-    if last is not None:
-        words.append(f"after {last['step']} steps")
+    step = reached(run, last)
+    if step:
+        words.append(f"after {step} steps")
     if now.started is not None and now.ended is not None:
         words.append(f"in {duration(now.ended - now.started)}")
     if last is not None:
-        words.append(f"with loss {last['loss']:.4f}")
+        words.append(f"with loss {number(last['loss'], '.4f')}")
     checkpoints = run.checkpoint_steps()
     lines = [" ".join(words), f"  run         {run.path}"]
     if checkpoints:

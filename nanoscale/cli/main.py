@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from nanoscale.errors import UserError, Violation
 
 VERBS = ("train", "resume", "runs", "checkpoints", "config", "recipes")
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,6 +51,12 @@ def run(arguments: list[str]) -> int:
         # Who read our output has seen enough; what is left in the buffer goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            _show_fault()
+        else:
+            sys.stderr.write(f"error: the disk does not take what is written: {error}\n")
+        return FAILED
     except Exception:
         _show_fault()
         return FAILED
@@ -99,7 +109,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
 
 def _as_overrides(option: str, arguments: Sequence[str]) -> list[str]:
     """`--steps 3` is how other programs spell what is `train.steps=3` here."""
-    from nanoscale.config.reference import declared
+    from nanoscale.config.reference import declared, sections
     from nanoscale.config.suggest import nearest_key
 
     position = next((i for i, word in enumerate(arguments) if word.startswith(option)), None)
@@ -109,7 +119,10 @@ def _as_overrides(option: str, arguments: Sequence[str]) -> list[str]:
     if not equals:
         following = arguments[position + 1 : position + 2]
         value = following[0] if following and not following[0].startswith("-") else "VALUE"
-    keys = nearest_key(option.lstrip("-").replace("-", "_"), declared())
+    name = option.lstrip("-").replace("-", "_")
+    if name == "recipe" or name in sections():
+        return [f"{name}={value}"]
+    keys = nearest_key(name, declared())
     return [f"{key}={value}" for key in keys]
 
 

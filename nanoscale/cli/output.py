@@ -69,7 +69,7 @@ def error_text(error: UserError) -> Text:
     text = Text()
     text.append("error: ", style="bold red")
     violations = error.violations
-    if len(violations) == 1:
+    if len(violations) == 1 and violations[0].message in error.message:
         text.append(f"{error.message}\n")
         _append_details(text, violations[0], "  ")
         return text

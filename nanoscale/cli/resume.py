@@ -139,7 +139,16 @@ def _shown(value: object) -> str:
 
 
 def _say_where_from(run: RunDirectory) -> None:
+    from nanoscale.errors import UserError
+
     steps = run.checkpoint_steps()
+    damaged = [path.name for path in sorted(run.checkpoints.glob("damaged-*"))]
+    if damaged and not steps:
+        raise UserError(
+            "checkpoint",
+            f"no whole checkpoint is left in {run.checkpoints}: {', '.join(damaged)} "
+            f"were set aside; to begin anew: nanoscale train --config {run.config}",
+        )
     start = (
         f"going on from {run.checkpoint(steps[-1]).name}"
         if steps

@@ -88,6 +88,7 @@ def check(composed: Composed, devices: Devices) -> Config:
     config = composed.config
     return replace(
         config,
+        run=replace(config.run, root=_expanded(config.run.root)),
         model=model,
         parallel=replace(config.parallel, dp=layout.dp),
         launcher=replace(
@@ -97,6 +98,14 @@ def check(composed: Composed, devices: Devices) -> Config:
         scheduler=scheduler,
         data=data,
     )
+
+
+def _expanded(root: str) -> str:
+    """With `~` as the shell would have it: a folder of that name is a trap."""
+    try:
+        return str(Path(root).expanduser()) if root.startswith("~") else root
+    except RuntimeError:
+        return root
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -94,9 +94,10 @@ def _environment(
         "OMP_NUM_THREADS": str(config.launcher.threads),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    if config.launcher.device == "cpu" and "GOMP_SPINCOUNT" not in inherited:
+    chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(inherited)
+    if config.launcher.device == "cpu" and not chosen:
         # By default threads spin so long at a barrier that one busy neighbour slows a step thirtyfold.
-        environment["GOMP_SPINCOUNT"] = "20000"
+        environment["GOMP_SPINCOUNT"] = "1000"
     loopback = _loopback()
     if loopback and "GLOO_SOCKET_IFNAME" not in inherited:
         environment["GLOO_SOCKET_IFNAME"] = loopback  # works where the host's name leads nowhere

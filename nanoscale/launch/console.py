@@ -118,9 +118,9 @@ class LiveView:
 def figures(record: Object) -> dict[str, str]:
     """A logged step's figures as they are shown, by their labels."""
     shown = {
-        "loss": f"{record['loss']:.4f}",
+        "loss": number(record["loss"], ".4f"),
         "lr": f"{record['lr']:.2e}",
-        "grad norm": f"{record['grad_norm']:.3f}",
+        "grad norm": number(record["grad_norm"], ".3f"),
         "tokens/s": f"{record['tokens_per_s']:,.0f}",
     }
     if record.get("mfu") is not None:
@@ -130,6 +130,11 @@ def figures(record: Object) -> dict[str, str]:
     if record.get("eval_loss") is not None:
         shown["eval loss"] = f"{record['eval_loss']:.4f}"
     return shown
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure in a format; null stands in metrics.jsonl for what is not a finite number."""
+    return "not finite" if value is None else format(value, form)
 
 
 def seconds(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -101,7 +102,8 @@ def judge(
         )
         if forced is not None:
             cause = replace(cause, diagnosis=forced, remedy="a larger launcher.stop_grace_s")
-        failure.write(run, cause)
+        with suppress(OSError):
+            failure.write(run, cause)
     return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
 
 
@@ -161,8 +163,9 @@ def _pass_on(run: RunDirectory, job: Job, number: signal.Signals) -> None:
 
 def _conclude(run: RunDirectory, outcome: Outcome) -> Outcome:
     cause = outcome.failure
-    if cause is not None:
-        who = cause.host if cause.rank is None else f"{cause.host}:{cause.rank}"
-        events.append(run, "failure", f"{who}: {cause.diagnosis}", rank=cause.rank)
-    status.write(run, status.read(run).ending(outcome.state, outcome.exit_code))
+    with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+        if cause is not None:
+            who = cause.host if cause.rank is None else f"{cause.host}:{cause.rank}"
+            events.append(run, "failure", f"{who}: {cause.diagnosis}", rank=cause.rank)
+        status.write(run, status.read(run).ending(outcome.state, outcome.exit_code))
     return outcome

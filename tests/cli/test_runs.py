@@ -192,3 +192,17 @@ def test_stop_gives_up_after_a_time(runs, hold, capsys):
     assert "still going on after 0.3 s" in capsys.readouterr().err
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGKILL)
+
+
+def test_a_diverged_run_is_shown_as_such(tmp_path, monkeypatch, capsys):
+    """Its last figures are null in metrics.jsonl, and no reader may trip over that."""
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=debug", "model.layers=1", "optimizer.lr=1e9", "run.name=diverged"]
+    assert nanoscale(["train", *words, "--json"]) == 1
+    printed = capsys.readouterr()
+    document = json.loads(printed.out, parse_constant=lambda word: pytest.fail(word))
+    assert document["status"] == "failed"
+    assert "the training diverged" in printed.err and "fault in nanoscale" not in printed.err
+    assert nanoscale(["runs", "show", "diverged"]) == 0
+    assert "not finite" in capsys.readouterr().out
+    assert nanoscale(["runs", "ls"]) == 0
