@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from nanoscale.backends.optimizer import fill_state, make_optimizer, named_state
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel.mesh import data_mesh
-from nanoscale.train.optimizer import fill_state, make_optimizer, named_state
 
 
 @dataclass(frozen=True)
