@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nanoscale.config import frozen
+from nanoscale.config.derive import derive
 from nanoscale.config.schema import (
     Checkpoint,
     Config,
@@ -36,11 +37,11 @@ SEQ_LEN = 16
 SAMPLES = 8
 STEPS = 20
 SHAPE = Model(
-    layers=3,
+    layers=4,
     hidden=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
+    heads=8,
+    kv_heads=4,
+    head_dim=4,
     ffn=48,
     vocab=64,
     max_seq_len=32,
@@ -50,6 +51,7 @@ PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),
     "bf16": Precision("fp32", "bf16", "fp32"),
+    "fp16": Precision("fp32", "fp16", "fp32", loss_scale=1024.0, loss_scale_window=6),
 }
 
 
@@ -63,12 +65,18 @@ def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
 
 
 def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> Config:
-    """A resolved configuration: 20 steps of 8 samples, with accumulation and with clipping active."""
+    """A resolved configuration: 20 steps of 8 samples, with accumulation and with clipping active.
+
+    `parallel`: keys of that section beside dp and dp_replicate; other sections are given whole.
+    """
     micro_batch = changes.pop("micro_batch", 1 if dp == 4 else 2)
     base = Config(
         run=Run(name="run", root=str(folder)),
         model=changes.pop("model", SHAPE),
-        parallel=Parallel(dp=dp, dp_replicate=changes.pop("dp_replicate", 1)),
+        parallel=Parallel(
+            **{"dp": dp, "virtual_stages": 1, "dp_replicate": changes.pop("dp_replicate", 1)}
+            | changes.pop("parallel", {})
+        ),
         precision=PRECISIONS[changes.pop("precision", "fp64")],
         zero=Zero(stage=stage),  # type: ignore[arg-type]
         optimizer=changes.pop("optimizer", Optimizer(lr=1e-2, clip_norm=0.5)),
@@ -92,8 +100,7 @@ def make_run(config: Config, name: str = "run") -> RunDirectory:
 def train(run: RunDirectory, config: Config, stop: StopFlag | None = None) -> list[str]:
     """Train the run in its layout; what each rank returned. A changed configuration replaces the frozen one."""
     run.config.write_text(frozen.dump(config))
-    assert isinstance(config.parallel.dp, int)
-    return run_ranks(_train_rank, config.parallel.dp, run.path, stop or StopFlag())
+    return run_ranks(_train_rank, derive(config).world_size, run.path, stop or StopFlag())
 
 
 def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:

@@ -6,6 +6,7 @@ The files are torch.distributed.checkpoint's; `store` makes the set of them whol
 from __future__ import annotations
 
 import errno
+import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -26,6 +28,7 @@ from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
 
 State = dict[str, Tensor]
+Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
 
 _BYTES_A_SHARD = 2048
@@ -54,13 +57,14 @@ def save(folder: Path, state: State, about: dict[str, Any]) -> Path:
     final = store.checkpoint_path(folder, about["step"])
     if ranks.from_first(final.exists()):
         return final
-    _together(lambda: _prepare(staging, state), on=rank == 0)
+    tensors = describe_all(state)
+    _together(lambda: _prepare(staging, tensors), on=rank == 0)
     writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
     with _in_our_words(staging):
         dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
     sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
     all_sums = {name: entry for part in sums if part for name, entry in part.items()}
-    manifest = about | {"tensors": describe(state)}
+    manifest = about | {"tensors": tensors}
     _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
     return final
 
@@ -78,8 +82,9 @@ def load_newest(folder: Path, state: State) -> Loaded | None:
         damage = _find_damage(candidate)
         if not damage:
             manifest = candidate.manifest
-            _require_same_tensors(candidate, manifest, state)
-            _read(candidate, state)
+            there = _drop_absent(state, manifest["tensors"])
+            _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
+            _read(candidate, there)
             return Loaded(manifest, damaged)
         _together(lambda: store.set_aside(candidate), on=_is_first())  # noqa: B023
         damaged.append(f"{candidate.path.name} is damaged: {'; '.join(damage)}")
@@ -88,20 +93,29 @@ def load_newest(folder: Path, state: State) -> Loaded | None:
     return None
 
 
-def describe(state: State) -> dict[str, Any]:
-    """Shape and type of every tensor, whole, by name."""
+def _width(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def describe_all(state: State) -> Description:
+    """Shape and type of every tensor of the model, whichever pipeline stage it is on."""
+    everyone = ranks.gather(describe(state))
+    return dict(sorted((name, it) for part in everyone for name, it in part.items()))
+
+
+def describe(state: State) -> Description:
+    """Shape and type of every tensor of this rank, whole, by name."""
     return {
         name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         for name, value in sorted(state.items())
     }
 
 
-def _prepare(staging: Path, state: State) -> None:
-    # A DTensor's numel is of the whole tensor: the sum is what all ranks write together.
-    size = sum(value.numel() * value.element_size() for value in state.values())
+def _prepare(staging: Path, tensors: Description) -> None:
+    size = sum(math.prod(it["shape"]) * _width(it["dtype"]) for it in tensors.values())
     world = dist.get_world_size() if dist.is_initialized() else 1
     staging.parent.mkdir(exist_ok=True)
-    store.require_space(staging.parent, size + _BYTES_A_SHARD * len(state) * world)
+    store.require_space(staging.parent, size + _BYTES_A_SHARD * len(tensors) * world)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
 
@@ -140,11 +154,23 @@ def _in_our_words(path: Path) -> Iterator[None]:
             raise OSError(number, f"{error} (rank {rank}, in {path})") from error
 
 
+def _may_be_left(name: str) -> bool:
+    """Whether a run in another precision does without."""
+    return name.startswith("loss_scale.")
+
+
+def _drop_absent(state: State, stored: Description) -> State:
+    """Without what a checkpoint of another precision does not hold: it begins anew."""
+    return {
+        name: value for name, value in state.items() if name in stored or not _may_be_left(name)
+    }
+
+
 def _require_same_tensors(
-    candidate: StoredCheckpoint, manifest: dict[str, Any], state: State
+    candidate: StoredCheckpoint, stored: Description, wanted: Description
 ) -> None:
     """Say in the user's words that a checkpoint is of another model, before torch does in its own."""
-    stored, wanted = manifest["tensors"], describe(state)
+    stored = {name: it for name, it in stored.items() if name in wanted or not _may_be_left(name)}
     violations = [
         Violation(
             name,

@@ -60,9 +60,9 @@ def show_plan(
     plan = plan_local(config, run, number, derived.world_size, master_port)
     size = parameters(config.model)
     if as_json:
-        print_json(document(plan, derived, size, run))
+        print_json(document(plan, config, derived, size, run))
     else:
-        print_plan(console(), plan, config.parallel, derived, size, run)
+        print_plan(console(), plan, config, derived, size, run)
 
 
 def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:

@@ -130,12 +130,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _say_what_differs(old: Config, new: Config) -> None:
+    from nanoscale.config.report import shown
+
     for key, (was, now) in differences(old, new).items():
-        typer.echo(f"{key}: {_shown(was)} → {_shown(now)}", err=True)
-
-
-def _shown(value: object) -> str:
-    return "null" if value is None else str(value)
+        typer.echo(f"{key}: {shown(was)} → {shown(now)}", err=True)
 
 
 def _say_where_from(run: RunDirectory) -> None:

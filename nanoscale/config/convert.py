@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Literal, get_args, get_origin
 
 from nanoscale.config import reference
-from nanoscale.config.report import refuse, shown
+from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Config
 from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.errors import Violation
@@ -45,7 +46,7 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     known = [key for key in reference.declared() if not section or key.startswith(f"{section}.")]
     near = nearest_key(name, known) or nearest_key(name, reference.declared())
     if not near and section:
-        near = nearest_key(name, known, cutoff=0.4)
+        near = nearest_key(name, known, cutoff=0.5)
     if not section:
         near = (*nearest(name, [part for part in sections if part and "." not in part]), *near)
     message = "is no key"
@@ -122,6 +123,8 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return (True, float(raw)) if number and math.isfinite(raw) else (False, None)  # type: ignore[arg-type]
     if choice is bool:
         return isinstance(raw, bool), raw
+    if choice == list[int]:
+        return _integers(raw, key)
     return choice is str and isinstance(raw, str) and raw != "???", raw
 
 
@@ -135,6 +138,11 @@ def _integer(raw: object, key: reference.Key) -> tuple[bool, object]:
     if isinstance(raw, float) and raw.is_integer():
         return True, int(raw)
     return _scaled(raw, key) if isinstance(raw, str) else (False, None)
+
+
+def _integers(raw: object, key: reference.Key) -> tuple[bool, object]:
+    matches = [_integer(entry, key) for entry in raw] if isinstance(raw, list) else []
+    return bool(matches) and all(fits for fits, _ in matches), [value for _, value in matches]
 
 
 def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
@@ -157,12 +165,21 @@ def _scale(key: reference.Key) -> str:
 
 
 def _within_bounds(key: reference.Key, value: object) -> None:
+    if isinstance(value, list):
+        _entries_within_bounds(key, value)
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if key.at_least is not None and value < key.at_least:
         raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_least:g}",))
     if key.at_most is not None and value > key.at_most:
         raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most:g}",))
+
+
+def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:
+    low = -math.inf if key.at_least is None else key.at_least
+    high = math.inf if key.at_most is None else key.at_most
+    if any(not low <= value <= high for value in values):
+        raise _WrongError(f"must be {key.type}, {key.bounds}")
 
 
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
@@ -179,6 +196,8 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
             near = tuple(map(str, choices))
         return tuple(f"{key.name}={value}" for value in near)
     kinds = reference.alternatives(key.annotation)
+    if key.takes_list:
+        return tuple(_as_list(key.name, raw))
     if str in kinds and isinstance(raw, (int, float)):
         return (f"'{key.name}=\"{shown(raw)}\"'",)
     if int in kinds and isinstance(raw, float) and raw.is_integer():
@@ -193,6 +212,15 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     if bool in kinds:
         return (f"{key.name}=true", f"{key.name}=false")
     return ()
+
+
+def _as_list(name: str, raw: object) -> Iterator[str]:
+    """The override of a list, where its entries can be told: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
+    entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
+    with suppress(TypeError, ValueError):
+        numbers = [float(entry) for entry in entries]
+        if numbers and all(number.is_integer() for number in numbers):
+            yield override(name, [int(number) for number in numbers])
 
 
 def _number_in(name: str, raw: str) -> tuple[str, ...]:

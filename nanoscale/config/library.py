@@ -289,7 +289,7 @@ class Library:
 
 def misplaced(key: str, value: object) -> str:
     """What is wrong with a value whatever its key's type is; empty if nothing."""
-    if isinstance(value, list):
+    if isinstance(value, list) and not reference.declared()[key].takes_list:
         return "takes no list"
     if isinstance(value, dict):
         return "takes one value, no mapping"

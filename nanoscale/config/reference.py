@@ -37,7 +37,13 @@ class Key:
         """`at least 1 and at most 3`; empty without bounds."""
         low = f"at least {self.at_least:g}" if self.at_least is not None else ""
         high = f"at most {self.at_most:g}" if self.at_most is not None else ""
-        return " and ".join(part for part in (low, high) if part)
+        both = " and ".join(part for part in (low, high) if part)
+        return f"each {both}" if both and self.takes_list else both
+
+    @property
+    def takes_list(self) -> bool:
+        """Whether a list is among its values."""
+        return any(get_origin(choice) is list for choice in alternatives(self.annotation))
 
 
 @cache
@@ -102,7 +108,13 @@ def meaning(name: str) -> str:
 
 def type_text(annotation: Any) -> str:
     """An annotation in words, to follow `must be`."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+    words = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "a text",
+        list[int]: "a list of integers",
+    }
     parts = []
     for choice in alternatives(annotation):
         if get_origin(choice) is Literal:

@@ -18,7 +18,19 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "launcher.devices": (*_LAYOUT, "launcher.device"),
     "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device"),
     "launcher.threads": ("launcher.devices", "launcher.device"),
-    "train.micro_batch": ("parallel.dp", "train.global_batch"),
+    "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
+    "backend.compile": (
+        "launcher.device",
+        "parallel.pp",
+        "parallel.schedule",
+        "parallel.offload_activations",
+    ),
+    "train.micro_batch": (
+        "parallel.dp",
+        "parallel.pp",
+        "parallel.schedule",
+        "train.global_batch",
+    ),
     "train.steps": ("train.tokens", "train.global_batch", "train.seq_len"),
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
 }

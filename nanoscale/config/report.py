@@ -24,9 +24,11 @@ def subject(violation: Violation) -> str:
     """What is wrong: `key=value`, or the file."""
     if not violation.key:
         return violation.source
-    if violation.value is None or isinstance(violation.value, (dict, list)):
+    value = violation.value
+    nested = isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value)
+    if value is None or isinstance(value, dict) or nested:
         return violation.key
-    return f"{violation.key}={shown(violation.value)}"
+    return f"{violation.key}={shown(value)}"
 
 
 def shown(value: object) -> str:
@@ -35,4 +37,12 @@ def shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ",".join(shown(entry) for entry in value) + "]"
     return str(value)
+
+
+def override(key: str, value: object) -> str:
+    """The word that sets a key, ready to paste into a shell: to some, brackets are a pattern."""
+    word = f"{key}={shown(value)}"
+    return f"'{word}'" if isinstance(value, list) else word

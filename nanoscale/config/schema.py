@@ -91,8 +91,46 @@ class Parallel:
         1, "copies of the sharded model (HSDP); dp = dp_replicate · dp_shard", at_least=1
     )
     tp: int = key(1, "tensor-parallel degree", at_least=1)
-    pp: int = key(1, "pipeline stages", at_least=1)
+    pp: int = key(1, "pipeline-parallel degree; each rank has virtual_stages stages", at_least=1)
     cp: int = key(1, "context-parallel degree", at_least=1)
+    sequence_parallel: bool = key(
+        True, "with tp: also divide the sequence between the blocks (norms, residual stream)"
+    )
+    cp_method: Literal["ring", "ulysses"] = key(
+        "ring", "with cp: keys and values go round, or heads change places with the sequence"
+    )
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "looped-bfs",
+        "zero-bubble",
+        "zbv",
+        "dualpipev",
+    ] = key("1f1b", "with pp: the order of forward and backward passes; zero-bubble is interleaved")
+    virtual_stages: int | Literal["auto"] = key(
+        "auto",
+        "stages a pipeline rank: 1 with gpipe and 1f1b, 2 with zbv and dualpipev, any number with the "
+        "others; auto: 1 or 2",
+        at_least=1,
+    )
+    layers_per_stage: list[int] | None = key(
+        None, "blocks of every (virtual) stage, in order; null: divided by cost", at_least=1
+    )
+    activation_checkpointing: Literal["none", "full", "selective", "sqrt"] = key(
+        "none",
+        "recompute in the backward pass: nothing · blocks · all but matrix products · "
+        "in √layers groups of blocks",
+    )
+    checkpoint_every: int = key(
+        1, "activation_checkpointing=full: recompute every k-th block only", at_least=1
+    )
+    selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
+        "matmuls", "activation_checkpointing=selective: which products' results are kept"
+    )
+    offload_activations: bool = key(
+        False, "keep what the backward pass needs in host memory meanwhile"
+    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +138,22 @@ class Precision:
     """Which floating-point type each thing has."""
 
     params: Literal["fp32", "fp64"] = key("fp32", "master weights and optimizer states")
-    compute: Literal["fp32", "bf16", "fp64"] = key("fp32", "matrix products and activations")
-    reduce: Literal["fp32", "bf16", "fp64"] = key("fp32", "gradients on their way across ranks")
+    compute: Literal["fp32", "bf16", "fp16", "fp64"] = key(
+        "fp32", "matrix products and activations"
+    )
+    reduce: Literal["fp32", "bf16", "fp16", "fp64"] = key(
+        "fp32", "gradients on their way across ranks"
+    )
+    fp8: bool = key(
+        False, "products of the blocks' linear layers in 8 bits (torchao, H100 or newer)"
+    )
+    loss_scale: float = key(65536.0, "fp16: what the loss is multiplied with at first", at_least=1)
+    loss_scale_window: int = key(
+        2000,
+        "fp16: steps without an overflow after which the scale doubles",
+        unit="steps",
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -118,13 +170,18 @@ class Backend:
     """The engine that trains."""
 
     name: Literal["native"] = key("native", "native: PyTorch's own parts")
+    compile: Literal["auto", "on", "off"] = key(
+        "off", "torch.compile of every block; auto: on a GPU, where the layout admits it"
+    )
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """The update rule. Biases and normalisation weights are never decayed."""
 
-    name: Literal["adamw", "sgd"] = key("adamw", "adamw, or sgd with momentum")
+    name: Literal["adamw", "sgd", "adamw8bit"] = key(
+        "adamw", "adamw · sgd with momentum · adamw with 8-bit moments (torchao)"
+    )
     lr: float = key(3e-4, "peak learning rate", at_least=0)
     weight_decay: float = key(0.1, "decoupled for adamw, L2 for sgd", at_least=0)
     beta1: float = key(0.9, "adamw: decay of the first moment", at_least=0, at_most=1)
@@ -243,7 +300,11 @@ class Train:
         8, "samples an optimizer step", unit="samples", at_least=1, scaled="decimal"
     )
     micro_batch: int | Literal["auto"] = key(
-        "auto", "samples a rank a forward pass; auto: no accumulation", unit="samples", at_least=1
+        "auto",
+        "samples a rank a forward pass; auto: no accumulation, or with pp as many micro batches as keep "
+        "every stage busy",
+        unit="samples",
+        at_least=1,
     )
     seq_len: int = key(64, "tokens a sample", unit="tokens", at_least=1, scaled="binary")
     seed: int = key(0, "of the initial weights and of the order of samples", at_least=0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 
-CUTOFF = 0.65
+CUTOFF, SHORT_CUTOFF = 0.65, 0.75
+"""for words, and for those of at most three letters"""
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:
@@ -35,8 +36,13 @@ def _best(
 
 
 def _likeness(a: str, b: str) -> float:
-    """1 for the same word; a part of a longer word counts as rather like it."""
+    """1 for the same word; a part of a longer word counts as rather like it.
+
+    One or two letters are a part of everything, but `3` of `stage3` and of little else; and half of
+    a short word is soon found in another.
+    """
     a, b = a.lower(), b.lower()
-    part = 0.65 if a and a in b else 0.0
+    part = CUTOFF if (len(a) > 2 or a.isdigit()) and a in b else 0.0
     matcher = SequenceMatcher(None, a, b)
-    return max(part, matcher.ratio()) if matcher.quick_ratio() >= 0.6 else part
+    ratio = matcher.ratio() if matcher.quick_ratio() >= 0.6 else 0.0
+    return max(part, ratio if len(a) > 3 or ratio >= SHORT_CUTOFF else 0.0)

@@ -25,6 +25,9 @@ from nanoscale.config.report import shown
 from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.errors import Violation
 
+_FEW = 10
+"""as many options are listed, whatever is near"""
+
 
 @dataclass
 class Words:
@@ -112,7 +115,7 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
         options = library.options(group)
         near = nearest(shown(value), options)
         message = f"is no {group} that there is"
-        if not near:
+        if not near or len(options) <= _FEW:
             message += "; there are " + ", ".join(options)
         proposals = tuple(f"{group}={option}" for option in near)
         yield Violation(group, value, COMMAND_LINE, message, proposals)
@@ -170,6 +173,8 @@ def _sweep(override: Override, text: str) -> Violation:
     message = "is given several values, and one run takes one"
     raw = text.partition("=")[2]
     first = raw.partition(",")[0]
+    if key in reference.declared() and reference.declared()[key].takes_list:
+        return Violation(key, raw, COMMAND_LINE, "takes a list in brackets", (f"'{key}=[{raw}]'",))
     suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'") if "," in raw and "(" not in raw else ()
     return Violation(key, raw, COMMAND_LINE, message, suggestions)
 

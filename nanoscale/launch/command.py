@@ -7,12 +7,13 @@ import site
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import nanoscale
 from nanoscale.config.schema import Config
+from nanoscale.launch.mesh import Mesh, arrange
 from nanoscale.runs.directory import RunDirectory
 
 _TELLING = (
@@ -56,6 +57,7 @@ class LaunchPlan:
     """what is set for the agents, on top of what they inherit"""
     inherited: tuple[str, ...]
     """names of inherited variables that change how a job runs; their values are nobody's business"""
+    mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
         """launch.json."""
@@ -82,6 +84,7 @@ def plan_local(
         master_port=master_port,
         environment=_environment(config, host, attempt, os.environ),
         inherited=tuple(sorted(name for name in os.environ if name.startswith(_TELLING))),
+        mesh=arrange([(host, here.ranks)], config.parallel),
     )
 
 

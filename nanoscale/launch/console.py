@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from nanoscale.launch import mesh
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.runs import events, metrics
 from nanoscale.runs.directory import RunDirectory
@@ -47,6 +48,8 @@ class LiveView:
         hosts = ", ".join(host.host for host in self._plan.hosts)
         ranks = f"{self._plan.world_size} rank{'s' if self._plan.world_size > 1 else ''}"
         self._screen.line(f"starting {ranks} on {hosts}")
+        for line in mesh.lines(self._plan.mesh):
+            self._screen.line(line)
         self._screen.line(f"logs in {self._run.attempt_logs(self._plan.attempt)}")
         return self
 
@@ -127,9 +130,16 @@ def figures(record: Object) -> dict[str, str]:
         shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
     shown["memory"] = f"{record['memory_gib']:.2f} GiB"
     shown["step time"] = seconds(record["step_time_s"])
+    if record.get("loss_scale") is not None:
+        shown["loss scale"] = f"{record['loss_scale']:g}"
+        shown["skipped"] = _steps(record.get("skipped_steps") or 0)
     if record.get("eval_loss") is not None:
         shown["eval loss"] = f"{record['eval_loss']:.4f}"
     return shown
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def number(value: float | None, form: str) -> str:

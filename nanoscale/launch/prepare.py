@@ -156,6 +156,6 @@ def _version(package: str) -> str | None:
 
 def _plain(setting: Any) -> dict[str, Any]:
     entry = asdict(setting)
-    if not isinstance(entry["value"], (str, int, float, bool, type(None))):
+    if not isinstance(entry["value"], (str, int, float, bool, list, type(None))):
         entry["value"] = str(entry["value"])
     return entry

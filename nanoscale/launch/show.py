@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.config.derive import Derived
-from nanoscale.config.schema import Parallel
+from nanoscale.config.schema import Config
+from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
-from nanoscale.launch.layout import coordinates
 from nanoscale.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _MOST_RANKS = 64
 
 
 def document(
-    plan: LaunchPlan, derived: Derived, parameters: int, run: RunDirectory
+    plan: LaunchPlan, config: Config, derived: Derived, parameters: int, run: RunDirectory
 ) -> dict[str, Any]:
     """`train --dry-run --json`."""
     return {
@@ -37,6 +37,8 @@ def document(
         "master_addr": plan.master_addr,
         "master_port": plan.master_port,
         "environment": plan.environment,
+        "mesh": asdict(plan.mesh),
+        "settings": settings(config),
         "derived": derived_values(derived, parameters),
         "run_dir": str(run.path),
     }
@@ -49,10 +51,77 @@ def derived_values(derived: Derived, parameters: int) -> dict[str, int]:
     return {**values, "parameters": parameters}
 
 
+def settings(config: Config) -> dict[str, str]:
+    """What a reader wants to know of the configuration before anything else, in words."""
+    layout, launcher = config.parallel, config.launcher
+    words = {
+        "device": "cuda"
+        if launcher.device == "cuda"
+        else f"cpu, {launcher.threads} thread{'s' if launcher.threads != 1 else ''} a rank",
+        "data": _data(config),
+        "precision": _precision(config),
+        "zero": _zero(config),
+        "compile": config.backend.compile,
+    }
+    if layout.pp > 1:
+        assert isinstance(layout.virtual_stages, int)
+        stages = layout.pp * layout.virtual_stages
+        blocks = stage_layers(config.model, stages, layout.layers_per_stage)
+        words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
+    if layout.dp_replicate > 1:
+        assert isinstance(layout.dp, int)
+        shards = layout.dp // layout.dp_replicate * layout.cp
+        words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
+    if layout.cp > 1:
+        words["context"] = layout.cp_method
+    if layout.activation_checkpointing != "none":
+        words["recomputed"] = layout.activation_checkpointing
+    return words
+
+
+def _data(config: Config) -> str:
+    data = config.data
+    source = f"megatron {data.path}" if data.source == "megatron" else data.source
+    return f"{source}, tokens by {data.tokenizer}"
+
+
+def _precision(config: Config) -> str:
+    precision = config.precision
+    words = [
+        f"weights {precision.params}",
+        f"products {precision.compute}",
+        f"gradient sums {precision.reduce}",
+    ]
+    if precision.fp8:
+        words.append("linear layers of the blocks fp8")
+    if precision.compute == "fp16":
+        words.append(f"loss scale {precision.loss_scale:g} at first")
+    return ", ".join(words)
+
+
+def _zero(config: Config) -> str:
+    """What the native backend makes of the stage."""
+    stage, pipeline = config.zero.stage, config.parallel.pp > 1
+    kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
+    how = "" if stage == 0 else " (FSDP2)"
+    if stage == 2 and not pipeline:
+        how = " (FSDP2, not resharded after forward)"
+    if stage == 3 and not pipeline:
+        how = " (FSDP2, resharded after forward)"
+    if stage > 1 and pipeline:
+        how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
+    return f"stage {stage}: {kept} sharded{how}"
+
+
+def _several(numbers: list[int]) -> str:
+    """`2` where all are the same, else all of them."""
+    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
+
+
 def print_plan(
     console: Console,
     plan: LaunchPlan,
-    parallel: Parallel,
+    config: Config,
     derived: Derived,
     parameters: int,
     run: RunDirectory,
@@ -73,16 +142,16 @@ def print_plan(
     values.add_row("run directory", str(run.path))
     for name, unit in units.items():
         values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
+    values.add_row("mesh", str(plan.mesh))
+    for name, text in settings(config).items():
+        values.add_row(name, text)
     console.print(values)
 
     ranks = Table("rank", "host", "local rank", "pp", "dp", "cp", "tp")
     ranks.title, ranks.title_justify = "ranks", "left"
-    places = [
-        (rank, host.host, local) for host in plan.hosts for local, rank in enumerate(host.ranks)
-    ]
-    for rank, host, local in places[:_MOST_RANKS]:
-        at = coordinates(rank, parallel)
-        ranks.add_row(*map(str, (rank, host, local, at.pp, at.dp, at.cp, at.tp)))
+    places = plan.mesh.ranks
+    for place in places[:_MOST_RANKS]:
+        ranks.add_row(*map(str, astuple(place)))
     console.print(ranks)
     if len(places) > _MOST_RANKS:
         console.print(f"… and {len(places) - _MOST_RANKS} more ranks; --json lists all of them")

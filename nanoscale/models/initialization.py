@@ -12,7 +12,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from nanoscale.config.schema import Model
 
@@ -26,12 +27,24 @@ def initialise(model: nn.Module, shape: Model, seed: int) -> None:
         device = parameter.device
         whole = draw(name, torch.Size(parameter.shape), shape, seed, device).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            shard = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-            parameter.to_local().copy_(shard.to_local())
+            parameter.to_local().copy_(own_shard(whole, parameter))
         else:
             parameter.copy_(whole)
+
+
+def own_shard(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `like` is, without asking any other rank.
+
+    The axes of a mesh cut from the last to the first: tensor parallelism first, then FSDP what it has left.
+    """
+    part = whole
+    for axis in reversed(range(like.device_mesh.ndim)):
+        placement = like.placements[axis]
+        if isinstance(placement, Shard | _StridedShard):
+            rank, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
+            chunks = part.chunk(size, placement.dim)
+            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
 
 
 def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from outside, by parameter and module name.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +15,80 @@ from torch.nn import functional as F
 
 from nanoscale.config.schema import Model, RopeScaling
 
+Rotation = tuple[Tensor, Tensor] | None
+"""cosine and sine `[seq, head_dim / 2]` of every position's angles; None where positions are learned"""
+RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation], Tensor]
+
 
 class Transformer(nn.Module):
-    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
+    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]`, or one stage of that way.
 
-    def __init__(self, shape: Model) -> None:
+    A stage takes and gives the residual stream `[batch, seq, hidden]` where the embedding or the head is not
+    among its parts.
+    """
+
+    def __init__(self, shape: Model, layers: Sequence[int] | None = None) -> None:
+        """`layers`: the numbers of the stage's blocks, neighbours of each other; None: all of them."""
         super().__init__()
+        numbers = range(shape.layers) if layers is None else layers
         self.shape = shape
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        if shape.position == "learned":
+        self.first = numbers[0] == 0
+        self.last = numbers[-1] == shape.layers - 1
+        self.sequence_shards = 1
+        """ranks that share the residual stream's sequence between the blocks"""
+        self.place: Callable[[int, torch.device], Tensor] = whole_sequence
+        """the positions `[seq]` that the tokens of this rank's sequence have"""
+        self.run_layers: RunLayers = run_layers
+        if self.first:
+            self.embed = nn.Embedding(shape.vocab, shape.hidden)
+        if self.first and shape.position == "learned":
             self.positions = nn.Embedding(shape.max_seq_len, shape.hidden)
         # Keyed by layer number, so that a pipeline stage keeps the names of the whole model.
-        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.layers)})
-        self.norm = make_norm(shape)
-        if not shape.tie_embeddings:
-            self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in numbers})
+        if self.last:
+            self.norm = make_norm(shape)
+            self.head = (
+                TiedHead()
+                if shape.tie_embeddings
+                else nn.Linear(shape.hidden, shape.vocab, bias=False)
+            )
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embed(tokens)
-        position = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, inputs: Tensor) -> Tensor:
+        seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
+        position = self.place(seq, inputs.device)
+        hidden = self._embed(inputs, position) if self.first else inputs
         rotation = None
         if self.shape.position == "rope":
-            rotation = rope_rotation(self.shape, position, self.embed.weight.dtype)
-        else:
-            hidden = hidden + self.positions(position)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rotation)
+            rotation = rope_rotation(self.shape, position, hidden.dtype)
+        hidden = self.run_layers(self.layers, hidden, rotation)
+        return self._logits(hidden) if self.last else hidden
+
+    def _embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        return hidden + self.positions(position) if self.shape.position == "learned" else hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         hidden = self.norm(hidden)
         if self.shape.tie_embeddings:
-            return F.linear(hidden, self.embed.weight)
+            return self.head(hidden, self.embed.weight)
         return self.head(hidden)
+
+
+def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation) -> Tensor:
+    for layer in layers.values():
+        hidden = layer(hidden, rotation)
+    return hidden
+
+
+def whole_sequence(seq: int, device: torch.device) -> Tensor:
+    return torch.arange(seq, device=device)
+
+
+class TiedHead(nn.Module):
+    """Logits from the embedding's weights."""
+
+    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(hidden, weight)
 
 
 class Block(nn.Module):
@@ -56,7 +101,7 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(shape)
         self.mlp = SwiGLU(shape) if shape.mlp == "swiglu" else GeluMLP(shape)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -71,9 +116,10 @@ class Attention(nn.Module):
         self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=shape.bias)
         self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
         self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
+        self.core: nn.Module = CausalAttention()
         self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         batch, seq, _ = hidden.shape
         # [batch, seq, heads · head_dim] -> [batch, heads, seq, head_dim]
         q, k, v = (
@@ -82,9 +128,16 @@ class Attention(nn.Module):
         )
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        grouped = q.shape[1] != k.shape[1]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        mixed = self.core(q, k, v)
         return self.wo(mixed.transpose(1, 2).reshape(batch, seq, -1))
+
+
+class CausalAttention(nn.Module):
+    """`[batch, heads, seq, head_dim]` from queries, and keys and values with as many or fewer heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class SwiGLU(nn.Module):

@@ -1,47 +1,55 @@
-"""Data parallelism: what each ZeRO stage shards, and when it communicates.
+"""Data parallelism: what each ZeRO stage shards, and when it communicates. All of them are FSDP2.
 
-| stage | mechanism | parameters are whole | gradients are reduced |
-|---|---|---|---|
-| 0 | DDP | always | once a step |
-| 1 | FSDP2 | from the first forward to the last backward of a step | once a step |
-| 2 | FSDP2 | as 1 | scattered after every micro batch |
-| 3 | FSDP2 | inside a block's forward and backward only | scattered after every micro batch |
+| stage | parameters are whole | gradients are reduced |
+|---|---|---|
+| 0 | always; every rank holds a copy | once a step |
+| 1 | from the first forward to the last backward of a step | once a step |
+| 2 | as 1 | scattered after every micro batch |
+| 3 | inside a block's forward and backward only | scattered after every micro batch |
 
-Between steps FSDP2 keeps every stage's parameters sharded, so stages 1 and 2 need less than ZeRO's definition
-(Rajbhandari et al. 2020, arXiv:1910.02054) allows. Across `dp_replicate` (HSDP) gradients are all-reduced once
-a step in every stage.
+Stage 0 is a sharding over groups of one rank: DDP's communication, by the means of the other stages, which
+work with every other axis. Between steps stages 1 and 2 keep their parameters sharded, so that they need
+less than ZeRO's definition (Rajbhandari et al. 2020, arXiv:1910.02054) allows. In a pipeline every stage's
+parameters stay whole for the step and gradients travel once, at its end: micro batches of several stages
+alternate there, and each would gather and scatter everything again. Across `dp_replicate` (HSDP) gradients
+are all-reduced once a step in every stage.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from nanoscale.config.schema import Config, Precision
 from nanoscale.models.transformer import Transformer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
-def shard(model: Transformer, config: Config, mesh: DeviceMesh | None) -> None:
-    """Shard the parameters of a model on the meta device in place, as the ZeRO stage says."""
-    if mesh is None or config.zero.stage == 0:
-        return
-    sharded = mesh if config.parallel.dp_replicate > 1 else mesh["dp_shard"]
+def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
+    """Shard the parameters of a stage on the meta device in place over all of `mesh`."""
+    # A block divided by tp gives a view of a DTensor's data; nothing in our models writes into it.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
-        "mesh": sharded,
+        "mesh": mesh,
         "mp_policy": mixed_precision(config.precision),
-        "reshard_after_forward": config.zero.stage == 3,
+        "reshard_after_forward": config.zero.stage == 3 and config.parallel.pp == 1,
     }
     for layer in model.layers.values():
         fully_shard(layer, **options)
-    if not model.shape.tie_embeddings:
+    if model.first and not model.shape.tie_embeddings:
         fully_shard(model.embed, **options)
+    if model.last and not model.shape.tie_embeddings:
         # The backward begins with these two: gathering them again at once would be wasted.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
@@ -56,19 +64,9 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
     )
 
 
-def replicate(model: Transformer, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Wrap a replicated model in DDP. Equal initial weights are the initialisation's promise."""
-    group = mesh["dp_shard"].get_group()
-    return DistributedDataParallel(
-        model, process_group=group, init_sync=False, gradient_as_bucket_view=True
-    )
-
-
 def begin_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
     """Say before a forward whether its backward ends the step, so that nothing is sent in vain."""
-    if isinstance(model, DistributedDataParallel):
-        model.require_backward_grad_sync = last
-    elif isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or stage > 1)
         model.set_requires_all_reduce(last)

@@ -69,8 +69,10 @@ def restore(context: RankContext, engine: NativeEngine, data: Dataset) -> Progre
         store.clean_up(folder)
     if not ranks.from_first(store.list_checkpoints(folder)):
         return Progress()  # before any optimizer state is made
-    loaded = sharded.load_newest(folder, engine.empty_state())
+    state = engine.empty_state()
+    loaded = sharded.load_newest(folder, state)
     assert loaded is not None, "an unreadable one raises"
+    engine.take(state)
     for sentence in loaded.damaged:
         note("fallback", f"{sentence}; it was set aside, going on from the one before")
     if loaded.manifest["data"] != data.fingerprint:

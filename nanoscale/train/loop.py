@@ -79,7 +79,7 @@ class Training:
         micro_batches = self.data.train.micro_batches(
             self.progress.consumed_samples,
             self.sizes.global_batch,
-            self.rank,
+            self.engine.dp_rank,
             self.sizes.dp,
             self.sizes.micro_batch,
         )
@@ -108,6 +108,7 @@ class Training:
             "lr": self.learning_rate(self.progress.step),
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
             **self.meter.read(self.sizes.tokens_per_step),
+            **self.engine.figures(),
             "memory_gib": everyone[:, 1].max().item(),
             "time": time.time(),
         }
@@ -115,14 +116,20 @@ class Training:
             record["eval_loss"] = self.evaluate()
         for sink in self.sinks:
             sink.write(record)
-        require_finite(record["step"], loss=record["loss"], grad_norm=record["grad_norm"])
+        require_finite(record["step"], loss=record["loss"])
+        self.require_finite_gradients(result)
+
+    def require_finite_gradients(self, result: StepResult) -> None:
+        """Raise a NonFiniteError, unless the loss scale has seen to it and the step was not taken."""
+        if not result.skipped or self.engine.scale_is_exhausted:
+            require_finite(self.progress.step, grad_norm=result.grad_norm.item())
 
     def evaluate(self) -> float:
         """The mean loss of the validation samples."""
         assert self.data.valid is not None, "the rules refuse train.eval_every without a split"
         batches = self.data.valid.valid_batches(
             self.config.train.eval_samples,
-            self.rank,
+            self.engine.dp_rank,
             self.sizes.dp,
             self.sizes.micro_batch,
         )
@@ -145,7 +152,7 @@ class Training:
         """
         if self.last is None or self.saved_step == self.progress.step:
             return
-        require_finite(self.progress.step, grad_norm=self.last.grad_norm.item())
+        self.require_finite_gradients(self.last)
         for sink in self.sinks:
             sink.flush()
         began = time.perf_counter()

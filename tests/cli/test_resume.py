@@ -58,6 +58,33 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
     assert "zero" not in said and "optimizer" not in said
 
 
+def test_every_layout_is_open_to_a_run_with_checkpoints(run, capsys):
+    run.checkpoint(5).mkdir(parents=True)
+    for words in (
+        ["parallel=4d"],
+        ["parallel.tp=4", "parallel.sequence_parallel=false"],
+        ["parallel.pp=4", "parallel.layers_per_stage=[1,2,2,3]"],
+        ["parallel.pp=2", "parallel.schedule=zbv", "train.micro_batch=1"],
+        ["parallel.cp=2", "parallel.cp_method=ulysses", "zero=stage3"],
+        ["parallel.activation_checkpointing=sqrt", "precision=bf16", "backend.compile=on"],
+    ):
+        assert nanoscale(["resume", "x", *words, "--dry-run"]) == 0, words
+    said = capsys.readouterr().err
+    assert "parallel.tp: 1 → 2" in said and "parallel.schedule: 1f1b → zbv" in said
+    assert "parallel.layers_per_stage: null → [1,2,2,3]" in said
+    assert "parallel.virtual_stages: 1 → 2" in said
+
+
+def test_another_optimizer_is_another_run(run, capsys, monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    words = ["resume", "x", "optimizer.name=adamw8bit", "--dry-run"]
+    assert nanoscale(words) == 0
+    run.checkpoint(5).mkdir(parents=True)
+    capsys.readouterr()
+    assert nanoscale(words) == 2
+    assert "optimizer.name=adamw8bit: cannot be changed by resume" in capsys.readouterr().err
+
+
 def test_an_unknown_run_and_a_wrong_key(run, capsys):
     assert nanoscale(["resume", "xx"]) == 2
     assert "x" in capsys.readouterr().err

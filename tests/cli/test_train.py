@@ -135,9 +135,31 @@ def test_a_dry_run_shows_all_and_writes_nothing(folder, capsys):
     assert document["run_dir"] == str(folder / "runs" / "x")
     assert nanoscale(["train", *words(folder, *layout), "--dry-run"]) == 0
     text = capsys.readouterr().out
+    assert "dp 4" in text and "stage 0: nothing is sharded" in text
     assert "OMP_NUM_THREADS=1" in text and "-m nanoscale.agent" in text
     assert str(folder / "runs" / "x") in text
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_dry_run_shows_the_mesh_and_what_matters(folder, capsys):
+    more = ["parallel=4d", "parallel.schedule=zbv", "parallel.dp_replicate=2", "zero=stage3"]
+    asked = ["train", *words(folder, *more, "precision=fp16", "run.name=x"), "--dry-run"]
+    assert nanoscale([*asked, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["world_size"] == 16
+    assert document["mesh"]["axes"] == {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
+    place = document["mesh"]["ranks"][11]
+    assert [place[axis] for axis in ("rank", "pp", "dp", "cp", "tp")] == [11, 1, 0, 1, 1]
+    settings = document["settings"]
+    assert settings["data"] == f"megatron {folder / 'tokens'}, tokens by byte"
+    assert settings["device"] == "cpu, 1 thread a rank"
+    assert "products fp16" in settings["precision"] and "65536" in settings["precision"]
+    assert "stage 3" in settings["zero"]
+    assert settings["pipeline"] == "zbv, 4 stages of 2 blocks"
+    assert settings["copies"] == "2, each sharded over 2 ranks"
+    assert nanoscale(asked) == 0
+    text = capsys.readouterr().out
+    assert "pp 2 × dp 2 × cp 2 × tp 2" in text and "zbv, 4 stages of 2 blocks" in text
 
 
 def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
@@ -164,6 +186,10 @@ def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
         (["recipe=debugg"], "debug"),
         (["train.stepz=3"], "train.steps"),
         (["parallel.tp=3"], "parallel.tp"),
+        (
+            ["parallel.pp=3", "parallel.layers_per_stage=[3,3]"],
+            "'parallel.layers_per_stage=[3,3,2]'",
+        ),
         (["train.global_batch=7", "parallel.dp=2"], "train.global_batch"),
         (["data.path=nowhere"], "data.path"),
     ],

@@ -188,7 +188,9 @@ def test_everything_wrong_in_all_files_and_words_comes_at_once():
         "_target_: os.system\n"
         "data:\n"
         "  path: ${oc.env:HOME}\n"
-        "  cache_dir: [a]\n",
+        "  cache_dir: [a]\n"
+        "parallel:\n"
+        "  layers_per_stage: [a, 3]\n",
     )
     found = violations("recipe=mine", "optimizer.lrr=1")
     assert set(found) == {
@@ -204,10 +206,21 @@ def test_everything_wrong_in_all_files_and_words_comes_at_once():
         ("_target_", "recipes/mine.yaml:14"),
         ("data.path", "recipes/mine.yaml:16"),
         ("data.cache_dir", "recipes/mine.yaml:17"),
+        ("parallel.layers_per_stage", "recipes/mine.yaml:19"),
         ("train.stepz", "recipes/base.yaml:2"),
         ("train.micro_batch", "recipes/base.yaml:3"),
     }
-    assert len(found) == 14
+    assert len(found) == 15
+
+
+def test_a_list_replaces_another():
+    write("recipes/mine.yaml", "parallel:\n  pp: 2\n  layers_per_stage: [2, 6]\n")
+    assert compose(["recipe=mine"]).config.parallel.layers_per_stage == [2, 6]
+    composed = compose(["recipe=mine", "parallel.layers_per_stage=[4,4]"])
+    assert writers(composed, "parallel.layers_per_stage")[-2:] == [
+        ([2, 6], "recipes/mine.yaml:3"),
+        ([4, 4], "command line"),
+    ]
 
 
 def test_a_bad_value_below_a_good_one_does_not_matter():

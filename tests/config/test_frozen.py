@@ -108,6 +108,46 @@ def test_another_model_brings_its_own_heads(file):
     assert check(compose(["model.heads=4"], config_file=file), CPU).model.kv_heads == 4
 
 
+def test_lists_are_read_as_they_were_written(file):
+    words = ["recipe=debug", "parallel=interleaved", "parallel.layers_per_stage=[1,2,2,3]"]
+    config = freeze(file, *words)
+    assert config.parallel.layers_per_stage == [1, 2, 2, 3]
+    assert frozen.load(file) == config
+    assert compose([], config_file=file).config == config
+    file.write_text("parallel:\n  layers_per_stage: [1, 0]\n")
+    with pytest.raises(UserError) as caught:
+        frozen.load(file)
+    (wrong,) = caught.value.violations
+    assert (wrong.key, wrong.source) == ("parallel.layers_per_stage", f"{file}:2")
+
+
+def test_a_pipeline_is_taken_up_in_every_other_layout(file):
+    frozen_ones = ["parallel=interleaved", "parallel=4d", "parallel=dp", "parallel=ulysses"]
+    others = [
+        ["parallel=dp"],
+        ["parallel=tp"],
+        ["parallel=cp"],
+        ["parallel=4d"],
+        ["parallel.pp=2", "parallel.schedule=zbv"],
+        ["parallel.pp=2", "parallel.schedule=gpipe", "parallel.dp=1"],
+    ]
+    for layout in frozen_ones:
+        freeze(file, "recipe=debug", layout)
+        for words in others:
+            resumed = check(compose(words, config_file=file), CPU).parallel
+            one_stage = resumed.schedule in ("1f1b", "gpipe")
+            assert resumed.virtual_stages == (1 if one_stage else 2), (layout, words)
+
+
+def test_what_was_compiled_on_a_gpu_is_not_on_a_cpu(file):
+    gpus = Devices("cuda", 4, ("H100",) * 4)
+    assert (
+        freeze(file, "recipe=debug", "backend.compile=auto", devices=gpus).backend.compile == "on"
+    )
+    again = check(compose(["launcher.device=cpu"], config_file=file), gpus)
+    assert again.backend.compile == "off"
+
+
 def test_unrelated_changes_reopen_nothing(file):
     freeze(file, "recipe=debug", devices=Devices("cuda", 4, ("H100",) * 4))
     resumed = check(

@@ -30,11 +30,14 @@ NEEDS = {
     ("parallel", "hsdp"): ["zero=stage3"],
 }
 """what an option only makes sense together with"""
+ON = {("precision", "fp8"): GPUS}
+"""what an option needs, where that is more than a CPU"""
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
 
 
 def leaves(values: dict, prefix: str = "") -> dict[str, object]:
@@ -77,7 +80,7 @@ def test_every_option_is_legal_and_complete(group, option):
             Path(f"corpus{end}").touch()
         words.append("data.path=corpus")
     composed = compose(words)
-    check(composed, CPU)
+    check(composed, ON.get((group, option), CPU))
     folder, _ = packaged()
     keys = [key for key in composed.history if key.startswith(f"{group}.")]
     by_hand = {word.partition("=")[0] for word in words}
@@ -111,6 +114,7 @@ def test_the_debug_recipe_is_what_other_tests_count_on():
     config = compose(["recipe=debug"]).config
     model = config.model
     assert (model.layers, model.heads, model.kv_heads, config.train.seq_len) == (8, 8, 4, 64)
+    assert (model.vocab, model.ffn, config.train.global_batch) == (320, 128, 8)
     assert (config.data.source, config.data.tokenizer) == ("stdlib", "byte")
     assert config.logger.tensorboard == "off"
 

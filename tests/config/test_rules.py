@@ -21,6 +21,12 @@ from nanoscale.errors import UserError, Violation
 CPU = Devices("cpu", 2)
 
 
+@pytest.fixture(autouse=True)
+def _torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every extra were installed."""
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+
+
 def gpus(count: int) -> Devices:
     return Devices("cuda", count, ("NVIDIA H100",) * count)
 
@@ -84,10 +90,71 @@ LAWS = [
     (["parallel.dp=8"], gpus(4), "parallel.dp"),
     (["launcher.devices=8"], gpus(4), "launcher.devices"),
     (["launcher.device=cuda"], CPU, "launcher.device"),
-    (["parallel.tp=2"], CPU, "parallel.tp"),
-    (["parallel.pp=2"], CPU, "parallel.pp"),
-    (["parallel.cp=2"], gpus(4), "parallel.cp"),
-    (["parallel.tp=2", "parallel.dp=4"], CPU, "parallel.tp"),
+    (["parallel.cp=8"], gpus(4), "parallel.cp"),
+    (["parallel.tp=4", "parallel.cp=4", "launcher.devices=8"], gpus(8), "parallel.tp"),
+    (["parallel.pp=8", "parallel.schedule=gpipe"], gpus(4), "parallel.pp"),
+    (["parallel.tp=3"], CPU, "parallel.tp"),
+    (["parallel.tp=8"], CPU, "parallel.tp"),
+    (["parallel.tp=3", "parallel.sequence_parallel=false"], CPU, "parallel.tp"),
+    (["parallel.tp=2", "model.vocab=257"], CPU, "model.vocab"),
+    (["parallel.tp=4", "model.position=learned", "model.max_seq_len=66"], CPU, "model.max_seq_len"),
+    (["parallel.sequence_parallel=false"], CPU, "parallel.sequence_parallel"),
+    (["parallel.cp_method=ulysses"], CPU, "parallel.cp_method"),
+    (["parallel.cp=2", "train.seq_len=62"], CPU, "train.seq_len"),
+    (["parallel.cp=2", "parallel.cp_method=ulysses", "train.seq_len=63"], CPU, "train.seq_len"),
+    (["parallel.tp=4", "train.seq_len=62"], CPU, "train.seq_len"),
+    (["parallel.tp=4", "parallel.cp=2", "train.seq_len=60"], CPU, "train.seq_len"),
+    (["parallel.cp=2", "train.seq_len=510", "parallel.tp=4"], CPU, "train.seq_len"),
+    (["parallel.cp=32", "train.seq_len=62", "model.max_seq_len=62"], CPU, "train.seq_len"),
+    (["parallel.cp=8", "parallel.cp_method=ulysses"], CPU, "parallel.cp"),
+    (["parallel.cp=4", "parallel.tp=4", "parallel.cp_method=ulysses"], CPU, "parallel.cp"),
+    (["parallel.schedule=gpipe"], CPU, "parallel.schedule"),
+    (["parallel.virtual_stages=2"], CPU, "parallel.virtual_stages"),
+    (["parallel.layers_per_stage=[8]"], CPU, "parallel.layers_per_stage"),
+    (["parallel.pp=2", "parallel.virtual_stages=2"], CPU, "parallel.virtual_stages"),
+    (["parallel=interleaved", "parallel.schedule=zbv", "parallel.virtual_stages=3"], CPU,
+     "parallel.virtual_stages"),
+    (["parallel.pp=16", "train.global_batch=16"], CPU, "parallel.pp"),
+    (["parallel.pp=2", "parallel.schedule=looped-bfs", "parallel.virtual_stages=5"], CPU, "parallel.pp"),
+    (["parallel.pp=8", "parallel.schedule=zbv"], CPU, "parallel.pp"),
+    (["parallel.pp=2", "parallel.layers_per_stage=[3,3,2]"], CPU, "parallel.layers_per_stage"),
+    (["parallel=interleaved", "parallel.layers_per_stage=[2,2,2,1]"], CPU, "parallel.layers_per_stage"),
+    (["parallel.pp=2", "model.tie_embeddings=true"], CPU, "model.tie_embeddings"),
+    (["parallel=interleaved", "model.tie_embeddings=true"], CPU, "model.tie_embeddings"),
+    (["parallel.pp=4", "train.micro_batch=4"], CPU, "train.micro_batch"),
+    (["parallel.pp=4", "parallel.dp=4"], CPU, "train.global_batch"),
+    (["parallel.pp=4", "parallel.schedule=dualpipev", "train.global_batch=6"], CPU,
+     "train.global_batch"),
+    (["parallel.pp=2", "parallel.dp=3"], CPU, "train.global_batch"),
+    (["parallel=interleaved", "train.micro_batch=1", "train.global_batch=7"], CPU,
+     "train.micro_batch"),
+    (["parallel.pp=4", "parallel.schedule=zero-bubble", "train.micro_batch=2",
+      "train.global_batch=18"], CPU, "train.micro_batch"),
+    (["parallel.pp=2", "parallel.schedule=dualpipev", "train.micro_batch=4"], CPU,
+     "train.micro_batch"),
+    (["parallel.checkpoint_every=2"], CPU, "parallel.checkpoint_every"),
+    (["parallel.activation_checkpointing=full", "parallel.checkpoint_every=9"], CPU,
+     "parallel.checkpoint_every"),
+    (["parallel.selective_keep=attention"], CPU, "parallel.selective_keep"),
+    (["parallel=interleaved", "parallel.schedule=zbv", "parallel.activation_checkpointing=selective",
+      "parallel.selective_keep=attention"], CPU, "parallel.activation_checkpointing"),
+    (["parallel=interleaved", "parallel.schedule=zero-bubble", "backend.compile=on"], CPU,
+     "backend.compile"),
+    (["parallel.offload_activations=true", "backend.compile=on"], CPU, "backend.compile"),
+    (["precision.reduce=fp16"], CPU, "precision.reduce"),
+    (["precision=fp16", "precision.reduce=bf16"], CPU, "precision.reduce"),
+    (["precision.compute=fp16", "precision.params=fp64", "precision.reduce=fp64"], CPU,
+     "precision.compute"),
+    (["precision.loss_scale=2"], CPU, "precision.loss_scale"),
+    (["precision=bf16", "precision.loss_scale_window=2"], CPU, "precision.loss_scale_window"),
+    (["precision=fp8"], CPU, "precision.fp8"),
+    (["precision=fp8"], Devices("cuda", 1, ("NVIDIA A100-SXM4-80GB",)), "precision.fp8"),
+    (["precision=fp8", "launcher.device=cpu"], gpus(1), "precision.fp8"),
+    (["precision.fp8=true"], gpus(1), "precision.fp8"),
+    (["precision=fp8", "parallel.tp=2"], gpus(2), "precision.fp8"),
+    (["precision=fp8", "model.ffn=100"], gpus(1), "precision.fp8"),
+    (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
+    (["optimizer=adamw8bit", "optimizer.momentum=0.5"], CPU, "optimizer.momentum"),
     (["parallel.dp=4", "parallel.dp_replicate=3", "zero=stage3"], CPU, "parallel.dp_replicate"),
     (["parallel.dp=4", "parallel.dp_replicate=2"], CPU, "parallel.dp_replicate"),
     (["model.kv_heads=3"], CPU, "model.kv_heads"),
@@ -106,7 +173,6 @@ LAWS = [
     (["precision=fp64", "precision.reduce=fp32"], CPU, "precision.reduce"),
     (["precision.reduce=fp64"], CPU, "precision.reduce"),
     (["precision.reduce=bf16"], CPU, "precision.reduce"),
-    (["precision=bf16", "precision.reduce=bf16", "zero.stage=0"], CPU, "precision.reduce"),
     (["optimizer=sgd", "optimizer.beta2=0.9"], CPU, "optimizer.beta2"),
     (["optimizer.momentum=0.5"], CPU, "optimizer.momentum"),
     (["optimizer.beta1=1"], CPU, "optimizer.beta1"),
@@ -126,7 +192,9 @@ LAWS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "on", "key"), LAWS, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("words", "on", "key"), LAWS, ids=[" ".join(words)[:80] for words, _, _ in LAWS]
+)
 def test_a_law_names_what_breaks_it_and_suggests_what_keeps_it(words, on, key):
     (violation,) = violations(*words, on=on)
     assert violation.key == key
@@ -137,6 +205,47 @@ def test_a_law_names_what_breaks_it_and_suggests_what_keeps_it(words, on, key):
     for suggestion in violation.suggestions:
         if suggestion not in ("recipe=tiny", "data=megatron"):  # these bring laws of their own
             checked(*words, *shlex.split(suggestion), on=on)
+
+
+BAD_LAYOUTS = [
+    # several things are wrong at once, so that a suggestion need not make the whole legal
+    (["parallel.tp=3", "parallel.pp=3", "parallel.cp=3", "parallel.dp=3"], CPU),
+    (["parallel.tp=16", "parallel.cp=16", "parallel.cp_method=ulysses", "train.seq_len=100"], CPU),
+    (["parallel.tp=8", "parallel.pp=16", "parallel.virtual_stages=3"], gpus(8)),
+    (["parallel.pp=3", "parallel.schedule=dualpipev", "train.micro_batch=2", "backend.compile=on",
+      "parallel.activation_checkpointing=sqrt", "model.tie_embeddings=true",
+      "parallel.layers_per_stage=[1,2,3]"], CPU),
+    (["parallel.pp=5", "parallel.schedule=interleaved-1f1b", "train.micro_batch=1",
+      "train.global_batch=21", "parallel.layers_per_stage=[4,4]"], CPU),
+    (["parallel.schedule=zbv", "parallel.virtual_stages=4", "parallel.cp_method=ulysses",
+      "parallel.layers_per_stage=[9]", "parallel.sequence_parallel=false",
+      "parallel.checkpoint_every=3", "parallel.selective_keep=attention",
+      "precision.loss_scale=8"], CPU),
+    (["parallel.dp=4", "parallel.tp=4", "parallel.pp=4", "launcher.devices=8"], gpus(8)),
+    (["parallel.tp=6", "parallel.cp=4", "launcher.devices=8"], gpus(8)),
+    (["model.heads=12", "model.kv_heads=6", "model.head_dim=8", "parallel.tp=4", "parallel.cp=4",
+      "parallel.cp_method=ulysses", "train.seq_len=33", "model.position=learned",
+      "model.max_seq_len=66", "model.vocab=50257"], CPU),
+    (["precision=fp8", "precision.compute=fp32", "parallel.tp=2", "optimizer=adamw8bit",
+      "optimizer.momentum=0.3", "precision.reduce=fp16", "parallel.offload_activations=true",
+      "backend.compile=on"], CPU),
+    (["parallel.pp=2", "parallel.schedule=zero-bubble", "parallel.virtual_stages=7",
+      "train.global_batch=9", "parallel.dp=2"], gpus(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "on"), BAD_LAYOUTS, ids=range(len(BAD_LAYOUTS)))
+def test_every_suggestion_mends_what_it_is_for(words, on):
+    found = violations(*words, on=on)
+    assert len(found) > 1
+    for each in found:
+        assert each.suggestions, each
+        for suggestion in each.suggestions:
+            try:
+                checked(*words, *shlex.split(suggestion), on=on)
+            except UserError as error:
+                left = {(other.key, other.message) for other in error.violations}
+                assert (each.key, each.message) not in left, suggestion
 
 
 def test_all_violations_come_at_once():
@@ -151,11 +260,12 @@ def test_all_violations_come_at_once():
 
 
 def test_three_way_tensor_parallelism_on_two_devices():
-    found = violations("parallel.tp=3", "launcher.devices=2", kind="layout")
-    assert {each.key for each in found} == {"parallel.tp"}
-    assert "launcher.devices = 2" in found[0].message
-    assert "native backend" in found[1].message
-    assert found[0].suggestions == found[1].suggestions == ("parallel.tp=1",)
+    count, shape = violations("parallel.tp=3", "launcher.devices=2", kind="layout")
+    assert count.key == shape.key == "parallel.tp"
+    assert "launcher.devices = 2" in count.message
+    assert count.suggestions == ("parallel.tp=1", "launcher.devices=3")
+    assert "model.heads=8, model.kv_heads=4 and model.ffn=128" in shape.message
+    assert shape.suggestions == ("parallel.tp=2", "parallel.tp=4")
 
 
 def test_missing_data_is_named(tmp_path):
@@ -216,6 +326,126 @@ def test_the_batch():
     assert derived.tokens_per_step == 24 * 64
 
 
+@pytest.mark.parametrize(
+    ("words", "micro", "accumulation"),
+    [
+        (["parallel.pp=4"], 2, 4),
+        (["parallel.pp=4", "parallel.schedule=gpipe"], 2, 4),
+        (["parallel.pp=4", "parallel.schedule=gpipe", "parallel.dp=4"], 1, 2),  # not enough to be busy
+        (["parallel=interleaved"], 4, 2),
+        (["parallel=interleaved", "train.global_batch=9"], 3, 3),
+        (["parallel=interleaved", "train.global_batch=7"], 7, 1),  # 7 micro batches make uneven rounds
+        (["parallel=interleaved", "parallel.schedule=dualpipev"], 2, 4),
+        (["parallel=interleaved", "parallel.schedule=zbv", "parallel.pp=3", "train.global_batch=9"], 1, 9),
+        (["parallel.tp=2", "parallel.cp=2"], 8, 1),
+    ],
+)  # fmt: skip
+def test_a_pipeline_is_kept_busy(words, micro, accumulation):
+    derived = derive(checked(*words))
+    assert (derived.micro_batch, derived.accumulation) == (micro, accumulation)
+
+
+@pytest.mark.parametrize(
+    ("words", "virtual"),
+    [
+        ([], 1),
+        (["parallel.virtual_stages=1"], 1),
+        (["parallel=pp"], 1),
+        (["parallel=pp", "parallel.schedule=gpipe", "parallel.virtual_stages=1"], 1),
+        (["parallel=interleaved"], 2),
+        (["parallel=interleaved", "parallel.virtual_stages=4"], 4),
+        (["parallel=interleaved", "parallel.virtual_stages=1"], 1),
+        (["parallel=pp", "parallel.schedule=looped-bfs"], 2),
+        (["parallel=pp", "parallel.schedule=zbv", "parallel.virtual_stages=2"], 2),
+    ],
+)
+def test_virtual_stages(words, virtual):
+    assert checked(*words).parallel.virtual_stages == virtual
+
+
+def test_every_axis_makes_ranks():
+    config = checked("parallel=4d", on=replace(CPU, cores=32))
+    assert (config.launcher.devices, config.launcher.threads) == (16, 2)
+    assert derive(config).world_size == 16
+    config = checked("parallel.tp=2", "parallel.pp=2", on=gpus(8))
+    assert (config.parallel.dp, config.launcher.devices) == (2, 8)
+    assert checked("parallel.tp=4", "launcher.devices=8").parallel.dp == 2
+    assert checked("parallel=3d", "parallel.dp_replicate=2", "zero=stage2").launcher.devices == 8
+
+
+def test_auto_compiles_where_it_can():
+    auto = "backend.compile=auto"
+    split = ["parallel=interleaved", "parallel.schedule=zero-bubble"]
+    assert checked(auto).backend.compile == "off"
+    assert checked(auto, on=gpus(4)).backend.compile == "on"
+    assert checked(auto, "parallel=interleaved", on=gpus(4)).backend.compile == "on"
+    assert checked(auto, *split, on=gpus(4)).backend.compile == "off"
+    assert checked(auto, "parallel.offload_activations=true", on=gpus(4)).backend.compile == "off"
+    assert checked("backend.compile=on", "parallel.activation_checkpointing=full")
+    assert checked("backend.compile=on").backend.compile == "on"
+
+
+def test_reduction_in_the_width_of_the_products():
+    for precision in ("bf16", "fp16"):
+        for layout in ([], ["parallel.dp=2"], ["parallel=3d"], ["parallel=hsdp", "zero=stage2"]):
+            words = [f"precision={precision}", f"precision.reduce={precision}", *layout]
+            assert checked(*words).precision.reduce == precision
+    assert checked("precision=fp16", "precision.loss_scale=1024").precision.loss_scale == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA H200 MIG", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA B200", True),
+        ("NVIDIA L4", True),
+        ("NVIDIA L40S", True),
+        ("NVIDIA GeForce RTX 4090", True),
+        ("NVIDIA GeForce RTX 5070 Ti", True),
+        ("NVIDIA RTX 6000 Ada Generation", True),
+        ("AMD Instinct MI300X", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA A40", False),
+        ("NVIDIA GeForce RTX 3090", False),
+        ("Quadro RTX 4000", False),
+        ("Tesla V100-SXM2-32GB", False),
+    ],
+)
+def test_gpus_with_8_bit_products(name, has):
+    on = Devices("cuda", 1, (name,))
+    if has:
+        assert checked("precision=fp8", on=on).precision.fp8
+    else:
+        (weak,) = violations("precision=fp8", on=on)
+        assert name in weak.message
+
+
+def test_torchao_is_asked_for_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    (missing,) = violations("precision=fp8", on=gpus(1))
+    assert "pip install 'nanoscale[torchao]'" in missing.message
+    (missing,) = violations("optimizer=adamw8bit")
+    assert (missing.key, missing.suggestions) == ("optimizer.name", ("optimizer.name=adamw",))
+    assert checked("precision=bf16", on=gpus(1))
+
+
+def test_messages_name_the_law():
+    def said(*words: str) -> str:
+        return violations(*words)[0].message
+
+    assert "a multiple of 32" in said("parallel.tp=4", "parallel.cp=8", "train.seq_len=40")
+    assert "heads/tp = 4 and kv_heads/tp = 2" in said(
+        "parallel.tp=2", "parallel.cp=4", "parallel.cp_method=ulysses"
+    )
+    assert "at least 4" in said("parallel.pp=4", "train.micro_batch=4")
+    assert "rows that no token uses" in said("parallel.tp=2", "model.vocab=50257")
+    (padded,) = violations("parallel.tp=2", "model.vocab=50257")
+    assert padded.suggestions[0] == "model.vocab=50304"
+
+
 def test_everything_open_is_resolved():
     config = checked("model.kv_heads=null", "model.head_dim=null", "scheduler=wsd")
     assert (config.model.kv_heads, config.model.head_dim) == (8, 8)
@@ -233,7 +463,7 @@ def test_paths_no_longer_depend_on_where_the_command_was_typed(tmp_path):
 
 
 def test_tensorboard_is_asked_for_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
     (missing,) = violations("logger.tensorboard=on")
     assert "pip install 'nanoscale[tensorboard]'" in missing.message
     assert checked("logger.tensorboard=auto").logger.tensorboard == "auto"

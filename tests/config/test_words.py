@@ -78,6 +78,8 @@ def test_an_unknown_option_is_refused(word, key, meant):
 
 def test_an_option_like_no_other_lists_the_options():
     assert "stage0, stage1, stage2, stage3" in violation("zero=xyz").message
+    assert "stage0, stage1, stage2, stage3" in violation("zero=stage9").message
+    assert "bf16, fp16, fp32, fp64, fp8" in violation("precision=fp16x").message
     assert "tiny" in violation("model=null").message
 
 
@@ -141,6 +143,29 @@ def test_lists_and_mappings_where_a_value_belongs():
     assert "model.rope_scaling.factor" in violation("model.rope_scaling=3").message
     assert violation("model={layers: 3, hiddn: 64}").key == "model.hiddn"
     assert compose(["model={layers: 3, hidden: 16}"]).config.model.hidden == 16
+
+
+def test_a_list_of_integers():
+    key = "parallel.layers_per_stage"
+    assert compose([f"{key}=[3,3,2]"]).config.parallel.layers_per_stage == [3, 3, 2]
+    assert compose([f"{key}=[3,3,2]", f"~{key}"]).config.parallel.layers_per_stage is None
+    assert compose(["parallel={layers_per_stage: [1, 2]}"]).config.parallel.layers_per_stage == [
+        1,
+        2,
+    ]
+    meant = (f"'{key}=[3,3,2]'",)
+    assert violation(f"{key}=3,3,2").suggestions == meant
+    assert violation(f"{key}='3 3 2'").suggestions == meant
+    assert violation(f"{key}=[3.0,3,2]").suggestions == meant
+    assert violation(f"{key}=3").suggestions == (f"'{key}=[3]'",)
+    for wrong in ("[]", "[a]", "[true]", "[[1]]", "[null]", "[1.5]"):
+        assert "a list of integers or null" in violation(f"{key}={wrong}").message
+    assert "each at least 1" in violation(f"{key}=[0,3]").message
+
+
+@pytest.mark.parametrize("word", ["n=3", "l=3", "x=3", "bs=3", "model._target_=3"])
+def test_words_that_are_too_short_or_too_far_off_suggest_nothing(word):
+    assert violation(word).suggestions == ()
 
 
 def test_environment_variables_are_not_read(monkeypatch):

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.schema import Config, Launcher
+from nanoscale.config.schema import Config, Launcher, Parallel
 from nanoscale.launch import command
 from nanoscale.launch.command import plan_local
 from nanoscale.runs.directory import RunDirectory
 
 RUN = RunDirectory(Path("/runs/x"))
-CONFIG = Config(launcher=Launcher(device="cpu", devices=4, threads=3))
+CONFIG = Config(
+    launcher=Launcher(device="cpu", devices=4, threads=3), parallel=Parallel(dp=2, tp=2)
+)
 
 
 def plan(config=CONFIG):
@@ -25,6 +27,15 @@ def test_all_ranks_are_on_this_host():
     assert (host.host, host.slots, host.ranks) == (socket.gethostname(), 4, (0, 1, 2, 3))
     assert host.command == (sys.executable, "-P", "-m", "nanoscale.agent", "/runs/x")
     assert (plan().master_addr, plan().master_port) == ("127.0.0.1", 1234)
+
+
+def test_the_document_says_where_every_rank_is():
+    mesh = plan().document()["mesh"]
+    assert mesh["axes"] == {"pp": 1, "dp": 2, "cp": 1, "tp": 2}
+    host = socket.gethostname()
+    assert mesh["ranks"][2] == {
+        "rank": 2, "host": host, "local_rank": 2, "pp": 0, "dp": 1, "cp": 0, "tp": 0
+    }  # fmt: skip
 
 
 def test_threads_and_attempt_reach_the_ranks():

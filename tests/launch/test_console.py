@@ -4,13 +4,16 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from nanoscale.config.schema import Parallel
 from nanoscale.launch import console
 from nanoscale.launch.command import HostPlan, LaunchPlan
 from nanoscale.launch.console import LiveView, duration, seconds
+from nanoscale.launch.mesh import arrange
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 
@@ -173,6 +176,32 @@ def test_a_reader_that_leaves_does_not_end_the_run(run, kind):
         log_steps(run, 10)
         view.poll()
     assert view.running
+
+
+def test_loss_scaling_is_shown_where_there_is_any(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, PLAN, 10, stream) as view:
+        events.append(run, "running", "training from step 1")
+        log_steps(run, 4, loss_scale=32768.0, skipped_steps=2, grad_norm=None)
+        view.poll()
+    assert "loss scale 32768  skipped 2 steps" in stream.getvalue()
+    assert "grad norm not finite" in stream.getvalue()
+
+
+def test_the_beginning_shows_the_mesh(run):
+    hosts = (HostPlan("a", 4, (0, 1, 2, 3), ("x",)), HostPlan("b", 4, (4, 5, 6, 7), ("x",)))
+    mesh = arrange([(host.host, host.ranks) for host in hosts], Parallel(dp=2, tp=2, pp=2))
+    stream = io.StringIO()
+    with LiveView(run, replace(PLAN, world_size=8, hosts=hosts, mesh=mesh), 10, stream):
+        pass
+    assert stream.getvalue().splitlines()[:6] == [
+        "starting 8 ranks on a, b",
+        "mesh pp 2 × dp 2 × tp 2",
+        "  a  ranks 0–1  pp 0  dp 0  tp 0–1",
+        "  a  ranks 2–3  pp 0  dp 1  tp 0–1",
+        "  b  ranks 4–5  pp 1  dp 0  tp 0–1",
+        "  b  ranks 6–7  pp 1  dp 1  tp 0–1",
+    ]
 
 
 def test_times_are_short():

@@ -184,6 +184,54 @@ def test_resumed_in_other_layouts(
         torch.testing.assert_close(value, theirs[name], rtol=1e-7, atol=1e-12)
 
 
+def test_resumed_along_every_axis(tmp_path: Path) -> None:
+    """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    stations: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"dp": 4, "stage": 3}, {}),
+        ({"stage": 1}, {"tp": 2, "pp": 2}),
+        ({"stage": 2}, {"cp": 4}),
+    ]
+    for turn, (changes, degrees) in enumerate(stations):
+        there = config_for(tmp_path, parallel=degrees, **changes)
+        train(run, there, StopBefore(5 * turn + 6, first=5 * turn + 1))
+    train(run, config)
+    assert resumed_at(run) == [5, 10, 15]
+    for ours, reference in zip(curve(run), curve(whole), strict=True):
+        assert ours == pytest.approx(reference, rel=1e-9)
+    ours, theirs = final_weights(run), final_weights(whole)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=1e-7, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("stage", "degrees"),
+    [
+        (1, {"tp": 2, "pp": 2}),
+        (3, {"dp": 2, "cp": 2}),
+        (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    ],
+    ids=str,
+)
+def test_killed_in_a_layout_and_resumed_bit_for_bit(
+    tmp_path: Path, stage: int, degrees: dict[str, Any]
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, stage=stage, precision="fp32", parallel=degrees)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="died|failed"):
+        train(run, config, KillBefore(9))
+    train(run, config)
+    assert resumed_at(run) == [6]
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+
+
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = config_for(tmp_path, dp=2, stage=3, precision="fp32")

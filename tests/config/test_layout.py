@@ -1,7 +1,7 @@
 from __future__ import annotations
 
+from nanoscale.config.layout import Coordinates, coordinates
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.layout import Coordinates, coordinates
 
 
 def test_tp_varies_fastest_then_cp_then_dp_then_pp():

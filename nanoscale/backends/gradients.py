@@ -1,0 +1,45 @@
+"""The gradients of one step as a whole: their norm over all ranks, and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm, a scalar, of the whole model's gradient: of all shards, stages and divided matrices once.
+
+    Every rank calls it with its own. What several ranks hold copies of counts in parts, so that one sum over
+    all ranks is right in every layout.
+    """
+    norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
+    copies = torch.tensor([_copies(gradient) for gradient in gradients], dtype=norms.dtype)
+    square = (norms.square() / copies.to(norms.device)).sum()
+    if dist.is_initialized():
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
+def scale(gradients: list[Tensor], factor: Tensor | float) -> None:
+    """Multiply all of them, in place."""
+    torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+
+
+def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Shorten the gradient to `limit` if it is longer (Pascanu et al. 2013, arXiv:1211.5063)."""
+    scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _copies(gradient: Tensor) -> int:
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,66 @@
+"""Dynamic loss scaling, which keeps fp16's small gradients from vanishing.
+
+Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanoscale.config.schema import Precision
+
+SMALLEST = 2.0**-14
+"""fp16's smallest normal number: gradients that overflow even under this scale are not a matter of scaling"""
+
+
+class LossScale:
+    """The factor on the loss: halved after an overflow, doubled after `loss_scale_window` good steps in a row.
+
+    It is kept in host memory, in fp64, as tensors that a checkpoint can fill in place. All ranks must call
+    `update` with the same verdict: that on the gradient norm of the whole model.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self.window = precision.loss_scale_window
+        self._scale = torch.tensor(precision.loss_scale, dtype=torch.float64)
+        self._good_steps = torch.tensor(0)
+        self._skipped_steps = torch.tensor(0)
+
+    @property
+    def scale(self) -> float:
+        return self._scale.item()
+
+    @property
+    def skipped_steps(self) -> int:
+        """of the whole training"""
+        return int(self._skipped_steps)
+
+    @property
+    def exhausted(self) -> bool:
+        """Halving no longer helps: the loss or the gradients themselves are not finite."""
+        return self.scale < SMALLEST
+
+    def update(self, finite: bool) -> bool:
+        """Whether the step is to be taken, and the scale of the next one."""
+        if not finite:
+            self._scale /= 2
+            self._good_steps.zero_()
+            self._skipped_steps += 1
+            return False
+        self._good_steps += 1
+        if self._good_steps == self.window:
+            self._good_steps.zero_()
+            if math.isfinite(2 * self.scale):
+                self._scale *= 2
+        return True
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, to be filled in place when one is loaded."""
+        return {
+            "scale": self._scale,
+            "good_steps": self._good_steps,
+            "skipped_steps": self._skipped_steps,
+        }

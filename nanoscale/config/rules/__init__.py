@@ -1,0 +1,73 @@
+"""The laws across keys: what no single key can tell is wrong.
+
+`check` holds a composed configuration against all of them, reports every violation at once with
+the nearest legal values, and resolves what was left open (`auto`, null).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanoscale.config.compose import Composed
+from nanoscale.config.report import refuse
+from nanoscale.config.rules.case import Case, Devices
+from nanoscale.config.rules.execution import check_recomputation, resolve_compile
+from nanoscale.config.rules.files import check_saving, resolve_data, resolve_run
+from nanoscale.config.rules.layout import resolve_layout
+from nanoscale.config.rules.model import resolve_model
+from nanoscale.config.rules.numbers import check_optimizer, check_precision
+from nanoscale.config.rules.pipeline import resolve_virtual_stages
+from nanoscale.config.rules.training import resolve_scheduler, resolve_train
+from nanoscale.config.schema import Config
+
+__all__ = ["Devices", "check"]
+
+
+def check(composed: Composed, devices: Devices) -> Config:
+    """Hold the configuration against every law and resolve what was left open.
+
+    Returns:
+        the configuration with integers for `parallel.dp`, `parallel.virtual_stages`,
+        `launcher.devices`, `launcher.threads`, `train.micro_batch`, `train.steps`,
+        `model.kv_heads`, `model.head_dim`, and for `scheduler.decay_steps` where the schedule has
+        a decay of its own; `launcher.device` is `cpu` or `cuda`, `backend.compile` is `on` or
+        `off`; paths of data are absolute.
+
+    Raises:
+        UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
+    """
+    case, config = Case(composed, devices), composed.config
+    model = resolve_model(case)
+    layout = resolve_layout(case, model)
+    virtual_stages = resolve_virtual_stages(case, model)
+    check_recomputation(case)
+    compiled = resolve_compile(case, layout.device)
+    train = resolve_train(case, layout.dp)
+    scheduler = resolve_scheduler(case, train)
+    check_precision(case, layout.device)
+    check_optimizer(case)
+    _check_hardware(case)
+    data = resolve_data(case)
+    check_saving(case)
+    run = resolve_run(case)
+    if case.violations:
+        refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")
+    return replace(
+        config,
+        run=run,
+        model=model,
+        parallel=replace(config.parallel, dp=layout.dp, virtual_stages=virtual_stages),
+        backend=replace(config.backend, compile=compiled),
+        launcher=replace(
+            config.launcher, device=layout.device, devices=layout.ranks, threads=layout.threads
+        ),
+        train=train,
+        scheduler=scheduler,
+        data=data,
+    )
+
+
+def _check_hardware(case: Case) -> None:
+    if case.config.cluster.peak_tflops == 0:
+        message = "must be above 0"
+        case.refuse("config", "cluster.peak_tflops", message, "cluster.peak_tflops=null")

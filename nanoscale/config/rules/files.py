@@ -1,0 +1,122 @@
+"""Laws of files: data, checkpoints, logs and the run directory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config.rules.case import Case, near_multiples
+from nanoscale.config.schema import Data, Run
+
+BYTE_VOCAB = 257
+"""256 bytes and the end of a document"""
+
+
+def resolve_data(case: Case) -> Data:
+    """The data with absolute paths."""
+    data = case.config.data
+    if data.source == "megatron":
+        _indexed(case, data)
+    elif data.path is not None:
+        message = "is read with data.source=megatron only"
+        case.refuse("data", "data.path", message, "data=megatron", "data.path=null")
+    _tokenizer(case, data)
+    return replace(
+        data,
+        path=_absolute(data.path),
+        tokenizer=data.tokenizer
+        if data.tokenizer in ("byte", "bpe")
+        else str(_absolute(data.tokenizer)),
+        cache_dir=_absolute(data.cache_dir),
+    )
+
+
+def _indexed(case: Case, data: Data) -> None:
+    if data.path is None:
+        message = "is needed by data.source=megatron: the files' common path, without .bin and .idx"
+        case.refuse("data", "data.path", message, "data.path=/path/to/corpus")
+        return
+    missing = [end for end in (".bin", ".idx") if not Path(f"{data.path}{end}").is_file()]
+    if missing:
+        files = " and ".join(f"{data.path}{end}" for end in missing)
+        stem = data.path.removesuffix(".bin").removesuffix(".idx")
+        plain = stem != data.path and Path(f"{stem}.bin").is_file()
+        message = f"has no {files}"
+        case.refuse("data", "data.path", message, f"data.path={stem}" if plain else None)
+
+
+def _tokenizer(case: Case, data: Data) -> None:
+    vocab = case.config.model.vocab
+    if data.tokenizer == "byte":
+        if vocab < BYTE_VOCAB:
+            message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
+            case.refuse("config", "model.vocab", message, f"model.vocab={BYTE_VOCAB}")
+    elif data.tokenizer == "bpe":
+        if data.source == "megatron":
+            message = "is trained on text, and data.source=megatron has tokens already"
+            example = "data.tokenizer=/path/to/tokenizer.json"
+            case.refuse("data", "data.tokenizer", message, example, "data.tokenizer=byte")
+        if vocab < data.bpe_vocab:
+            case.refuse(
+                "config",
+                "data.bpe_vocab",
+                f"is more than the rows of the embedding (model.vocab={vocab})",
+                f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None,
+                f"model.vocab={data.bpe_vocab}",
+                "data.tokenizer=byte",
+            )
+    elif not Path(data.tokenizer).is_file():
+        message = "is neither byte nor bpe nor a file that exists"
+        fits = data.source == "stdlib" and data.bpe_vocab <= vocab
+        bpe = "data.tokenizer=bpe" if fits else None
+        case.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
+
+
+def check_saving(case: Case) -> None:
+    """What is kept must be saved, and loggers installed."""
+    if case.config.logger.tensorboard == "on":
+        case.require("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
+    saving = case.config.checkpoint
+    if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
+        return
+    if saving.every:
+        message = f"must be a multiple of checkpoint.every={saving.every}: nothing else is saved"
+        multiples = near_multiples(saving.every, saving.keep_every)
+        proposals = [f"checkpoint.keep_every={n}" for n in multiples]
+    else:
+        message = "needs checkpoint.every: without it only the last step is saved"
+        proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
+    case.refuse("config", "checkpoint.keep_every", message, *proposals)
+
+
+def resolve_run(case: Case) -> Run:
+    """The run's folder."""
+    run = case.config.run
+    name = run.name
+    if name is not None and (legal := _legal_name(name)) != name:
+        message = (
+            "names a folder: at most 200 characters, no slash and no control character, "
+            "no dot or dash in front"
+        )
+        case.refuse("run", "run.name", message, f"run.name={legal}" if legal else None)
+    if not run.root:
+        case.refuse("run", "run.root", "is empty", "run.root=runs")
+    return replace(run, root=_expanded(run.root))
+
+
+def _legal_name(name: str) -> str:
+    kept = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
+    return kept.lstrip(".-").strip()[:200]
+
+
+def _expanded(root: str) -> str:
+    """With `~` as the shell would have it: a folder of that name is a trap."""
+    try:
+        return str(Path(root).expanduser()) if root.startswith("~") else root
+    except RuntimeError:
+        return root
+
+
+def _absolute(path: str | None) -> Any:
+    return str(Path(path).expanduser().absolute()) if path else path

@@ -1,0 +1,259 @@
+"""Laws of the layout: devices, and the axes dp, tp and cp. Those of pp are in `pipeline`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from nanoscale.config.rules.case import (
+    Case,
+    counted,
+    divisors,
+    listed,
+    near_divisors,
+    near_multiples,
+)
+from nanoscale.config.rules.pipeline import without_pipeline
+from nanoscale.config.schema import Model
+
+_PADDING = 128
+"""vocabularies are padded to a multiple of this, which suits the tiles of a GPU's products"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the degrees come to on this host."""
+
+    device: Literal["cpu", "cuda"]
+    dp: int
+    ranks: int
+    """ranks on the one host of this version, which is the world size"""
+    threads: int
+
+
+def resolve_layout(case: Case, model: Model) -> Layout:
+    """Hold the axes against the devices and the model."""
+    device = _device(case)
+    limit = case.devices.count if device == "cuda" and case.devices.kind == "cuda" else None
+    dp, ranks = _degrees(case, limit)
+    _replicas(case, dp)
+    # Of a tp that must change, nothing follows for the sequence.
+    tp = case.config.parallel.tp if _tensor(case, model) else 1
+    shares = tp if case.config.parallel.sequence_parallel else 1
+    _context(case, model, shares)
+    _sequence(case, shares)
+    asked = case.config.launcher.threads
+    threads = max(1, case.devices.cores // ranks) if asked == "auto" else asked
+    return Layout(device, dp, ranks, threads)
+
+
+def _device(case: Case) -> Literal["cpu", "cuda"]:
+    asked = case.config.launcher.device
+    if asked == "auto":
+        return case.devices.kind
+    if asked == "cuda" and case.devices.kind != "cuda":
+        case.refuse(
+            "layout", "launcher.device", "is asked for, and no GPU is here", "launcher.device=cpu"
+        )
+    return asked
+
+
+# --- how many -------------------------------------------------------------------------------------
+
+
+def _degrees(case: Case, limit: int | None) -> tuple[int, int]:
+    """The data-parallel degree and the ranks; `limit`: the GPUs there are, none on cpu."""
+    layout, asked = case.config.parallel, case.config.launcher.devices
+    if limit is not None and asked != "auto" and asked > limit:
+        message = f"is more than the {counted(limit, 'GPU')} of this host"
+        fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"
+        case.refuse("layout", "launcher.devices", message, fewer, cpu)
+    copy = layout.tp * layout.pp * layout.cp
+    if layout.dp != "auto":
+        _fixed_degrees(case, layout.dp, copy, limit)
+        return layout.dp, layout.dp * copy
+    there = asked if asked != "auto" else limit
+    if there is None:
+        return layout.dp_replicate, layout.dp_replicate * copy
+    if there < copy or (asked != "auto" and there % copy):
+        _too_large(case, copy, there)
+    dp = max(1, there // copy)
+    return dp, dp * copy
+
+
+def _too_large(case: Case, copy: int, there: int) -> None:
+    """One copy of the model does not fit the devices that there are."""
+    layout, exact = case.config.parallel, case.config.launcher.devices != "auto"
+    axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
+    degree = getattr(layout, axis)
+    rest = copy // degree
+    # A divisor of the degree keeps whatever else the degree divides.
+    fits = [
+        n for n in divisors(degree) if n * rest <= there and (not exact or there % (n * rest) == 0)
+    ]
+    devices = "launcher.devices" if exact else "the GPUs of this host"
+    case.refuse(
+        "layout",
+        f"parallel.{axis}",
+        f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {there} is no "
+        f"multiple of that",
+        _with_degree(case, axis, fits[-1]) if fits else "parallel=dp",
+        f"launcher.devices={copy}" if exact and case.devices.kind == "cpu" else None,
+        None if exact else "launcher.device=cpu",
+    )
+
+
+def _fixed_degrees(case: Case, dp: int, copy: int, limit: int | None) -> None:
+    layout, asked = case.config.parallel, case.config.launcher.devices
+    world = dp * copy
+    product = f"dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks"
+    if asked != "auto" and asked != world:
+        case.refuse(
+            "layout",
+            "parallel.dp",
+            f"makes {product}, and launcher.devices={asked} ({case.composed.source('launcher.devices')})"
+            " must be the same number",
+            f"launcher.devices={world}",
+            f"parallel.dp={asked // copy}" if asked % copy == 0 else None,
+        )
+    if asked == "auto" and limit is not None and world > limit:
+        case.refuse(
+            "layout",
+            "parallel.dp",
+            f"makes {product}, and this host has {counted(limit, 'GPU')}",
+            f"parallel.dp={limit // copy}" if limit >= copy else None,
+            "launcher.device=cpu",
+        )
+
+
+def _replicas(case: Case, dp: int) -> None:
+    replicas = case.config.parallel.dp_replicate
+    if dp % replicas:
+        case.refuse(
+            "layout",
+            "parallel.dp_replicate",
+            f"must divide parallel.dp, which is {dp}",
+            *(f"parallel.dp_replicate={n}" for n in near_divisors(dp, replicas)),
+        )
+    if replicas > 1 and case.config.zero.stage == 0:
+        case.refuse(
+            "layout",
+            "parallel.dp_replicate",
+            "makes copies of a sharded model, and zero.stage=0 shards nothing",
+            "zero.stage=3",
+            "parallel.dp_replicate=1",
+        )
+
+
+# --- what divides ---------------------------------------------------------------------------------
+
+
+def _tensor(case: Case, model: Model) -> bool:
+    """Whether tp divides the blocks; their rows can be padded."""
+    tp = case.config.parallel.tp
+    if tp == 1:
+        case.refuse_idle("layout", "parallel.sequence_parallel", "parallel.tp=1")
+        return True
+    kv_heads = model.kv_heads or model.heads
+    parts = {"model.heads": model.heads, "model.kv_heads": kv_heads, "model.ffn": model.ffn}
+    common = math.gcd(*parts.values())
+    broken = [f"{key}={number}" for key, number in parts.items() if number % tp]
+    if broken:
+        why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
+        near = (_with_degree(case, "tp", n) for n in near_divisors(common, tp))
+        case.refuse("layout", "parallel.tp", f"must divide {listed(broken)}: {why}", *near)
+        return False
+    for key, number, what in _rows(model):
+        if number % tp:
+            smaller = near_divisors(math.gcd(common, number), tp)[0]
+            case.refuse(
+                "layout",
+                key,
+                f"must be a multiple of parallel.tp={tp}, which divides its rows; rows that no "
+                f"{what} uses may be added",
+                f"{key}={_padded(key, number, tp)}",
+                _with_degree(case, "tp", smaller),
+            )
+    return True
+
+
+def _rows(model: Model) -> list[tuple[str, int, str]]:
+    """Tables whose rows tp divides: they can be made longer without harm."""
+    vocabulary = ("model.vocab", model.vocab, "token")
+    positions = ("model.max_seq_len", model.max_seq_len, "position")
+    return [vocabulary, positions] if model.position == "learned" else [vocabulary]
+
+
+def _padded(key: str, number: int, tp: int) -> int:
+    step = math.lcm(_PADDING, tp) if key == "model.vocab" else tp
+    return -(-number // step) * step
+
+
+def _with_degree(case: Case, axis: str, degree: int) -> str:
+    """The override of an axis, with those that it needs beside it."""
+    layout, model = case.config.parallel, case.config.model
+    if axis == "pp" and degree == 1:
+        return without_pipeline(case)
+    words = [f"parallel.{axis}={degree}"]
+    if axis == "tp":
+        words += [f"{k}={_padded(k, n, degree)}" for k, n, _ in _rows(model) if n % degree]
+        if degree == 1 and not layout.sequence_parallel:
+            words.append("parallel.sequence_parallel=true")
+    if axis == "cp" and degree == 1 and layout.cp_method != "ring":
+        words.append("parallel.cp_method=ring")
+    return " ".join(words)
+
+
+def _context(case: Case, model: Model, shares: int) -> None:
+    layout, length = case.config.parallel, case.config.train.seq_len
+    if layout.cp == 1:
+        case.refuse_idle("layout", "parallel.cp_method", "parallel.cp=1")
+        return
+    heads, kv_heads = model.heads, model.kv_heads or model.heads
+    if layout.cp_method != "ulysses" or heads % layout.tp or kv_heads % layout.tp:
+        return
+    own, own_kv = heads // layout.tp, kv_heads // layout.tp
+    common = math.gcd(own, own_kv)
+    if common % layout.cp:
+        fits = length % _multiple_of(layout.cp, shares, ring=True) == 0
+        smaller = near_divisors(common, layout.cp)[0]
+        case.refuse(
+            "layout",
+            "parallel.cp",
+            f"must divide the heads of a rank where parallel.cp_method=ulysses: heads/tp = {own} and "
+            f"kv_heads/tp = {own_kv}",
+            "parallel.cp_method=ring" if fits else None,
+            _with_degree(case, "cp", smaller),
+        )
+
+
+def _multiple_of(cp: int, shares: int, *, ring: bool) -> int:
+    """The law of the sequence length in one number; a ring's rank has one early and one late piece."""
+    return cp * math.lcm(2 if ring and cp > 1 else 1, shares)
+
+
+def _sequence(case: Case, shares: int) -> None:
+    """`shares`: into how many parts tp divides the sequence of a rank."""
+    layout, length = case.config.parallel, case.config.train.seq_len
+    ring = layout.cp_method == "ring"
+    step = _multiple_of(layout.cp, shares, ring=ring)
+    if length % step == 0:
+        return
+    why = []
+    if layout.cp > 1:
+        pieces = "two pieces" if ring else "one piece"
+        why.append(f"cp={layout.cp} gives every rank {pieces} ({layout.cp_method})")
+    if shares > 1:
+        why.append(f"tp={shares} divides it again (sequence_parallel)")
+    longest = case.config.model.max_seq_len
+    lengths = [n for n in near_multiples(step, length) if n <= longest]
+    whole = length % _multiple_of(layout.cp, 1, ring=ring) == 0
+    case.refuse(
+        "layout",
+        "train.seq_len",
+        f"must be a multiple of {step}: {listed(why)}",
+        *(f"train.seq_len={n}" for n in lengths),
+        "parallel.sequence_parallel=false" if whole else None,
+        None if lengths else f"train.seq_len={step} model.max_seq_len={step}",
+    )

@@ -1,0 +1,65 @@
+"""Laws of the model's shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanoscale.config.rules.case import Case, near_divisors
+from nanoscale.config.schema import Model
+
+
+def resolve_model(case: Case) -> Model:
+    """The model with its heads counted."""
+    model = case.config.model
+    kv_heads = model.kv_heads or model.heads
+    if model.heads % kv_heads:
+        case.refuse(
+            "config",
+            "model.kv_heads",
+            f"must divide model.heads={model.heads}",
+            *(f"model.kv_heads={n}" for n in near_divisors(model.heads, kv_heads)),
+        )
+    head_dim = model.head_dim or model.hidden // model.heads
+    if model.head_dim is None and model.hidden % model.heads:
+        case.refuse(
+            "config",
+            "model.heads",
+            f"must divide model.hidden={model.hidden} unless model.head_dim is set",
+            *(f"model.heads={n}" for n in near_divisors(model.hidden, model.heads)),
+        )
+    elif model.position == "rope" and head_dim % 2:
+        case.refuse(
+            "config",
+            "model.head_dim" if model.head_dim else "model.heads",
+            f"makes heads {head_dim} wide, and rotary positions turn pairs: an even width is needed",
+            f"model.head_dim={head_dim + 1}",
+            f"model.head_dim={head_dim - 1}" if head_dim > 1 else None,
+        )
+    _positions(case, model)
+    return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim))
+
+
+def _positions(case: Case, model: Model) -> None:
+    length = case.config.train.seq_len
+    if length > model.max_seq_len:
+        case.refuse(
+            "config",
+            "train.seq_len",
+            f"is longer than the model admits (model.max_seq_len={model.max_seq_len})",
+            f"train.seq_len={model.max_seq_len}",
+            f"model.max_seq_len={length}",
+        )
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    if model.position != "rope":
+        case.refuse(
+            "config",
+            "model.position",
+            "has no rotary frequencies for model.rope_scaling to stretch",
+            "model.rope_scaling=null",
+        )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        key = "model.rope_scaling.high_freq_factor"
+        message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
+        case.refuse("config", key, message, f"{key}={scaling.low_freq_factor * 4:g}")

@@ -1,0 +1,111 @@
+"""Laws of precision and of the optimizer."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from nanoscale.config.rules.case import Case, listed
+
+_NOT_OF = {
+    "adamw": ("momentum",),
+    "adamw8bit": ("momentum",),
+    "sgd": ("beta1", "beta2", "eps"),
+}
+
+_HAS_FP8 = re.compile(
+    r"\b(H100|H200|H800|H20|B100|B200|B300|GB200|GB300|GH200|L4|L40S?|MI300[AX]?|MI325X|MI35[05]X"
+    r"|RTX [45]0[5-9]0|Ada|Blackwell)\b",
+    re.IGNORECASE,
+)
+"""names of GPUs of compute capability 8.9 and more, or of AMD's that have 8-bit products"""
+
+
+def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
+    """Widths that go together."""
+    precision = case.config.precision
+    if (precision.params == "fp64") != (precision.compute == "fp64"):
+        narrow = "params" if precision.compute == "fp64" else "compute"
+        wide = "compute" if narrow == "params" else "params"
+        case.refuse(
+            "config",
+            "precision.compute",
+            f"and precision.params={precision.params} do not go together: fp64 is for both",
+            f"precision.{narrow}=fp64 precision.reduce=fp64",
+            f"precision.{wide}=fp32 precision.reduce=fp32",
+        )
+    elif (precision.params == "fp64") != (precision.reduce == "fp64"):
+        case.refuse(
+            "config",
+            "precision.reduce",
+            f"would sum gradients of {precision.compute} in another width than the weights' "
+            f"{precision.params}",
+            f"precision.reduce={precision.params}",
+        )
+    elif precision.reduce in ("bf16", "fp16") and precision.reduce != precision.compute:
+        case.refuse(
+            "config",
+            "precision.reduce",
+            f"would round gradients that were computed in {precision.compute}",
+            "precision.reduce=fp32",
+        )
+    if precision.compute != "fp16":
+        for key in ("precision.loss_scale", "precision.loss_scale_window"):
+            case.refuse_idle("config", key, f"precision.compute={precision.compute}")
+    if precision.fp8:
+        _fp8(case, device)
+
+
+def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
+    key, off = "precision.fp8", "precision.fp8=false"
+    compute, tp = case.config.precision.compute, case.config.parallel.tp
+    needed = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
+    weak = sorted({name for name in case.devices.names if not _HAS_FP8.search(name)})
+    if device == "cpu":
+        case.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
+    elif weak:
+        case.refuse("config", key, f"{needed}, and here is {listed(weak)}", off)
+    if compute != "bf16":
+        message = f"needs precision.compute=bf16 around its products, which is {compute}"
+        bf16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
+        case.refuse("config", key, message, bf16, off)
+    if tp > 1:
+        message = (
+            f"cannot hold with parallel.tp={tp}: products of tensor-parallel layers stay in bf16"
+        )
+        case.refuse("config", key, message, off)
+    if odd := _odd_sizes(case):
+        message = f"multiplies in tiles of 16, and {listed(odd)} are no multiples of that"
+        case.refuse("config", key, message, off)
+    case.require(key, "torchao", "torchao", off)
+
+
+def _odd_sizes(case: Case) -> list[str]:
+    """Sizes of the blocks' products that 8-bit hardware does not take."""
+    model, train = case.config.model, case.config.train
+    width = model.head_dim or model.hidden // model.heads
+    sizes = {
+        "model.hidden": model.hidden,
+        "model.ffn": model.ffn,
+        "the query heads together": width * model.heads,
+        "the key heads together": width * (model.kv_heads or model.heads),
+        "the tokens of a rank": train.seq_len // case.config.parallel.cp,
+    }
+    return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
+
+
+def check_optimizer(case: Case) -> None:
+    """Keys that belong to the chosen update rule."""
+    optimizer = case.config.optimizer
+    for name in _NOT_OF[optimizer.name]:
+        case.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
+    for name in ("beta1", "beta2"):
+        if getattr(optimizer, name) >= 1:
+            message = "must be below 1: at 1 the moment never moves"
+            case.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
+    if optimizer.name != "adamw8bit":
+        return
+    if (params := case.config.precision.params) != "fp32":
+        message = f"has moments of fp32 weights in 8 bits, and precision.params={params}"
+        case.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
+    case.require("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")

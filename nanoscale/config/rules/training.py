@@ -1,0 +1,118 @@
+"""Laws of the batch, of the training's length and of its schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nanoscale.config.provenance import COMMAND_LINE
+from nanoscale.config.rules.case import Case, counted, near_divisors
+from nanoscale.config.rules.pipeline import largest_micro_batch, micro_batches, near_batches
+from nanoscale.config.schema import Scheduler, Train
+
+
+def resolve_train(case: Case, dp: int) -> Train:
+    """The batch and the steps."""
+    train = _length(case, _batch(case, dp))
+    if train.eval_every and not case.config.data.valid_fraction:
+        case.refuse(
+            "config",
+            "train.eval_every",
+            "needs a validation split, and data.valid_fraction=0 leaves none",
+            "data.valid_fraction=0.02",
+            "train.eval_every=0",
+        )
+    return train
+
+
+def _batch(case: Case, dp: int) -> Train:
+    train = case.config.train
+    batch, micro = train.global_batch, train.micro_batch
+    each = dp if micro == "auto" else micro * dp
+    if batch % each == 0:
+        micro_batches(case, dp)
+        chosen = largest_micro_batch(case, batch // dp) if micro == "auto" else micro
+        return replace(train, micro_batch=chosen or 1)
+    law = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {each}"
+    smaller = [
+        f"train.micro_batch={n}"
+        for n in (near_divisors(batch // dp, micro) if micro != "auto" and batch % dp == 0 else [])
+    ]
+    case.refuse(
+        "layout",
+        "train.global_batch",
+        f"must be a multiple of {law}",
+        *(f"train.global_batch={n}" for n in near_batches(case, each, dp)),
+        *smaller[:1],
+        f"parallel.dp={near_divisors(batch, dp)[0]}" if batch % dp else None,
+    )
+    return replace(train, micro_batch=1)
+
+
+def _length(case: Case, train: Train) -> Train:
+    """The steps, from the tokens where those are given instead."""
+    per_step = train.global_batch * train.seq_len
+    from_tokens = math.ceil(train.tokens / per_step) if train.tokens is not None else None
+    if train.steps is None:
+        if from_tokens is None:
+            case.refuse(
+                "config",
+                "train.steps",
+                "is not set, nor is train.tokens: one of them must say how long to train",
+                "train.steps=100",
+                "recipe=tiny" if case.composed.recipe is None else None,
+            )
+        return replace(train, steps=from_tokens or 1)
+    if from_tokens is None or from_tokens == train.steps:
+        return train
+    by_hand = {
+        key: case.composed.source(f"train.{key}") == COMMAND_LINE for key in ("steps", "tokens")
+    }
+    if by_hand["steps"] != by_hand["tokens"]:
+        # The command line wins over the recipe, also where it says the same thing by another key.
+        if by_hand["steps"]:
+            return replace(train, tokens=None)
+        return replace(train, steps=from_tokens)
+    case.refuse(
+        "config",
+        "train.tokens",
+        f"and train.steps={train.steps} both say how long to train, and this makes "
+        f"{counted(from_tokens, 'step')} of {per_step} tokens",
+        "train.tokens=null",
+        "train.steps=null",
+    )
+    return train
+
+
+def resolve_scheduler(case: Case, train: Train) -> Scheduler:
+    """The schedule of the learning rate."""
+    scheduler, steps = case.config.scheduler, train.steps or 1
+    if scheduler.warmup_steps > steps:
+        case.refuse(
+            "config",
+            "scheduler.warmup_steps",
+            f"is more than the {counted(steps, 'step')} of the training",
+            f"scheduler.warmup_steps={steps // 10}",
+        )
+    if scheduler.name != "wsd":
+        if scheduler.decay_steps is not None:
+            case.refuse(
+                "config",
+                "scheduler.decay_steps",
+                f"is a setting of wsd; {scheduler.name} has no decay of its own",
+                "scheduler.decay_steps=null",
+                "scheduler.name=wsd",
+            )
+        return scheduler
+    if scheduler.decay_steps is None:
+        left = max(0, steps - scheduler.warmup_steps)
+        return replace(scheduler, decay_steps=min(left, max(1, steps // 10)))
+    if scheduler.warmup_steps + scheduler.decay_steps > steps >= scheduler.warmup_steps:
+        case.refuse(
+            "config",
+            "scheduler.decay_steps",
+            f"and warmup_steps={scheduler.warmup_steps} are more than the "
+            f"{counted(steps, 'step')} of the training",
+            f"scheduler.decay_steps={steps - scheduler.warmup_steps}",
+        )
+    return scheduler

@@ -1,0 +1,71 @@
+"""How a pipeline is cut into stages, and how many micro batches each schedule takes.
+
+The numbers are those of torch.distributed.pipelining's schedules: what their constructors refuse,
+and what was seen to deadlock or not in a simulation of their actions.
+"""
+
+from __future__ import annotations
+
+from nanoscale.config.schema import Model
+
+ONE_STAGE = frozenset({"gpipe", "1f1b"})
+"""a rank has one stage"""
+V_SHAPED = frozenset({"zbv", "dualpipev"})
+"""a rank has two stages, the first rank the first and the last"""
+SPLIT_BACKWARD = frozenset({"zero-bubble", *V_SHAPED})
+"""gradients of inputs and of weights are computed apart"""
+IN_ROUNDS = frozenset({"interleaved-1f1b", "zero-bubble"})
+"""micro batches go through in rounds of equal length, each of at least pp where there are as many"""
+
+
+def usual_virtual_stages(schedule: str) -> int:
+    """Stages a rank where nobody says otherwise."""
+    return 1 if schedule in ONE_STAGE else 2
+
+
+def takes(schedule: str, pp: int, micro_batches: int) -> bool:
+    """Whether a schedule can run a step of so many micro batches."""
+    if pp == 1:
+        return True
+    if schedule == "1f1b":
+        return micro_batches >= pp
+    if schedule == "dualpipev":
+        return micro_batches >= 2 * pp
+    if schedule in IN_ROUNDS:
+        return micro_batches % max(1, micro_batches // pp) == 0
+    return True
+
+
+def keeps_busy(schedule: str, pp: int) -> int:
+    """Micro batches from which on every rank has something to do at once."""
+    return 2 * pp if schedule in V_SHAPED else pp
+
+
+def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) -> list[int]:
+    """The number of blocks of every stage, in the model's order.
+
+    Without a list of the user's, the costliest stage is as cheap as can be, and the costs are as
+    even as can be beyond that. A stage costs the parameters of its products: the last one carries
+    the head, and the embedding of the first multiplies nothing.
+    """
+    if layers_per_stage is not None:
+        return list(layers_per_stage)
+    assert 1 <= stages <= model.layers
+    block, head = _block_cost(model), model.hidden * model.vocab
+    layers = [1] * stages
+
+    def cost(stage: int) -> tuple[int, int]:
+        """Of equally cheap ones the later: the first holds the embedding and most activations."""
+        return layers[stage] * block + (head if stage == stages - 1 else 0), -stage
+
+    # Blocks cost the same, so that the cheapest stage first is exact, for the largest cost and
+    # for the sum of squares.
+    for _ in range(model.layers - stages):
+        layers[min(range(stages), key=cost)] += 1
+    return layers
+
+
+def _block_cost(model: Model) -> int:
+    width = model.head_dim or model.hidden // model.heads
+    attention = 2 * width * (model.heads + (model.kv_heads or model.heads))
+    return model.hidden * (attention + (3 if model.mlp == "swiglu" else 2) * model.ffn)

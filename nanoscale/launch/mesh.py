@@ -1,0 +1,84 @@
+"""The mesh for people and for launch.json: every rank's place on each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+
+from nanoscale.config.layout import coordinates
+from nanoscale.config.schema import Parallel
+
+AXES = ("pp", "dp", "cp", "tp")
+"""the slowest first"""
+
+_MOST_LINES = 16
+"""more would push the rest off the screen"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank on its host and in the layout."""
+
+    rank: int
+    host: str
+    local_rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """All of them."""
+
+    axes: dict[str, int] = field(default_factory=dict)
+    """the degree of every axis, the slowest first"""
+    ranks: tuple[Place, ...] = ()
+
+    @property
+    def used(self) -> list[str]:
+        """The axes of more than one rank."""
+        return [axis for axis, degree in self.axes.items() if degree > 1]
+
+    def __str__(self) -> str:
+        return " × ".join(f"{axis} {self.axes[axis]}" for axis in self.used) or "one rank"
+
+
+def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: Parallel) -> Mesh:
+    """The mesh of a resolved layout; `hosts`: each with its ranks."""
+    places = [
+        Place(rank, host, local, **asdict(coordinates(rank, parallel)))
+        for host, ranks in hosts
+        for local, rank in enumerate(ranks)
+    ]
+    return Mesh({axis: getattr(parallel, axis) for axis in AXES}, tuple(places))
+
+
+def lines(mesh: Mesh) -> Iterator[str]:
+    """The mesh in few lines: one for each row of ranks along the fastest axis."""
+    if not mesh.used:
+        return
+    yield f"mesh {mesh}"
+    rows = list(_rows(mesh))
+    if len(rows) <= _MOST_LINES:
+        yield from rows
+    else:
+        yield f"  {mesh.used[-1]} varies fastest; launch.json says where every rank is"
+
+
+def _rows(mesh: Mesh) -> Iterator[str]:
+    *outer, fastest = mesh.used
+    for (host, *at), row in groupby(
+        mesh.ranks, lambda place: (place.host, *(getattr(place, axis) for axis in outer))
+    ):
+        places = list(row)
+        words = [f"ranks {_span(places, 'rank')}"]
+        words += [f"{axis} {number}" for axis, number in zip(outer, at, strict=True)]
+        yield "  ".join(["", host, *words, f"{fastest} {_span(places, fastest)}"])
+
+
+def _span(places: list[Place], name: str) -> str:
+    first, last = getattr(places[0], name), getattr(places[-1], name)
+    return f"{first}" if first == last else f"{first}–{last}"

@@ -1,0 +1,311 @@
+"""Activation checkpointing: what the forward pass keeps for the backward pass, and what is computed again.
+
+| mode | kept until the backward pass | computed again |
+|---|---|---|
+| none | all that autograd saves | nothing |
+| full | the input of each block (or of every k-th, and all of the others) | those blocks |
+| selective | the input of each block and the results of some products | all other operations |
+| sqrt | the input of each of ⌈√layers⌉ groups of blocks | every group as one |
+
+Only the `forward` of a block, as an attribute of the instance, or the model's loop over its blocks is replaced:
+names of parameters and modules stay, and the hooks of FSDP2 and tensor parallelism stay outside. In groups the
+blocks' hooks run again with them; FSDP2 knows that, and keeps a group's parameters whole from its recomputation
+to its backward, so that nothing is gathered twice.
+Nothing in a block draws random numbers, so no generator's state is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from nanoscale.config.schema import Parallel
+
+Rotation = tuple[Tensor, Tensor]
+Run = Callable[[nn.ModuleDict, Tensor, Rotation | None], Tensor]
+"""the blocks, the residual stream `[batch, seq, hidden]` and the rotary angles, to the residual stream"""
+
+_recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
+    """Let the blocks of a model, in place, compute again in the backward pass what the mode does not keep."""
+    blocks: list[nn.Module] = list(layers.values())
+    if parallel.activation_checkpointing == "full":
+        for block in blocks[:: parallel.checkpoint_every]:
+            block.forward = partial(_recompute, block.forward)
+    if parallel.activation_checkpointing == "selective":
+        pair = host_contexts if parallel.offload_activations else device_contexts
+        contexts = partial(pair, parallel.selective_keep)
+        for block in blocks:
+            block.forward = partial(_recompute, block.forward, context_fn=contexts)
+
+
+def runner(parallel: Parallel, run: Run) -> Run:
+    """The model's loop over its blocks as the mode wants it: in groups, or with its savings on the host."""
+    if parallel.activation_checkpointing == "sqrt":
+        run = run_in_groups
+    return partial(run_with_host_memory, run) if parallel.offload_activations else run
+
+
+def describe(parallel: Parallel) -> str:
+    """One line for people."""
+    every = parallel.checkpoint_every
+    text = {
+        "none": "everything kept for the backward pass",
+        "full": "every block recomputed" if every == 1 else f"one block in {every} recomputed",
+        "selective": f"all recomputed but {_KEPT_IN_WORDS[parallel.selective_keep]}",
+        "sqrt": "blocks recomputed in √layers groups",
+    }[parallel.activation_checkpointing]
+    return f"{text}, what is kept waits in host memory" if parallel.offload_activations else text
+
+
+# Groups of blocks
+
+
+def groups(number: int) -> list[range]:
+    """⌈√number⌉ groups of neighbours, none larger than another by more than one.
+
+    Source: Chen et al. 2016, arXiv:1604.06174, section 4: one group's input for each group, and one group's
+    activations at a time. It saves over `full` only where √layers exceeds a block's activations over its input.
+    """
+    count = math.isqrt(number - 1) + 1
+    ends = [number * i // count for i in range(count + 1)]
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def run_in_groups(layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+    blocks: list[nn.Module] = list(layers.values())
+    for group in groups(len(blocks)):
+        members = blocks[group.start : group.stop]
+        hidden = _recompute(_run_one_after_another, members, hidden, rotation)
+    return hidden
+
+
+def _run_one_after_another(
+    blocks: list[nn.Module], hidden: Tensor, rotation: Rotation | None
+) -> Tensor:
+    for block in blocks:
+        hidden = block(hidden, rotation)
+    return hidden
+
+
+# Selective, by operation
+
+aten = torch.ops.aten
+MATMULS = {
+    getattr(aten, name).default
+    for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm")
+    if hasattr(aten, name)
+}
+# Reduced results are as small as the residual stream, and doing them again would communicate again. A gathered
+# sequence is tp times as large as what it came from: keeping it would undo sequence parallelism's saving, so it
+# is gathered again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+COLLECTIVES = {
+    getattr(torch.ops._c10d_functional, name).default
+    for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
+}
+_KEPT_IN_WORDS = {
+    "attention": "attention",
+    "matmuls": "attention and matrix products",
+    "every-2nd-matmul": "attention and every 2nd matrix product",
+}
+
+
+class Keeps:
+    """Whether an operation's result is kept, asked for each operation of one pass through a block in order."""
+
+    def __init__(self, what: str) -> None:
+        self.every = {"attention": None, "matmuls": 1, "every-2nd-matmul": 2}[what]
+        self.matmuls = 0
+
+    def __call__(self, operation: Any) -> bool:
+        if operation in MATMULS:
+            self.matmuls += 1
+            return self.every is not None and self.matmuls % self.every == 0
+        # All of PyTorch's fused kernels have it in their names; the unfused one is composed of products.
+        return operation in COLLECTIVES or "attention" in operation.name()
+
+
+def device_contexts(what: str) -> tuple[Any, Any]:
+    """What the forward pass and its recomputation run under, results kept where they are."""
+    passes = {False: Keeps(what), True: Keeps(what)}
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> Any:
+        kept = passes[context.is_recompute](operation)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def host_contexts(what: str) -> tuple[Any, Any]:
+    """The same with results kept on the host, which PyTorch's own contexts cannot do."""
+    kept: deque[Any] = deque()
+    return _KeepOnHost(Keeps(what), kept), _TakeFromHost(Keeps(what), kept)
+
+
+class _KeepOnHost(TorchDispatchMode):
+    def __init__(self, keeps: Keeps, kept: deque[Any]) -> None:
+        super().__init__()
+        self.keeps, self.kept, self.memory = keeps, kept, HostMemory()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.keeps(func):
+            if func in COLLECTIVES:  # they return before their result is there
+                torch.ops._c10d_functional.wait_tensor(result)
+            self.kept.append(tree_map_only(Tensor, self.memory.pack, result))
+        return result
+
+
+class _TakeFromHost(TorchDispatchMode):
+    def __init__(self, keeps: Keeps, kept: deque[Any]) -> None:
+        super().__init__()
+        self.keeps, self.kept = keeps, kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.keeps(func):
+            return tree_map_only(OnHost, HostMemory.unpack, self.kept.popleft())
+        return func(*args, **(kwargs or {}))
+
+
+# Offload to host memory
+
+
+def run_with_host_memory(
+    run: Run, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None
+) -> Tensor:
+    """Run the blocks; what autograd saves meanwhile, parameters aside, moves to the host until it is needed."""
+    memory = HostMemory()
+    with saved_tensors_hooks(memory.pack, memory.unpack):
+        return run(layers, hidden, rotation)
+
+
+class HostMemory:
+    """Moves saved tensors to the host, once where they share memory, as one input of three products does."""
+
+    def __init__(self) -> None:
+        # The weak reference keeps the storage's identity, not its bytes: no later storage can be taken for it.
+        self.moved: dict[tuple[StorageWeakRef, int], Moved] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | OnHost:
+        if _is_weight(tensor):
+            return tensor
+        return self._move(tensor.detach())
+
+    @staticmethod
+    def unpack(saved: Tensor | OnHost) -> Tensor:
+        return saved.back() if isinstance(saved, OnHost) else saved
+
+    def _move(self, tensor: Tensor) -> OnHost:
+        if isinstance(tensor, DTensor):
+            return OnHostInShards(self._move(tensor.to_local()), tensor)
+        if isinstance(tensor, AsyncCollectiveTensor):
+            return self._move(tensor.wait())
+        storage = tensor.untyped_storage()
+        key = (StorageWeakRef(storage), tensor._version)
+        if key not in self.moved:
+            self.moved[key] = Moved(storage)
+        return OnHost(self.moved[key], tensor)
+
+
+class Moved:
+    """The bytes of one storage in host memory."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.device = storage.device
+        self.viewers = 0
+        self.returned: Tensor | None = None
+        there = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        on_gpu = self.device.type == "cuda"
+        self.here = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=on_gpu)
+        if not on_gpu:
+            self.here.copy_(there)
+            return
+        stream = _copy_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.here.copy_(there, non_blocking=True)
+        there.record_stream(stream)  # or its memory would be given away under the copy
+        self.arrived = stream.record_event()
+
+    def back(self) -> torch.UntypedStorage:
+        """On the device again, once for all the tensors that look at it."""
+        if self.returned is None:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).wait_event(self.arrived)
+            self.returned = self.here.to(self.device, non_blocking=True)
+        storage = self.returned.untyped_storage()
+        self.viewers -= 1
+        if self.viewers <= 0:
+            self.returned = None
+        return storage
+
+
+class OnHost:
+    """A saved tensor: a view of memory that has moved."""
+
+    def __init__(self, moved: Moved, tensor: Tensor) -> None:
+        self.moved, self.dtype = moved, tensor.dtype
+        self.view = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        moved.viewers += 1
+
+    def back(self) -> Tensor:
+        return torch.empty(0, dtype=self.dtype, device=self.moved.device).set_(
+            self.moved.back(), *self.view
+        )
+
+
+class OnHostInShards(OnHost):
+    """A saved DTensor: its local part has moved."""
+
+    def __init__(self, local: OnHost, tensor: DTensor) -> None:
+        self.local, self.mesh, self.placements = local, tensor.device_mesh, tensor.placements
+        self.shape, self.stride = tensor.size(), tensor.stride()
+
+    def back(self) -> Tensor:
+        local, shape, stride = self.local.back(), self.shape, self.stride
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """A parameter, a view of one, or autocast's copy of one, which autocast keeps anyway."""
+    base = tensor if tensor._base is None else tensor._base
+    node = base.grad_fn
+    if node is not None and node.name() == "ToCopyBackward0":
+        base = getattr(node.next_functions[0][0], "variable", base)
+    return isinstance(base, nn.Parameter)
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

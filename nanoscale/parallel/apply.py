@@ -1,0 +1,36 @@
+"""How a stage of the model becomes parallel; read it from top to bottom."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from nanoscale.config.schema import Config
+from nanoscale.models.transformer import Attention, Transformer
+from nanoscale.parallel import activation, compile, context, data, tensor
+from nanoscale.parallel.mesh import Layout
+
+
+def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
+    """Lay a stage on the meta device out over the ranks, in place.
+
+    The order is the rule: matrices are divided first, since all that follows sees only a rank's part of them;
+    what is recomputed is compiled as a whole; and parameters are gathered outside of both.
+    """
+    parallel = config.parallel
+    if layout.tensor is not None:
+        tensor.apply(model, layout.tensor, parallel.sequence_parallel)
+    if layout.context is not None:
+        _divide_sequence(model, config, layout.context, layout.place.cp)
+    activation.apply(model.layers, parallel)
+    model.run_layers = activation.runner(parallel, model.run_layers)
+    compile.apply(model.layers, config)
+    if layout.data is not None:
+        data.shard(model, config, layout.data)
+
+
+def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
+    method, degree = config.parallel.cp_method, config.parallel.cp
+    model.place = lambda seq, device: context.positions(method, seq, rank, degree, device)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.core = context.make_core(method, group)

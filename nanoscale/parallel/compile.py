@@ -1,0 +1,27 @@
+"""torch.compile of every block by itself: one compilation serves all, and what is around a block stays eager.
+
+Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside. What is
+recomputed is compiled with it, and its compiler then sees forward and recomputation in one.
+
+What it cannot do: a backward pass in two halves, for inputs and for weights (zero-bubble schedules), and
+activations offloaded to the host, since a compiled block keeps its own; `config.rules` refuses both. Results
+differ from the eager ones by rounding, since operations are fused: law 1 between layouts holds with compilation
+in all or in none of them. Every new shape (a shorter batch in an evaluation, a prompt) and the switch between
+training and evaluation compile again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanoscale.config.schema import Config
+
+
+def apply(layers: nn.ModuleDict, config: Config) -> None:
+    """Compile each block of a model in place, when it first runs. To be called after `activation.apply`."""
+    if config.backend.compile != "on":
+        return
+    blocks: list[nn.Module] = list(layers.values())
+    for block in blocks:
+        block.forward = torch.compile(block.forward)

@@ -1,0 +1,81 @@
+"""Context parallelism: attention over a sequence that is divided over ranks, by one of two methods.
+
+| method | a rank holds | what travels | limits the degree |
+|---|---|---|---|
+| ring | two chunks, mirrored about the middle | keys and values, from rank to rank | sequence / 2 |
+| ulysses | one contiguous part | heads for sequence and back, all to all | key and value heads |
+
+A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and gives
+`[batch, heads, seq, head_dim]`, causal over the whole sequence. Everything else in the model works on single
+tokens and needs to know their `positions` only.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn import functional as F
+
+from nanoscale.parallel.blocks import KERNELS, choose_kernel
+from nanoscale.parallel.ring import ring_attention
+
+
+def positions(method: str, seq: int, rank: int, degree: int, device: torch.device) -> Tensor:
+    """Where the `seq` tokens of a rank stand in the whole sequence: int64 `[seq]`."""
+    if method == "ulysses":
+        return torch.arange(rank * seq, (rank + 1) * seq, device=device)
+    assert method == "ring", method
+    assert seq % 2 == 0, f"a rank of the ring holds two chunks, and {seq} tokens are not"
+    chunk = torch.arange(seq // 2, device=device)
+    mirrored = 2 * degree - 1 - rank
+    return torch.cat((chunk + rank * len(chunk), chunk + mirrored * len(chunk)))
+
+
+def make_core(method: str, group: dist.ProcessGroup) -> nn.Module:
+    cores: dict[str, type[RingAttention] | type[UlyssesAttention]] = {
+        "ring": RingAttention,
+        "ulysses": UlyssesAttention,
+    }
+    return cores[method](group)
+
+
+class RingAttention(nn.Module):
+    """Keys and values pass by every rank while it computes with those before (see `ring`)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        head_dim = q.shape[-1]
+        kernel = choose_kernel(q, k, v)
+        padding = -head_dim % KERNELS[kernel].head_dim_multiple
+        if padding:
+            q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
+        out = ring_attention(q, k, v, self.group, kernel, head_dim**-0.5)
+        return out[..., :head_dim]
+
+
+class UlyssesAttention(nn.Module):
+    """Every rank takes a share of the heads over the whole sequence (Jacobs et al. 2023, arXiv:2309.14509)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        degree = dist.get_world_size(self.group)
+        assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
+        q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _exchange(out, 2, 1, self.group)
+
+
+def _exchange(x: Tensor, divided: int, whole: int, group: dist.ProcessGroup) -> Tensor:
+    """Divide one dimension over the ranks and make another whole."""
+    parts = torch.cat(x.chunk(dist.get_world_size(group), dim=divided))
+    parts = all_to_all_single_autograd(parts, None, None, group)
+    return torch.cat(parts.split(len(x)), dim=whole)

@@ -1,0 +1,144 @@
+"""Pipeline parallelism: which blocks a rank holds, and the schedule in which micro batches pass through them.
+
+The schedules are torch.distributed.pipelining's. Sources: GPipe, Huang et al. 2019, arXiv:1811.06965; 1F1B
+and its interleaving, Narayanan et al. 2021, arXiv:2104.04473; looped BFS, Lamy-Poirier 2022,
+arXiv:2211.05953; zero bubble and ZB-V, Qi et al. 2023, arXiv:2401.10241; DualPipe, DeepSeek-V3 2024,
+arXiv:2412.19437, cut in half to a V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from nanoscale.config.schema import Parallel
+from nanoscale.config.stages import V_SHAPED
+from nanoscale.models.transformer import Transformer
+
+SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+MULTI: dict[str, type[PipelineScheduleMulti]] = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From the logits of a micro batch and its targets `[batch, seq]` to what the backward pass begins with."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What goes from a stage to the next for one micro batch."""
+
+    shape: tuple[int, int, int]
+    """`[batch, seq, hidden]` of this rank"""
+    dtype: torch.dtype
+    device: torch.device
+
+
+def stages_of(parallel: Parallel, rank: int) -> list[int]:
+    """The stages of a pipeline rank, in the order in which tokens pass through them."""
+    assert isinstance(parallel.virtual_stages, int), "the launcher freezes a number"
+    if parallel.schedule in V_SHAPED:
+        return [rank, 2 * parallel.pp - 1 - rank]
+    return [rank + parallel.pp * turn for turn in range(parallel.virtual_stages)]
+
+
+def rank_of(parallel: Parallel, stage: int) -> int:
+    """The pipeline rank that holds a stage."""
+    if parallel.schedule in V_SHAPED:
+        return min(stage, 2 * parallel.pp - 1 - stage)
+    return stage % parallel.pp
+
+
+class Pipeline:
+    """The stages of this rank and their neighbours on others."""
+
+    def __init__(
+        self,
+        parts: dict[int, Transformer],
+        parallel: Parallel,
+        group: ProcessGroup,
+        accumulation: int,
+        boundary: Boundary,
+        loss: Loss,
+    ) -> None:
+        """`parts`: the rank's stages by number; `accumulation`: micro batches a step."""
+        self._parts = parts
+        self._parallel = parallel
+        self._group = group
+        self._boundary = boundary
+        self._has_last = any(part.last for part in parts.values())
+        self._schedule = self._make_schedule(accumulation, loss)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> None:
+        """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
+        takes = [inputs] if 0 in self._parts else []
+        target = targets if self._has_last else None
+        self._schedule.step(*takes, target=target, return_outputs=False)
+
+    def forward(self, tokens: Tensor) -> Tensor | None:
+        """Forward alone, of `[batch, seq]`: the logits on the rank of the last stage, None on others."""
+        hidden = tokens
+        for number, part in sorted(self._parts.items()):
+            if number > 0 and self._peer(number - 1) != self._group.rank():
+                hidden = self._receive(number - 1, tokens)
+            hidden = part(hidden)
+            if not part.last and self._peer(number + 1) != self._group.rank():
+                dist.send(hidden.contiguous(), group=self._group, group_dst=self._peer(number + 1))
+        return hidden if self._has_last else None
+
+    def _receive(self, stage: int, tokens: Tensor) -> Tensor:
+        _, _, width = self._boundary.shape
+        seq = tokens.shape[1] // next(iter(self._parts.values())).sequence_shards
+        shape = (tokens.shape[0], seq, width)
+        hidden = torch.empty(shape, dtype=self._boundary.dtype, device=self._boundary.device)
+        dist.recv(hidden, group=self._group, group_src=self._peer(stage))
+        return hidden
+
+    def _peer(self, stage: int) -> int:
+        return rank_of(self._parallel, stage)
+
+    def _make_schedule(self, accumulation: int, loss: Loss) -> Any:
+        name = self._parallel.schedule
+        stages = [self._make_stage(number) for number in sorted(self._parts)]
+        if name in SINGLE:
+            return SINGLE[name](stages[0], accumulation, loss, scale_grads=False)
+        return MULTI[name](stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+
+    def _make_stage(self, number: int) -> PipelineStage:
+        part = self._parts[number]
+        assert isinstance(self._parallel.virtual_stages, int)
+        hidden = torch.empty(
+            self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
+        )
+        # Of what enters the first stage and leaves the last nobody asks the shape: it is not sent.
+        return PipelineStage(
+            part,
+            number,
+            self._parallel.pp * self._parallel.virtual_stages,
+            self._boundary.device,
+            input_args=torch.empty(0, dtype=torch.long, device="meta") if part.first else hidden,
+            output_args=torch.empty(0, device="meta") if part.last else hidden,
+            group=self._group,
+        )

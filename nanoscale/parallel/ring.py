@@ -1,0 +1,221 @@
+"""Causal attention over a sequence that is divided over a ring of ranks; keys and values travel.
+
+Source: Liu et al. 2023 (Ring Attention, arXiv:2310.01889). A causal mask would leave the first ranks idle, so
+the sequence is cut into 2 · degree chunks and rank r holds chunks r and 2 · degree − 1 − r, in that order (the
+"zig-zag"; Llama Team 2024, arXiv:2407.21783, section 3.3.2, divides so; Brandon et al. 2023, arXiv:2311.09431,
+stripe single tokens to the same end). Every rank then computes one causal block and, at each of the
+degree − 1 hops, half of a whole block.
+
+Shapes: this rank's q, out `[batch, heads, seq, head_dim]`; k, v `[batch, kv_heads, seq, head_dim]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from nanoscale.parallel.blocks import KERNELS, Kernel, accumulator
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: str, scale: float
+) -> Tensor:
+    out: Tensor = _Ring.apply(q, k, v, group.group_name, kernel, scale)
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    """Saves what this rank holds, q, k, v, out and lse, and sends keys and values round again backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
+    ) -> Tensor:
+        out, lse = _forward(q, k, v, group, kernel, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = group, kernel, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+        return *grads, None, None, None
+
+
+# Each pass is one operation to PyTorch: its compiler goes round it, and selective activation checkpointing can
+# keep its result and then neither computes nor communicates again. Operations know a group by its name.
+
+
+@torch.library.custom_op("nanoscale::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = pass_keys(q, k, v, _named(group), KERNELS[kernel], scale)
+    return _tokens_outside(out), lse.contiguous()
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _empty_tokens_outside(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
+
+
+@torch.library.custom_op("nanoscale::ring_attention_backward", mutates_args=())
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = pass_gradients(grad_out, q, k, v, out, lse, _named(group), KERNELS[kernel], scale)
+    grad_q, grad_k, grad_v = (_tokens_outside(grad) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+@_backward.register_fake
+def _(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: str,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_tokens_outside(q), _empty_tokens_outside(k), _empty_tokens_outside(v)
+
+
+def _named(group: Any) -> dist.ProcessGroup:
+    return _resolve_process_group(group)
+
+
+def _tokens_outside(x: Tensor) -> Tensor:
+    """`[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it next."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_tokens_outside(x: Tensor) -> Tensor:
+    return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+
+
+def pass_keys(
+    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: Kernel, scale: float
+) -> tuple[Tensor, Tensor]:
+    """This rank's out, and the log-sum-exp `[batch, heads, seq]` of all that its queries attend to."""
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    coming = Transfer((k, v), group)
+    out, lse = (x.to(accumulator(q.dtype)) for x in kernel.forward(q, k, v, True, scale))
+    for hop in range(1, degree):
+        k, v = coming.wait()
+        if hop + 1 < degree:
+            coming = Transfer((k, v), group)
+        queries, keys = _needed(rank, (rank - hop) % degree, q.shape[2])
+        part, part_lse = kernel.forward(
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], False, scale
+        )
+        _merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def pass_gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    group: dist.ProcessGroup,
+    kernel: Kernel,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """The gradients of this rank's q, k and v."""
+    rank, degree = dist.get_rank(group), dist.get_world_size(group)
+    coming = Transfer((k, v), group)
+    grad_q, grad_k, grad_v = (
+        part.to(accumulator(q.dtype))
+        for part in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
+    )
+    for hop in range(1, degree):
+        # Gradients travel one hop behind their keys, while those of the next keys are computed.
+        grads = Transfer((grad_k, grad_v), group)
+        k, v = coming.wait()
+        if hop + 1 < degree:
+            coming = Transfer((k, v), group)
+        queries, keys = _needed(rank, (rank - hop) % degree, q.shape[2])
+        part_q, part_k, part_v = kernel.backward(
+            grad_out[:, :, queries],
+            q[:, :, queries],
+            k[:, :, keys],
+            v[:, :, keys],
+            out[:, :, queries],
+            lse[:, :, queries],
+            False,
+            scale,
+        )
+        grad_q[:, :, queries] += part_q
+        grad_k, grad_v = grads.wait()
+        grad_k[:, :, keys] += part_k
+        grad_v[:, :, keys] += part_v
+    grad_k, grad_v = Transfer((grad_k, grad_v), group).wait()
+    return tuple(grad.to(q.dtype) for grad in (grad_q, grad_k, grad_v))
+
+
+def _needed(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
+    """Which of a rank's queries attend to which of another rank's keys."""
+    half = seq // 2
+    if owner < rank:
+        return slice(None), slice(half)
+    return slice(half, None), slice(None)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Put another block's average and log-sum-exp to those so far, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
+
+
+class Transfer:
+    """Tensors on their way to the next rank of the ring, and as many of the same shapes from the one before.
+
+    All ranks start and await their transfers in the same order. What is sent is held until it has left.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        rank, degree = dist.get_rank(group), dist.get_world_size(group)
+        self._sent = [tensor.contiguous() for tensor in tensors]
+        self._received, self._works = self._sent, []
+        if degree > 1:
+            self._received = [torch.empty_like(tensor) for tensor in self._sent]
+            self._works = dist.batch_isend_irecv(
+                [_operation(dist.isend, t, rank + 1, group) for t in self._sent]
+                + [_operation(dist.irecv, t, rank - 1, group) for t in self._received]
+            )
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        received, self._sent, self._received = self._received, [], []
+        return received
+
+
+def _operation(
+    kind: Callable[..., Any], tensor: Tensor, peer: int, group: dist.ProcessGroup
+) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, group=group, group_peer=peer % dist.get_world_size(group))

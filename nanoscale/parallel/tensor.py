@@ -1,0 +1,127 @@
+"""Tensor parallelism: matrices split by column then by row, the vocabulary and the sequence divided.
+
+Source: Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3; the division of the sequence between the
+blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+from nanoscale.models.transformer import Transformer
+
+
+def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Split one stage of a model over the ranks of `mesh`, in place, on any device.
+
+    Between the blocks the residual stream is `[batch, seq / tp, hidden]` with sequence parallelism, else
+    whole. Logits come as a DTensor that is divided along the vocabulary.
+    """
+    stream = Shard(1) if sequence_parallel else Replicate()
+    norm = SequenceParallel() if sequence_parallel else _Replicated()
+    gather = PrepareModuleInput(
+        input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+    )
+    gather_one = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
+    block: dict[str, ParallelStyle] = {
+        "attention_norm": norm,
+        "attention": gather,
+        "mlp_norm": norm,
+        "mlp": gather_one,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": RowwiseParallel(output_layouts=stream),
+        "attention.wo": RowwiseParallel(output_layouts=stream),
+    }
+    block |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    if model.shape.mlp == "swiglu":
+        block["mlp.gate"] = ColwiseParallel()
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh, block)
+    parallelize_module(model, mesh, _ends(model, stream, norm, gather))
+    model.sequence_shards = mesh.size() if sequence_parallel else 1
+
+
+def _ends(
+    model: Transformer, stream: Shard | Replicate, norm: ParallelStyle, gather: ParallelStyle
+) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {}
+    if model.first:
+        plan["embed"] = _DividedRows(stream)
+    if model.first and model.shape.position == "learned":
+        plan["positions"] = _DividedRows(Shard(0) if stream == Shard(1) else Replicate())
+    if model.last:
+        plan["norm"] = norm
+        plan["head"] = (
+            gather
+            if model.shape.tie_embeddings
+            else ColwiseParallel(
+                input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
+            )
+        )
+    return plan
+
+
+class _DividedRows(ParallelStyle):
+    """An embedding whose rows are divided; every rank looks up the tokens whose rows it has.
+
+    DTensor's own division computes the gradient of all rows on every rank before it adds them up: for a
+    vocabulary that is the largest tensor of all.
+    """
+
+    def __init__(self, output: Shard | Replicate) -> None:
+        self.output = output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        rows = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(rows))
+        module.forward = partial(self._look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def _look_up(self, module: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+        rows = _local_rows(module)
+        local = tokens - mesh.get_local_rank() * rows.shape[0]
+        mine = (local >= 0) & (local < rows.shape[0])
+        found = F.embedding(local.where(mine, 0), rows) * mine.unsqueeze(-1)
+        parts = DTensor.from_local(found, mesh, [Partial()], run_check=False)
+        return parts.redistribute(placements=[self.output]).to_local()
+
+
+def _local_rows(module: nn.Embedding) -> Tensor:
+    weight: Tensor = module.weight
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+class _Replicated(ParallelStyle):
+    """Every rank computes the whole module on the same input; what comes out is a DTensor that says so."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, _replicate_input)  # type: ignore[arg-type]
+
+
+def _replicate_input(_module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+    (hidden,) = inputs
+    if isinstance(hidden, DTensor):
+        return hidden
+    return DTensor.from_local(hidden, mesh, (Replicate(),), run_check=False)

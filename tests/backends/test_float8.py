@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nanoscale.backends import float8
+from nanoscale.config.schema import Model
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+
+torchao = pytest.importorskip(
+    "torchao.float8.float8_linear", reason="pip install 'nanoscale[torchao]'"
+)
+
+SHAPE = Model(
+    layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=96, init_std=0.2
+)
+PRODUCTS = 7  # wq wk wv wo gate up down
+
+
+def make(in_8_bits: bool) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(SHAPE)
+    if in_8_bits:
+        float8.apply(model, emulate=True)
+    model.to_empty(device="cpu")
+    initialise(model, SHAPE, seed=1)
+    return model.bfloat16()
+
+
+def losses(model: Transformer, steps: int = 5) -> list[float]:
+    tokens = torch.randint(0, SHAPE.vocab, (4, 33), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(steps):
+        logits = model(tokens[:, :-1]).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_blocks_multiply_in_8_bits() -> None:
+    model = make(in_8_bits=True)
+    linear = [name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)]
+    assert len(linear) == PRODUCTS * SHAPE.layers
+    assert all(name.startswith("layers.") for name in linear)
+    assert type(model.head) is torch.nn.Linear
+    plain = {name: p.shape for name, p in make(in_8_bits=False).named_parameters()}
+    assert {name: p.shape for name, p in model.named_parameters()} == plain
+
+
+def test_loss_follows_bf16() -> None:
+    eight, sixteen = losses(make(in_8_bits=True)), losses(make(in_8_bits=False))
+    assert eight == pytest.approx(sixteen, rel=0.1)
+    assert all(a != b for a, b in zip(eight, sixteen, strict=True))
+    assert eight[-1] < 0.95 * eight[0]

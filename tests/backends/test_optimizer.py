@@ -1,0 +1,229 @@
+"""Optimizers on plain and on sharded parameters, and their state on its way out and in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from nanoscale.backends.optimizer import (
+    Named,
+    dequantise,
+    fill_state,
+    is_quantised,
+    load_state,
+    make_optimizer,
+    named_state,
+    set_lr,
+)
+from nanoscale.config.schema import Optimizer as OptimizerConfig
+from nanoscale.parallel import ranks
+from tests.ranks import run_ranks
+
+SIZES = {"wide": (128, 256), "uneven": (67, 48), "vector": (96,)}
+NAMES = ["adamw", "adamw8bit", "sgd"]
+
+
+def config(name: str) -> OptimizerConfig:
+    return OptimizerConfig(name=name, lr=1e-2, weight_decay=0.3)  # type: ignore[arg-type]
+
+
+def draw(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
+
+
+def make_parameters(mesh: Any = None, placements: Any = None) -> Named:
+    return [(name, nn.Parameter(shard(v, mesh, placements))) for name, v in draw(0).items()]
+
+
+def shard(value: Tensor, mesh: Any, placements: Any) -> Tensor:
+    if mesh is None:
+        return value
+    usable = [p if not p.is_shard() or p.dim < value.ndim else Replicate() for p in placements]
+    return distribute_tensor(value, mesh, usable, src_data_rank=None)
+
+
+def train(parameters: Named, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        for (_, parameter), gradient in zip(parameters, draw(step + 1).values(), strict=True):
+            if isinstance(parameter, DTensor):
+                gradient = shard(gradient, parameter.device_mesh, parameter.placements)
+            parameter.grad = gradient.to(parameter.dtype)
+        set_lr(optimizer, 1e-2 / (step + 1))
+        optimizer.step()
+
+
+def whole(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in tensors
+    }
+
+
+def trained(name: str, steps: int, mesh: Any = None, placements: Any = None) -> Any:
+    parameters = make_parameters(mesh, placements)
+    optimizer = make_optimizer(parameters, config(name))
+    train(parameters, optimizer, range(steps))
+    return parameters, optimizer
+
+
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Bit for bit, and with the same names."""
+    assert first.keys() == second.keys() and first
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_adamw_equals_its_equations() -> None:
+    """In fp64, with a rate that changes, and no decay of vectors."""
+    parameters = [(name, nn.Parameter(value.double())) for name, value in draw(0).items()]
+    train(parameters, make_optimizer(parameters, config("adamw")), range(3))
+    for name, parameter in parameters:
+        p = draw(0)[name].double()
+        m = v = torch.zeros_like(p)
+        for step in range(3):
+            g, lr = draw(step + 1)[name].double(), 1e-2 / (step + 1)
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+            decay = 0.3 if p.ndim > 1 else 0.0
+            root = (v / (1 - 0.95 ** (step + 1))).sqrt()
+            p = p - lr * (decay * p + m / (1 - 0.9 ** (step + 1)) / (root + 1e-8))
+        torch.testing.assert_close(parameter.detach(), p, rtol=1e-9, atol=1e-12)
+
+
+def test_8_bits_follow_32() -> None:
+    exact, near = (whole(trained(name, steps=5)[0]) for name in ("adamw", "adamw8bit"))
+    assert not equal(exact, near)
+    for name, value in exact.items():
+        moved = (value - draw(0)[name]).norm()
+        assert (value - near[name]).norm() < 0.1 * moved
+
+
+def test_8_bit_moments_take_a_quarter() -> None:
+    """A code for each element, a scale for each 256, and 256 levels; small or ragged tensors stay."""
+    parameters, optimizer = trained("adamw8bit", steps=1)
+    weights = dict(parameters)
+    states = {name: optimizer.state[weights[name]] for name in SIZES}
+    assert {name: is_quantised(state["exp_avg"]) for name, state in states.items()} == {
+        "wide": True,
+        "uneven": False,
+        "vector": False,
+    }
+    parts = states["wide"]["exp_avg"]
+    size = sum(getattr(parts, part).nbytes for part in ("codes", "scale", "qmap"))
+    assert size == 128 * 256 * (1 + 4 / 256) + 256 * 4
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_quantising_again_gives_the_same_bits(signed: bool) -> None:
+    """For every code in a block, for magnitudes of all kinds, and where the largest value is negative."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    generator = torch.Generator().manual_seed(2)
+    scales = torch.rand(2000, 1, generator=generator).exp() * 10.0 ** torch.randint(
+        -14, 8, (2000, 1), generator=generator
+    )
+    values = torch.randn(2000, 256, generator=generator) ** 3 * scales
+    values[0] = 0
+    values[1] = torch.linspace(-1, 1, 256)
+    values[2] = -(values[1] ** 3) - 1e-3
+    values = values if signed else values.square()
+    once = OptimState8bit.zeros((2000, 256), signed=signed)
+    once.copy_(values)
+    assert not signed or (values.amin(1) == -values.abs().amax(1)).sum() > 900
+    again = OptimState8bit.zeros((2000, 256), signed=signed)
+    again.copy_(dequantise(once))
+    assert torch.equal(once.codes, again.codes) and torch.equal(once.scale, again.scale)
+    plain = OptimState8bit.zeros((2000, 256), signed=signed)
+    plain.copy_(once.dequantize())
+    assert torch.equal(once.scale, plain.scale) != signed, "dequantise() would not be needed"
+    error = (dequantise(once) - values).abs().amax(1) / values.abs().amax(1).clip(1e-12)
+    assert error.max() < 0.02
+
+
+def save_and_load(state: dict[str, Tensor], into: dict[str, Tensor], folder: Path) -> None:
+    alone = not torch.distributed.is_initialized()
+    dcp.save(dict(state), checkpoint_id=folder, no_dist=alone)
+    dcp.load(into, checkpoint_id=folder, no_dist=alone)
+
+
+def resume_exactly(name: str, folder: Path, mesh: Any = None, placements: Any = None) -> bool:
+    """Two steps, a checkpoint, two steps; against four."""
+    parameters, optimizer = trained(name, 2, mesh, placements)
+    fresh = make_parameters(mesh, placements)
+    resumed = make_optimizer(fresh, config(name))
+    fill_state(resumed)
+    moments = named_state(fresh, resumed)
+    assert all(type(value) in (Tensor, DTensor) for value in moments.values())
+    save_and_load(
+        {**dict(parameters), **named_state(parameters, optimizer)},
+        {**dict(fresh), **moments},
+        folder,
+    )
+    load_state(fresh, resumed, moments)
+    before, after = whole([*moments.items()]), whole([*named_state(fresh, resumed).items()])
+    assert equal(before, after)
+    for run in ((parameters, optimizer), (fresh, resumed)):
+        train(*run, range(2, 4))
+    return equal(whole(parameters), whole(fresh)) and equal(
+        whole([*named_state(parameters, optimizer).items()]),
+        whole([*named_state(fresh, resumed).items()]),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_optimizer_goes_on_exactly(tmp_path: Path, name: str) -> None:
+    assert resume_exactly(name, tmp_path)
+
+
+def in_shards(rank: int, folder: Path) -> dict[str, Any]:
+    ranks.join(4, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layouts = {"rows": (Replicate(), Shard(0)), "2d": (Shard(0), Shard(1)), "strided": None}
+    found: dict[str, Any] = {}
+    for layout, placements in layouts.items():
+        placements = placements or (Shard(0), Shard(0))
+        for name in NAMES:
+            path = folder / f"{layout}-{name}"
+            exact = resume_exactly(name, path, mesh, placements)
+            parameters, optimizer = trained(name, 2, mesh, placements)
+            local = optimizer.state[parameters[0][1]]
+            local = local.get("exp_avg", local.get("momentum_buffer")).to_local()
+            weights = {key: value.numpy() for key, value in whole(parameters).items()}
+            found[f"{layout} {name}"] = (exact, tuple(local.shape), weights)
+    ranks.leave()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sharded_parameters(tmp_path: Path) -> None:
+    """On a 2-D mesh: the same update as whole, shards of moments, exact resume, and any layout from any."""
+    everyone = run_ranks(in_shards, 4, tmp_path)
+    for key, (exact, shape, parameters) in everyone[0].items():
+        layout, name = key.split()
+        assert exact, key
+        assert shape == {"rows": (64, 256), "2d": (64, 128), "strided": (32, 256)}[layout]
+        alone = whole(trained(name, 2)[0])
+        if name != "adamw8bit":
+            for weight in SIZES:
+                np.testing.assert_allclose(parameters[weight], alone[weight], rtol=0, atol=1e-6)
+        # The checkpoint of four ranks in one process.
+        fresh = make_parameters()
+        optimizer = make_optimizer(fresh, config(name))
+        fill_state(optimizer)
+        moments = named_state(fresh, optimizer)
+        dcp.load(
+            {**dict(fresh), **moments}, checkpoint_id=tmp_path / key.replace(" ", "-"), no_dist=True
+        )
+        load_state(fresh, optimizer, moments)
+        reference = trained(name, 2)
+        for moment, value in named_state(*reference).items():
+            loaded = named_state(fresh, optimizer)[moment]
+            assert (loaded - value).norm() <= 0.02 * value.norm(), moment

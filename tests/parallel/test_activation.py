@@ -1,0 +1,333 @@
+"""What each mode of activation checkpointing keeps, recomputes, and leaves unchanged: the gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanoscale.config.schema import Model, Parallel
+from nanoscale.models.transformer import Block, rope_rotation
+from nanoscale.parallel import activation, ranks
+from tests.ranks import run_ranks
+
+LAYERS, BATCH, SEQ = 8, 16, 16
+SHAPE = Model(layers=LAYERS, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=64)
+MATMULS_A_BLOCK = 7  # wq wk wv wo gate up down
+HIDDEN = BATCH * SEQ * SHAPE.hidden * 8
+"""bytes of the residual stream in fp64, the unit of the measurements"""
+
+MODES = {
+    "none": {},
+    "full": {"activation_checkpointing": "full"},
+    "full, every 3rd": {"activation_checkpointing": "full", "checkpoint_every": 3},
+    "attention": {"activation_checkpointing": "selective", "selective_keep": "attention"},
+    "matmuls": {"activation_checkpointing": "selective", "selective_keep": "matmuls"},
+    "every 2nd": {"activation_checkpointing": "selective", "selective_keep": "every-2nd-matmul"},
+    "sqrt": {"activation_checkpointing": "sqrt"},
+}
+RECOMPUTED = {"none": 0, "full, every 3rd": 3}  # blocks; the others all of them
+
+
+@dataclass
+class Seen:
+    """One forward and backward pass of a stack of blocks, in fp64."""
+
+    gradients: list[Tensor]
+    kept: float
+    """memory that the forward pass has left behind, its output included, in residual streams"""
+    peak: float
+    """most memory at once, in residual streams"""
+    operations: Counter[str]
+    blocks: int
+    """times that a block was called"""
+
+
+class CountOperations(TorchDispatchMode):
+    """Operations that are really run: what other modes answer by themselves does not come here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
+    for block in layers.values():
+        hidden = block(hidden, rotation)
+    return hidden
+
+
+def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, activation.Run]:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)}).double()
+    parallel = replace(Parallel(), offload_activations=offload, **MODES[mode])
+    activation.apply(layers, parallel)
+    return layers, activation.runner(parallel, run_plainly)
+
+
+def inputs(batch: int = BATCH) -> tuple[Tensor, activation.Rotation]:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(batch, SEQ, SHAPE.hidden, dtype=torch.float64, generator=generator)
+    return hidden.requires_grad_(), rope_rotation(SHAPE, torch.arange(SEQ), torch.float64)
+
+
+@cache
+def see(mode: str, offload: bool = False) -> Seen:
+    layers, run = make(mode, offload)
+    calls: list[nn.Module] = []
+    for block in layers.values():
+        block.attention.register_forward_hook(lambda module, *_: calls.append(module))
+    hidden, rotation = inputs()
+    counter = CountOperations()
+    gc.collect()  # or what earlier tests left would be freed, and counted, at any time
+    with counter, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        output = run(layers, hidden, rotation)
+        with record_function("backward"):
+            output.square().sum().backward()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    start = next(i for i, event in enumerate(events) if event.name() == "backward")
+    # Of other events it is not memory that the number says.
+    levels = [*accumulate(e.nbytes() if e.name() == "[memory]" else 0 for e in events)]
+    return Seen(
+        gradients=[hidden.grad, *(p.grad for p in layers.parameters())],
+        kept=levels[start] / HIDDEN,
+        peak=max(levels) / HIDDEN,
+        operations=counter.counts,
+        blocks=len(calls),
+    )
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_bitwise_the_same(mode: str, offload: bool) -> None:
+    expected, found = see("none").gradients, see(mode, offload).gradients
+    assert len(found) == 1 + 9 * LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_are_computed_again(mode: str, offload: bool) -> None:
+    assert see(mode, offload).blocks == LAYERS + RECOMPUTED.get(mode, LAYERS)
+
+
+def test_kept_memory_has_its_closed_form() -> None:
+    """In residual streams. Of the blocks' inputs all but the first are kept for this, and the last output."""
+    kv = SHAPE.kv_heads / SHAPE.heads
+    attention = 1 + 1 / SHAPE.head_dim  # its result and each head's and position's logarithm
+    products = [1, kv, kv, 1, 2, 2, 1]  # wq wk wv wo gate up down
+    every_2nd = sum(product for i, product in enumerate(products * LAYERS) if i % 7 % 2 == 1)
+    expected = {
+        "full": LAYERS,
+        "attention": LAYERS * (1 + attention),
+        "matmuls": LAYERS * (1 + attention + sum(products)),
+        "every 2nd": LAYERS * (1 + attention) + every_2nd,
+        "sqrt": 3,
+    }
+    assert {mode: see(mode).kept for mode in expected} == pytest.approx(expected, rel=1e-3)
+    order = ["none", "matmuls", "every 2nd", "attention", "full", "sqrt"]
+    kept = [see(mode).kept for mode in order]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(order)
+
+
+def test_peak_memory_falls() -> None:
+    """In groups the peak is √layers inputs and a group's activations, here 3 and those of 3 blocks."""
+    peak = {mode: see(mode).peak for mode in MODES}
+    assert peak["none"] > peak["matmuls"] > peak["every 2nd"] > peak["attention"] > peak["full"]
+    assert peak["none"] > peak["sqrt"] > peak["full"]
+    block = see("none").kept / LAYERS
+    work = peak["full"] - LAYERS - block  # the gradients on their way through one block
+    assert peak["sqrt"] == pytest.approx(3 + 3 * block + work, rel=0.05)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_operations_computed_again(offload: bool) -> None:
+    """The last product of a block is never needed again: recomputation stops before it."""
+    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    once = see("none").operations
+    again = {
+        mode: (seen.operations["aten::mm"] - once["aten::mm"], seen.operations[kernel])
+        for mode in MODES
+        if (seen := see(mode, offload))
+    }
+    needed = (MATMULS_A_BLOCK - 1) * LAYERS
+    assert once[kernel] == LAYERS
+    assert again == {
+        "none": (0, LAYERS),
+        "full": (needed, 2 * LAYERS),
+        "full, every 3rd": ((MATMULS_A_BLOCK - 1) * 3, LAYERS + 3),
+        "attention": (needed, LAYERS),
+        "matmuls": (0, LAYERS),
+        "every 2nd": ((MATMULS_A_BLOCK - 3 - 1) * LAYERS, LAYERS),  # wq wv gate of those needed
+        "sqrt": (needed + 7 - 2, 2 * LAYERS),
+    }
+
+
+class Stack(nn.Module):
+    """Blocks as they stand in the model: FSDP2's root module is around them."""
+
+    def __init__(self, layers: nn.ModuleDict, run: activation.Run) -> None:
+        super().__init__()
+        self.layers, self.run = layers, run
+
+    def forward(self, hidden: Tensor, rotation: activation.Rotation) -> Tensor:
+        return self.run(self.layers, hidden, rotation)
+
+
+def two_steps(model: nn.Module) -> list[Tensor]:
+    """The whole parameters after two updates: the second would show weights left over from the first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(*inputs(batch=2)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+Case = tuple[str, bool]  # mode, offload
+
+
+def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    ranks.join(2, torch.device("cpu"))
+    mesh = init_device_mesh("cpu", (2,))
+    expected = two_steps(Stack(*make("none")))
+    found = {}
+    for mode, offload in cases:
+        model = Stack(*make(mode, offload))
+        for block in model.layers.values():
+            if layout == "fsdp":
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            else:
+                parallelize_module(block, mesh, TENSOR_PLAN)
+        if layout == "fsdp":
+            fully_shard(model, mesh=mesh)
+        with CountOperations() as counter, measure_moves() as moved:
+            parameters = two_steps(model)
+        found[mode, offload] = {
+            "worst": max(
+                (a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)
+            ),
+            "moved": sum(moved) / 2 / (HIDDEN / BATCH * 2),
+            "counts": counter.counts,
+        }
+    ranks.leave()
+    return found
+
+
+@contextmanager
+def measure_moves() -> Iterator[list[int]]:
+    """The bytes of each storage that moves to host memory."""
+    sizes: list[int] = []
+    move = activation.Moved.__init__
+
+    def measured(self: activation.Moved, storage: torch.UntypedStorage) -> None:
+        sizes.append(storage.nbytes())
+        move(self, storage)
+
+    with patch.object(activation.Moved, "__init__", measured):
+        yield sizes
+
+
+TENSOR_PLAN = {
+    "attention.w[qkv]": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.up": ColwiseParallel(),
+    "mlp.down": RowwiseParallel(),
+}
+
+
+CASES = [("none", True), *((m, o) for m in ("full", "matmuls", "sqrt") for o in (False, True))]
+
+
+def test_blocks_in_shards() -> None:
+    """FSDP2 around and, in groups, inside what is recomputed: nothing stale, nothing gathered more often."""
+    for found in run_ranks(step_in_layout, 2, "fsdp", CASES):
+        for seen in found.values():
+            assert seen["worst"] == 0  # two ranks with the same data: their mean is exact
+            assert seen["counts"]["c10d::_allgather_base_"] == 2 * 2 * LAYERS
+            assert seen["counts"]["c10d::_reduce_scatter_base_"] == 2 * LAYERS
+        for mode in ("full", "matmuls", "sqrt"):  # parameters are not among it
+            assert found[mode, True]["moved"] == pytest.approx(see(mode).kept, rel=1e-3)
+
+
+def test_blocks_in_tensor_parallel() -> None:
+    """Products of DTensors are kept and moved like others; reduced results are kept and not reduced again."""
+    for found in run_ranks(step_in_layout, 2, "tp", CASES):
+        for seen in found.values():
+            assert seen["worst"] < 1e-15
+        reductions = {mode: found[mode, True]["counts"][ALL_REDUCE] for mode in MODES_HERE}
+        once = (
+            2 * LAYERS * (2 + 5)
+        )  # a step: of wo and down; of the gradients before wq wk wv gate up
+        again = {"none": 0, "full": 2 * LAYERS, "matmuls": 0, "sqrt": 2 * (2 * LAYERS - 3)}
+        assert reductions == {mode: once + more for mode, more in again.items()}
+
+
+ALL_REDUCE = "_c10d_functional::all_reduce"
+MODES_HERE = ("none", "full", "matmuls", "sqrt")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_moves_to_the_host(mode: str) -> None:
+    """All that is kept and no parameter; of what many products save, one copy."""
+    with measure_moves() as moved:
+        see.__wrapped__(mode, True)
+    # The last output is kept by its user and the first input by who made it.
+    assert sum(moved) / HIDDEN == pytest.approx(see(mode).kept, rel=1e-3)
+
+
+def test_autocast_copies_of_weights_do_not_move() -> None:
+    layers, run = make("none", offload=True)
+    hidden, rotation = inputs(batch=7)  # no activation has a weight's size
+    with measure_moves() as moved, torch.autocast("cpu", torch.bfloat16):
+        run(layers.float(), hidden.float(), rotation)
+    weights = {p.numel() * 2 for p in layers.parameters() if p.ndim > 1}
+    assert moved and not weights & set(moved)
+
+
+def test_names_stay() -> None:
+    names = [name for name, _ in make("none")[0].named_modules()]
+    for mode in MODES:
+        assert [name for name, _ in make(mode)[0].named_modules()] == names
+
+
+def test_groups() -> None:
+    assert activation.groups(1) == [range(1)]
+    assert activation.groups(8) == [range(2), range(2, 5), range(5, 8)]
+    for number in range(1, 200):
+        parts = activation.groups(number)
+        assert [i for part in parts for i in part] == list(range(number))
+        assert (len(parts) - 1) ** 2 < number <= len(parts) ** 2
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_describe() -> None:
+    assert activation.describe(Parallel()) == "everything kept for the backward pass"
+    mode = Parallel(activation_checkpointing="full", checkpoint_every=2, offload_activations=True)
+    assert activation.describe(mode) == (
+        "one block in 2 recomputed, what is kept waits in host memory"
+    )

@@ -1,0 +1,115 @@
+"""Compiled blocks with the inductor backend, as on a GPU: it writes C++ here."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from nanoscale.config.schema import Backend, Config, Model, Parallel
+from nanoscale.models.transformer import Block, rope_rotation
+from nanoscale.parallel import activation, compile, ranks
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"
+)
+LAYERS = 10  # more than torch compiles of one function, were each block compiled for itself
+SHAPE = Model(layers=LAYERS, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=64)
+MODES = {
+    "none": {},
+    "full": {"activation_checkpointing": "full"},
+    "matmuls": {"activation_checkpointing": "selective"},
+    "sqrt": {"activation_checkpointing": "sqrt"},
+}
+
+
+def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
+    for block in layers.values():
+        hidden = block(hidden, rotation)
+    return hidden
+
+
+def make(mode: str, compiled: str) -> tuple[nn.ModuleDict, activation.Run]:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)})
+    parallel = Parallel(**MODES[mode])
+    activation.apply(layers, parallel)
+    compile.apply(layers, replace(Config(), backend=Backend(compile=compiled)))  # type: ignore[arg-type]
+    return layers, activation.runner(parallel, run_plainly)
+
+
+def gradients(layers: nn.ModuleDict, run: activation.Run) -> list[Tensor]:
+    hidden = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    output = run(layers, hidden, rope_rotation(SHAPE, torch.arange(16), torch.float32))
+    output.square().mean().backward()
+    return [output.detach(), hidden.grad, *(p.grad for p in layers.parameters())]
+
+
+def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(first, second, strict=True))
+
+
+def with_backend(name: str) -> Any:
+    return patch.object(torch, "compile", partial(torch.compile, backend=name))
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    # The other backend does all but write code, which takes seconds for each.
+    [("none", "aot_eager"), ("full", "inductor"), ("matmuls", "inductor"), ("sqrt", "aot_eager")],
+)
+def test_compiled_blocks_give_the_same(mode: str, backend: str) -> None:
+    expected = gradients(*make("none", "off"))
+    torch._dynamo.reset()
+    counters.clear()
+    with with_backend(backend):
+        layers, run = make(mode, "on")
+    assert largest_difference(gradients(layers, run), expected) < 1e-5
+    assert counters["stats"]["unique_graphs"] == 1, "one for all blocks"
+    assert not counters["graph_break"]
+    names = [name for name, _ in make("none", "off")[0].named_modules()]
+    assert [name for name, _ in layers.named_modules()] == names
+
+
+def test_off_compiles_nothing() -> None:
+    counters.clear()
+    gradients(*make("full", "off"))
+    assert not counters["stats"]
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: nn.ModuleDict, run: activation.Run) -> None:
+        super().__init__()
+        self.layers, self.run = layers, run
+
+    def forward(self, hidden: Tensor, rotation: activation.Rotation) -> Tensor:
+        return self.run(self.layers, hidden, rotation)
+
+
+def compile_in_shards(rank: int) -> float:
+    ranks.join(2, torch.device("cpu"))
+    expected = gradients(*make("none", "off"))
+    with with_backend("aot_eager"):
+        layers, run = make("full", "on")
+    model = Stack(layers, run)
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*layers.values(), model):
+        fully_shard(module, mesh=mesh)
+    found = gradients(layers, lambda _, *inputs: model(*inputs))
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+    ranks.leave()
+    return largest_difference(whole, expected)
+
+
+def test_compiled_blocks_in_shards() -> None:
+    assert max(run_ranks(compile_in_shards, 2)) < 1e-5

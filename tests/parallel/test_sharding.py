@@ -1,0 +1,221 @@
+"""What a rank holds is its share, measured: state, logits, and what initialising needs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nanoscale.backends.native import NativeEngine, build_parts
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config, Launcher, Model, Parallel, Precision, Train, Zero
+from nanoscale.parallel import data as data_parallel
+from nanoscale.parallel import ranks
+from nanoscale.parallel.mesh import lay_out
+from tests.ranks import run_ranks
+
+SHAPE = Model(
+    layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=384, vocab=512, max_seq_len=64
+)
+CPU = torch.device("cpu")
+
+
+def make_config(stage: int, seq_len: int = 8, shape: Model = SHAPE, **degrees: int) -> Config:
+    """Two micro batches of one sample a step, in fp32."""
+    dp = degrees.get("dp", 1)
+    return Config(
+        model=shape,
+        parallel=Parallel(**{"dp": 1, "virtual_stages": 1} | degrees),
+        precision=Precision("fp32", "fp32", "fp32"),
+        zero=Zero(stage),  # type: ignore[arg-type]
+        launcher=Launcher(device="cpu"),
+        train=Train(steps=2, global_batch=2 * dp, micro_batch=1, seq_len=seq_len),
+    )
+
+
+# --- parameters, gradients, optimizer -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """fp32 numbers that a rank holds, in multiples of the parameters of its stage after tp."""
+
+    between_micro_batches: float
+    """when the first micro batch of a step has gone backward; zero where nobody looked"""
+    before_update: float
+    after_update: float
+
+
+def share_of(config: Config, stage: int) -> tuple[int, int]:
+    """In closed form: the parameters of a pipeline stage on one rank of tp, and what divides their state."""
+    shape, layout = config.model, config.parallel
+    assert isinstance(layout.dp, int)
+    width = shape.heads * 32
+    matrices = 4 * shape.hidden * width + 3 * shape.hidden * shape.ffn
+    blocks = shape.layers // layout.pp * (matrices // layout.tp + 2 * shape.hidden)
+    rows = shape.vocab // layout.tp * shape.hidden
+    first, last = stage == 0, stage == layout.pp - 1
+    whole = blocks + first * rows + last * (rows + shape.hidden)
+    return whole, layout.dp * layout.cp // layout.dp_replicate if config.zero.stage else 1
+
+
+def expected(config: Config, pp_rank: int) -> Held:
+    """The table of parallel/data.py, as arithmetic; 2 is AdamW's moments."""
+    whole, parts = share_of(config, pp_rank)
+    kept = whole / parts
+    # FSDP lets go of the gradients that it has scattered last, those of the embedding, when it scatters again.
+    bucket = config.model.vocab // config.parallel.tp * config.model.hidden
+    between = {
+        0: whole + whole + whole + 2 * whole,
+        1: kept + whole + whole + 2 * kept,
+        2: kept + whole + kept + bucket + 2 * kept,
+        3: kept + kept + bucket + 2 * kept,
+    }[config.zero.stage]
+    if config.parallel.pp > 1:
+        between = 0
+    return Held(between, kept + kept + 2 * kept, kept + 2 * kept)
+
+
+def live_numbers() -> float:
+    """fp32 numbers in all tensors of this process, each storage once."""
+    gc.collect()
+    found: dict[int, int] = {}
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    for tensor in [*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None)]:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.dtype == torch.float32 and local.device.type == "cpu":
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes() // 4
+    return sum(found.values())
+
+
+def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
+    ranks.join(derive(config).world_size, CPU)
+    before = live_numbers()
+    engine = NativeEngine(config, CPU)
+    batches = [np.zeros((1, config.train.seq_len + 1), dtype=np.int64)] * 2
+    engine.train_step(batches, 1e-3)
+    between = [0.0]
+    begin = data_parallel.begin_micro_batch
+
+    def look(model: Any, stage: int, last: bool) -> None:
+        if last:
+            between[0] = live_numbers() - before
+        begin(model, stage, last)
+
+    data_parallel.begin_micro_batch = look
+    at_update = at_call(engine, "_finish_gradients", lambda: live_numbers() - before)
+    engine.train_step(batches, 1e-3)
+    held = Held(between[0], at_update[0], live_numbers() - before)
+    return engine.layout.place.pp, held
+
+
+def at_call(engine: Any, method: str, look: Callable[[], float]) -> list[float]:
+    """What `look` finds when a method of the engine is called."""
+    found: list[float] = []
+    call = getattr(engine, method)
+
+    def looking() -> Any:
+        found.append(look())
+        return call()
+
+    setattr(engine, method, looking)
+    return found
+
+
+LAYOUTS = [
+    *((stage, {"dp": 2}) for stage in (0, 1, 2, 3)),
+    (3, {"dp": 4}),
+    (2, {"dp": 4, "dp_replicate": 2}),
+    (0, {"tp": 2}),
+    (0, {"tp": 4}),
+    (0, {"pp": 2}),
+    (3, {"pp": 2, "dp": 2}),
+    (3, {"tp": 2, "dp": 2}),
+    (1, {"tp": 2, "pp": 2}),
+    (3, {"cp": 2}),
+    (0, {"cp": 2}),
+]
+
+
+@pytest.mark.parametrize(("stage", "degrees"), LAYOUTS, ids=str)
+def test_a_rank_holds_its_share_of_the_state(stage: int, degrees: dict[str, int]) -> None:
+    config = make_config(stage, **degrees)
+    for pp_rank, held in run_ranks(measure_rank, derive(config).world_size, config):
+        form = expected(config, pp_rank)
+        assert held.between_micro_batches == pytest.approx(form.between_micro_batches, rel=0.01)
+        assert held.before_update == pytest.approx(form.before_update, rel=0.01)
+        assert held.after_update == pytest.approx(form.after_update, rel=0.01)
+
+
+# --- logits ---------------------------------------------------------------------------------------
+
+
+TOKENS = 64
+WIDE = replace(SHAPE, hidden=32, heads=4, head_dim=8, ffn=48, vocab=4096)
+"""a model whose logits are larger than everything else of a step together"""
+
+
+def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
+    """Whether this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
+    ranks.join(derive(config).world_size, CPU)
+    engine = NativeEngine(config, CPU)
+    batches = [np.zeros((1, TOKENS + 1), dtype=np.int64)] * 2
+    engine.train_step(batches, 1e-3)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        engine.train_step(batches, 1e-3)
+    last = any(part.last for part in engine.parts.values())
+    return last, max(size for _, size in memory_changes(recorded)) // 4
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
+def test_no_rank_ever_holds_whole_logits(degrees: dict[str, int]) -> None:
+    config = make_config(0, TOKENS, WIDE, **degrees)
+    for has_logits, largest in run_ranks(largest_allocation, derive(config).world_size, config):
+        share = TOKENS * WIDE.vocab // degrees.get("tp", 1)
+        assert (largest == share) if has_logits else (largest < share)
+
+
+# --- initialisation -------------------------------------------------------------------------------
+
+
+def test_initialising_needs_a_share_and_one_parameter(tmp_path: Path) -> None:
+    """A large model's first rank of 8, without the other 7: the peak is its share and one whole parameter."""
+    shape = replace(SHAPE, layers=4, hidden=1024, heads=8, head_dim=128, ffn=3584, vocab=16384)
+    config = make_config(3, shape=replace(shape, kv_heads=8), dp=4, tp=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        layout = lay_out(config, "cpu")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            parts = build_parts(config, layout, CPU)
+    finally:
+        dist.destroy_process_group()
+    share = sum(p.to_local().nbytes for p in parts[0].parameters())
+    whole = sum(p.nbytes for p in parts[0].parameters())
+    largest = max(p.nbytes for p in parts[0].parameters())
+    assert share == pytest.approx(whole / 8, rel=0.01)
+    assert share < peak_bytes(recorded) <= 1.01 * (share + largest) < whole / 2
+
+
+def peak_bytes(recorded: profile) -> int:
+    """The most bytes that were allocated at once."""
+    return int(np.cumsum([size for _, size in memory_changes(recorded)]).max())
+
+
+def memory_changes(recorded: profile) -> list[tuple[int, int]]:
+    """When how many bytes were taken, or given back."""
+    assert recorded.profiler is not None
+    return sorted(
+        (event.start_ns(), event.nbytes())
+        for event in recorded.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )

@@ -1,0 +1,198 @@
+"""Law 1: the equivalence matrix. Every layout trains the same model as a plain loop on one device.
+
+Each row trains 20 steps in fp64 and in fp32 in real processes, with clipping active and with accumulation, and
+the summary at the end of the tests prints how far it went from the loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config, Model
+from nanoscale.data.dataset import open_data
+from nanoscale.metrics.meter import Meter
+from nanoscale.metrics.sinks import Record
+from nanoscale.parallel import ranks
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.train.loop import Progress, Training
+from nanoscale.train.stop import StopAgreement
+from nanoscale.worker import StopFlag
+from tests.jobs import SHAPE, make_config, write_tokens
+from tests.ranks import run_ranks
+from tests.reference import CURVE, assert_equal_curves, plain_loop, worst
+
+GPT2 = replace(
+    SHAPE,
+    kv_heads=8,
+    norm="layernorm",
+    mlp="gelu",
+    position="learned",
+    bias=True,
+    tie_embeddings=True,
+)
+UNEVEN = replace(SHAPE, layers=7)
+"""no number of stages divides it"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of the matrix."""
+
+    name: str
+    degrees: dict[str, Any]
+    stage: int = 0
+    micro_batch: int = 4
+    shape: Model = field(default=SHAPE)
+
+
+def pipeline(name: str, micro_batch: int = 2, shape: Model = SHAPE, **degrees: Any) -> Row:
+    stages = {"gpipe": 1, "1f1b": 1}.get(degrees.get("schedule", "1f1b"), 2)
+    return Row(name, {"pp": 2, "virtual_stages": stages} | degrees, 0, micro_batch, shape)
+
+
+def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
+    changed = ", ".join(f"{key}={value}" for key, value in degrees.items())
+    return Row(
+        f"activations {mode}, stage {stage}, {changed}",
+        {"activation_checkpointing": mode} | degrees,
+        stage,
+        micro_batch=8 // degrees.get("dp", 1) // 2,
+    )
+
+
+ROWS = [
+    Row("one process", {}),
+    Row("dp 2", {"dp": 2}, micro_batch=2),
+    Row("dp 4", {"dp": 4}, micro_batch=1),
+    Row("tp 2", {"tp": 2}),
+    Row("tp 4", {"tp": 4}),
+    Row("pp 2", {"pp": 2}),
+    Row("pp 4", {"pp": 4}, micro_batch=2),
+    Row("cp 2", {"cp": 2}),
+    Row("cp 4", {"cp": 4}),
+    Row("dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2),
+    Row("dp 2 · tp 2, stage 0", {"dp": 2, "tp": 2}, 0, 2),
+    Row("dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2),
+    Row("dp 2 · pp 2, stage 3", {"dp": 2, "pp": 2}, 3, 1),
+    Row("dp 2 · cp 2, stage 2", {"dp": 2, "cp": 2}, 2, 2),
+    Row("dp 2 · cp 2, stage 0", {"dp": 2, "cp": 2}, 0, 2),
+    Row("tp 2 · pp 2", {"tp": 2, "pp": 2}),
+    Row("tp 2 · cp 2, stage 3", {"tp": 2, "cp": 2}, 3),
+    Row("pp 2 · cp 2", {"pp": 2, "cp": 2}),
+    Row("dp 2 · tp 2 · pp 2, stage 1", {"dp": 2, "tp": 2, "pp": 2}, 1, 2),
+    Row("dp 2 · tp 2 · cp 2, stage 3", {"dp": 2, "tp": 2, "cp": 2}, 3, 2),
+    Row("dp 2 · pp 2 · cp 2, stage 2", {"dp": 2, "pp": 2, "cp": 2}, 2, 2),
+    Row("tp 2 · pp 2 · cp 2, stage 1", {"tp": 2, "pp": 2, "cp": 2}, 1),
+    Row("dp 2 · tp 2 · pp 2 · cp 2, stage 3", {"dp": 2, "tp": 2, "pp": 2, "cp": 2}, 3, 2),
+    Row("HSDP 2 × 2, stage 3", {"dp": 4, "dp_replicate": 2}, 3, 1),
+    Row("HSDP 2 × 2 · tp 2, stage 3", {"dp": 4, "dp_replicate": 2, "tp": 2}, 3, 1),
+    Row("HSDP 2 × 2 · cp 2, stage 2", {"dp": 4, "dp_replicate": 2, "cp": 2}, 2, 1),
+    *(
+        pipeline(f"pp 2, {schedule}", schedule=schedule)
+        for schedule in (
+            "gpipe",
+            "interleaved-1f1b",
+            "looped-bfs",
+            "zero-bubble",
+            "zbv",
+            "dualpipev",
+        )
+    ),
+    pipeline("pp 2 · dp 2, zbv, stage 0", 1, schedule="zbv", dp=2),
+    pipeline("pp 2 · tp 2, zero-bubble", schedule="zero-bubble", tp=2),
+    pipeline("pp 2, 7 blocks, dualpipev", shape=UNEVEN, schedule="dualpipev"),
+    pipeline("pp 2, 1 + 3 blocks", layers_per_stage=[1, 3]),
+    Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
+    Row("ulysses cp 4", {"cp": 4, "cp_method": "ulysses"}),
+    Row("ulysses cp 2 · tp 2 · dp 2", {"cp": 2, "cp_method": "ulysses", "tp": 2, "dp": 2}, 2, 2),
+    Row("tp 2 without sequence parallel", {"tp": 2, "sequence_parallel": False}),
+    Row("GPT-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, GPT2),
+    Row("GPT-2, cp 2", {"cp": 2}, 0, 4, GPT2),
+    checkpointing("full", 3, dp=2),
+    checkpointing("full", 0, tp=2, checkpoint_every=2),
+    checkpointing("full", 0, cp=2, offload_activations=True),
+    checkpointing("selective", 3, dp=2, selective_keep="every-2nd-matmul"),
+    checkpointing("selective", 1, tp=2, cp=2, selective_keep="attention"),
+    checkpointing("selective", 0, pp=2),
+    checkpointing("sqrt", 3, dp=2, tp=2),
+    checkpointing("sqrt", 0, pp=2, schedule="interleaved-1f1b", virtual_stages=2),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_layout_equals_plain_loop(
+    tmp_path: Path, row: Row, deviations: dict[str, list[float]]
+) -> None:
+    write_tokens(tmp_path)
+    configs = [row_config(tmp_path, row, precision) for precision in ("fp64", "fp32")]
+    results = run_ranks(train_all, derive(configs[0]).world_size, configs)
+    for config, ours in zip(configs, results[0], strict=True):
+        precision = config.precision.params
+        reference = plain_loop(precision, shape=row.shape)
+        assert any(norm > 0.5 for _, norm, *_ in reference), "clipping must be active"
+        deviations.setdefault(row.name, []).extend(worst(ours, reference))
+        assert_equal_curves(ours, reference, precision)
+
+
+def row_config(folder: Path, row: Row, precision: str) -> Config:
+    config = make_config(
+        folder,
+        dp=row.degrees.get("dp", 1),
+        dp_replicate=row.degrees.get("dp_replicate", 1),
+        stage=row.stage,
+        precision=precision,
+        micro_batch=row.micro_batch,
+        model=row.shape,
+        parallel=row.degrees,
+    )
+    accumulation = derive(config).accumulation
+    assert accumulation >= 2, f"{row.name}: a row accumulates"
+    return config
+
+
+class Records(list[Record]):
+    """A sink that keeps what it gets."""
+
+    write = list.append
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
+    """Train each to its end, as the job does, in one set of processes."""
+    ranks.join(derive(configs[0]).world_size, torch.device("cpu"))
+    return [train_one(rank, config) for config in configs]
+
+
+def train_one(rank: int, config: Config) -> CURVE:
+    names = ("loss", "grad_norm", "lr", "tokens")
+    return [tuple(record[name] for name in names) for record in train_records(rank, config)]
+
+
+def train_records(rank: int, config: Config) -> Records:
+    """What each step logs."""
+    device, records = torch.device("cpu"), Records()
+    training = Training(
+        run=RunDirectory(Path(config.run.root) / "none"),
+        config=config,
+        engine=NativeEngine(config, device),
+        data=open_data(config.data, config.train, config.model.vocab),
+        progress=Progress(),
+        rank=rank,
+        meter=Meter(config, derive(config).world_size, device),
+        sinks=[records],
+        note=lambda *_, **__: None,
+    )
+    stop = StopAgreement(StopFlag())
+    assert training.go(stop) == "completed"
+    stop.close()
+    return records

@@ -1,0 +1,102 @@
+"""fp16: an overflow on one rank is a skipped step on all, and the training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.backends import gradients
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Checkpoint
+from nanoscale.parallel import ranks
+from nanoscale.runs.directory import RunDirectory
+from tests.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.ranks import run_ranks
+from tests.reference import plain_loop
+from tests.train.test_equivalence import Records, train_records
+
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (2, {"dp": 2}),
+    (3, {"dp": 2, "tp": 2}),
+    (1, {"tp": 2, "pp": 2}),
+    (0, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    (0, {"cp": 2}),
+]
+OVERFLOWS_AT = 4
+WINDOW = 6
+
+
+def make(folder: Path, stage: int, degrees: dict[str, Any], **changes: Any) -> Any:
+    dp = degrees.get("dp", 1)
+    return make_config(
+        folder, dp=dp, stage=stage, precision="fp16", parallel=degrees, micro_batch=2, **changes
+    )
+
+
+def train_with_overflow(rank: int, config: Any) -> Records:
+    """The last rank alone finds an infinite gradient in one step."""
+    world = derive(config).world_size
+    gradients.scale = _spoil(gradients.scale, world - 1 == rank)
+    ranks.join(world, torch.device("cpu"))
+    return train_records(rank, config)
+
+
+def _spoil(scale: Any, here: bool) -> Any:
+    calls = 0
+
+    def spoiled(grads: list[Any], factor: Any) -> None:
+        nonlocal calls
+        scale(grads, factor)
+        if isinstance(factor, float):  # the scale's factor, not that of clipping
+            calls += 1
+            if here and calls == OVERFLOWS_AT:
+                gradients._local(grads[0]).fill_(float("inf"))
+
+    return spoiled
+
+
+@pytest.mark.parametrize(("stage", "degrees"), LAYOUTS, ids=str)
+def test_one_overflow_skips_the_step_everywhere(
+    tmp_path: Path, stage: int, degrees: dict[str, Any]
+) -> None:
+    write_tokens(tmp_path)
+    config = make(tmp_path, stage, degrees)
+    records = run_ranks(train_with_overflow, derive(config).world_size, config)[0]
+    scales = [record["loss_scale"] for record in records]
+    skipped = [record["skipped_steps"] for record in records]
+    assert skipped == [0] * (OVERFLOWS_AT - 1) + [1] * (len(records) - OVERFLOWS_AT + 1)
+    assert scales[OVERFLOWS_AT - 1] == 512 and scales[OVERFLOWS_AT - 2] == 1024
+    assert scales[OVERFLOWS_AT - 1 + WINDOW] == 1024, "six good steps later it doubles"
+    losses = [record["loss"] for record in records]
+    # The corpus is one batch, in another order every step: a skipped step leaves the loss as it was.
+    assert losses[OVERFLOWS_AT] == pytest.approx(losses[OVERFLOWS_AT - 1], rel=1e-6)
+    assert losses[OVERFLOWS_AT - 1] != pytest.approx(losses[OVERFLOWS_AT - 2], rel=1e-4)
+    exact = [row[0] for row in plain_loop("fp32")]
+    assert losses[0] == pytest.approx(exact[0], rel=0.01)
+    assert losses[-1] < 0.8 * losses[0], "the training goes on"
+
+
+def test_loss_scale_survives_a_resume(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = make(tmp_path, 0, {}, checkpoint=Checkpoint())
+    run = make_run(config)
+    train(run, config, StopBefore(9))
+    train(run, make(tmp_path, 1, {"tp": 2, "pp": 2}, checkpoint=Checkpoint()))
+    scales = {record["step"]: record["loss_scale"] for record in read_metrics(run)}
+    assert scales[5] == 1024 and scales[6] == 2048  # two windows of six, the second over the resume
+    assert scales[11] == 2048 and scales[12] == 4096
+
+
+def test_going_from_fp32_to_fp16_begins_a_scale(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    wide = make_config(tmp_path, precision="fp32", micro_batch=2, checkpoint=Checkpoint())
+    run: RunDirectory = make_run(wide)
+    train(run, wide, StopBefore(5))
+    train(run, make(tmp_path, 0, {}))
+    records = read_metrics(run)
+    assert len(records) == 20 and "loss_scale" not in records[3]
+    assert records[4]["loss_scale"] == 1024
