@@ -28,8 +28,14 @@ from tests.jobs import SHAPE, make_config, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import CURVE, assert_equal_curves, plain_loop, worst
 
+DEEP = SHAPE
+"""four blocks: for four stages, and for groups of blocks"""
+UNEVEN = replace(SHAPE, layers=7)
+"""no number of stages divides it"""
+SHALLOW = replace(SHAPE, layers=2)
+"""the time of a row grows with its blocks, and two of them meet everything that a rank does with a block"""
 GPT2 = replace(
-    SHAPE,
+    SHALLOW,
     kv_heads=8,
     norm="layernorm",
     mlp="gelu",
@@ -37,8 +43,6 @@ GPT2 = replace(
     bias=True,
     tie_embeddings=True,
 )
-UNEVEN = replace(SHAPE, layers=7)
-"""no number of stages divides it"""
 
 
 @dataclass(frozen=True)
@@ -49,10 +53,10 @@ class Row:
     degrees: dict[str, Any]
     stage: int = 0
     micro_batch: int = 4
-    shape: Model = field(default=SHAPE)
+    shape: Model = field(default=SHALLOW)
 
 
-def pipeline(name: str, micro_batch: int = 2, shape: Model = SHAPE, **degrees: Any) -> Row:
+def pipeline(name: str, micro_batch: int = 2, shape: Model = DEEP, **degrees: Any) -> Row:
     stages = {"gpipe": 1, "1f1b": 1}.get(degrees.get("schedule", "1f1b"), 2)
     return Row(name, {"pp": 2, "virtual_stages": stages} | degrees, 0, micro_batch, shape)
 
@@ -64,6 +68,7 @@ def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
         {"activation_checkpointing": mode} | degrees,
         stage,
         micro_batch=8 // degrees.get("dp", 1) // 2,
+        shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHALLOW,
     )
 
 
@@ -74,7 +79,7 @@ ROWS = [
     Row("tp 2", {"tp": 2}),
     Row("tp 4", {"tp": 4}),
     Row("pp 2", {"pp": 2}),
-    Row("pp 4", {"pp": 4}, micro_batch=2),
+    Row("pp 4", {"pp": 4}, micro_batch=2, shape=DEEP),
     Row("cp 2", {"cp": 2}),
     Row("cp 4", {"cp": 4}),
     Row("dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2),

@@ -197,9 +197,9 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
     ]
     for turn, (changes, degrees) in enumerate(stations):
         there = config_for(tmp_path, parallel=degrees, **changes)
-        train(run, there, StopBefore(5 * turn + 6, first=5 * turn + 1))
+        train(run, there, StopBefore(6 * turn + 6, first=6 * turn + 1))
     train(run, config)
-    assert resumed_at(run) == [5, 10, 15]
+    assert resumed_at(run) == [6, 12, 18]
     for ours, reference in zip(curve(run), curve(whole), strict=True):
         assert ours == pytest.approx(reference, rel=1e-9)
     ours, theirs = final_weights(run), final_weights(whole)
