@@ -16,12 +16,21 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     Every rank calls it with its own. What several ranks hold copies of counts in parts, so that one sum over
     all ranks is right in every layout.
     """
-    norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
-    copies = torch.tensor([_copies(gradient) for gradient in gradients], dtype=norms.dtype)
-    square = (norms.square() / copies.to(norms.device)).sum()
+    square = _square(gradients)
     if dist.is_initialized():
         dist.all_reduce(square)
     return square.sqrt()
+
+
+def local_norm(gradients: list[Tensor]) -> Tensor:
+    """The same where every rank holds the whole gradient: nothing is communicated."""
+    return _square(gradients).sqrt()
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
+    copies = torch.tensor([_copies(gradient) for gradient in gradients], dtype=norms.dtype)
+    return (norms.square() / copies.to(norms.device)).sum()
 
 
 def scale(gradients: list[Tensor], factor: Tensor | float) -> None:

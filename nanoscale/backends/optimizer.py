@@ -18,8 +18,8 @@ Moments = dict[str, Tensor]
 
 def make_optimizer(parameters: Named, config: OptimizerConfig) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), also in 8 bits, or SGD with momentum."""
-    matrices = [p for _, p in parameters if p.ndim > 1]
-    vectors = [p for _, p in parameters if p.ndim <= 1]
+    matrices = [p for _, p in parameters if _dimensions(p) > 1]
+    vectors = [p for _, p in parameters if _dimensions(p) <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -35,6 +35,11 @@ def make_optimizer(parameters: Named, config: OptimizerConfig) -> Optimizer:
     if config.name == "adamw8bit":
         return _make_adamw8bit(groups, adam)
     return AdamW(groups, **adam, fused=True)
+
+
+def _dimensions(parameter: nn.Parameter) -> int:
+    """Of the whole parameter; one that DeepSpeed has taken apart is empty and remembers its shape."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _make_adamw8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optimizer:
@@ -67,10 +72,10 @@ def fill_state(optimizer: Optimizer) -> None:
     """Give every parameter the state that its first update would begin with, to be loaded into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter].update(_first_state(optimizer, parameter))
+            optimizer.state[parameter].update(first_state(optimizer, parameter))
 
 
-def _first_state(optimizer: Optimizer, parameter: nn.Parameter) -> Moments:
+def first_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     if isinstance(optimizer, SGD):
         with_momentum = optimizer.param_groups[0]["momentum"] != 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}

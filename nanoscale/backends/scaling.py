@@ -57,6 +57,10 @@ class LossScale:
                 self._scale *= 2
         return True
 
+    def figures(self) -> dict[str, float]:
+        """What a logged step shows."""
+        return {"loss_scale": self.scale, "skipped_steps": self.skipped_steps}
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds, to be filled in place when one is loaded."""
         return {

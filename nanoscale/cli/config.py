@@ -48,6 +48,10 @@ def show(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     config: ConfigFile = None,
+    deepspeed: Annotated[
+        bool,
+        typer.Option("--deepspeed", help="DeepSpeed's own configuration that follows from it."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the whole configuration as YAML."""
@@ -56,7 +60,8 @@ def show(
     from nanoscale.config.compose import compose
     from nanoscale.config.document import to_yaml
 
-    values = asdict(compose(overrides or [], config_dir=config_dir, config_file=config).config)
+    composed = compose(overrides or [], config_dir=config_dir, config_file=config)
+    values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
     if as_json:
         print_json(values)
     else:
@@ -82,6 +87,24 @@ def explain(
         return
     for index, document in enumerate(explained):
         _print_explained(document, first=index == 0)
+
+
+@app.command("backends")
+def backends(as_json: AsJson = False) -> None:
+    """Show what each backend makes of every key that concerns it."""
+    from nanoscale.config.rules.backends import OUTSIDE, table
+
+    rows = table()
+    if as_json:
+        print_json([{"key": key, "native": a, "deepspeed": b} for key, a, b in rows])
+        return
+    from rich.table import Table
+
+    grid = Table("key", "native", "deepspeed", box=None, pad_edge=False)
+    for row in rows:
+        grid.add_row(*row)
+    console().print(grid)
+    console().print(f"\nthe sections {', '.join(OUTSIDE)} hold with both", style="dim")
 
 
 @app.command("ls")
@@ -112,6 +135,26 @@ def print_yaml(text: str) -> None:
     from rich.syntax import Syntax
 
     console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+
+
+def _for_deepspeed(composed: Composed) -> dict[str, Any]:
+    """What DeepSpeed would be given, with what is open resolved for this machine.
+
+    Raises:
+        UserError: the configuration breaks a law, or is for another backend.
+    """
+    from nanoscale.config.deepspeed import deepspeed_settings
+    from nanoscale.config.report import refuse
+    from nanoscale.config.rules import check
+    from nanoscale.errors import Violation
+    from nanoscale.launch.devices import detect
+
+    name = composed.config.backend.name
+    if name != "deepspeed":
+        source = composed.source("backend.name")
+        message = "is not configured by DeepSpeed's JSON"
+        refuse([Violation("backend.name", name, source, message, ("backend=deepspeed",))])
+    return deepspeed_settings(check(composed, detect()))
 
 
 def _named(name: str) -> list[str]:

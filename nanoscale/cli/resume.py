@@ -80,12 +80,14 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
     from nanoscale.config.rules import check
     from nanoscale.errors import UserError, Violation
     from nanoscale.launch.devices import detect
+    from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request
 
     composed = compose(words, config_file=run.config)
     devices = detect()
     old = load(run.config)
     new = check(composed, devices)
+    check_extra(composed, new)
     moved = [key for key in ("run.name", "run.root") if composed.source(key) == COMMAND_LINE]
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     if not run.checkpoint_steps():

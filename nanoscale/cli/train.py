@@ -53,10 +53,12 @@ def compose_request(words: list[str], config: Path | None, config_dir: Path | No
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
     from nanoscale.launch.devices import detect
+    from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request, name_run
 
     composed = compose(words, config_dir=config_dir, config_file=config)
     devices = detect()
     checked = check(composed, devices)
+    check_extra(composed, checked)
     named = name_run(composed, checked, repeats=config is not None)
     return Request(composed, named, devices, repeats=config)

@@ -125,6 +125,8 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return isinstance(raw, bool), raw
     if choice == list[int]:
         return _integers(raw, key)
+    if choice == dict[str, Any]:
+        return isinstance(raw, dict) and all(isinstance(name, str) for name in raw), raw
     return choice is str and isinstance(raw, str) and raw != "???", raw
 
 

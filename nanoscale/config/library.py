@@ -291,7 +291,7 @@ def misplaced(key: str, value: object) -> str:
     """What is wrong with a value whatever its key's type is; empty if nothing."""
     if isinstance(value, list) and not reference.declared()[key].takes_list:
         return "takes no list"
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not reference.is_mapping(key):
         return "takes one value, no mapping"
     if isinstance(value, str) and "${" in value and not _INTERPOLATION.fullmatch(value):
         return (

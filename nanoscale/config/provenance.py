@@ -37,18 +37,28 @@ def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Any]]) -> Histo
     """The writers of every key, the last one being who holds it; then the command line's words."""
     history: History = {}
     for layer in layers:
-        for path, value in _leaves(layer.document.content, ""):
+        for path, value in _leaves(layer.document.content, "", layer.section):
             key = f"{layer.section}.{path}" if layer.section else path
             _write(history, key, Setting(value, layer.document.source(path)))
     for key, value in settings:
+        mapping = reference.mapping_around(key)
+        if mapping is not None:
+            value, key = _nested(key.removeprefix(f"{mapping}."), value), mapping
         _write(history, key, Setting(value, COMMAND_LINE))
     return history
 
 
-def _leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _nested(path: str, value: object) -> object:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
+def _leaves(content: Mapping[str, Any], prefix: str, section: str) -> Iterator[tuple[str, Any]]:
     for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
+        whole = f"{section}.{prefix}{name}" if section else f"{prefix}{name}"
+        if isinstance(value, Mapping) and not reference.is_mapping(whole):
+            yield from _leaves(value, f"{prefix}{name}.", section)
         elif name != "defaults":
             yield f"{prefix}{name}", value
 

@@ -41,6 +41,11 @@ class Key:
         return f"each {both}" if both and self.takes_list else both
 
     @property
+    def takes_mapping(self) -> bool:
+        """Whether its value is a mapping of another program's keys."""
+        return any(get_origin(choice) is dict for choice in alternatives(self.annotation))
+
+    @property
     def takes_list(self) -> bool:
         """Whether a list is among its values."""
         return any(get_origin(choice) is list for choice in alternatives(self.annotation))
@@ -99,6 +104,18 @@ def defaults(section: type) -> dict[str, Any]:
     }
 
 
+def mapping_around(name: str) -> str | None:
+    """The declared key whose mapping a dotted name leads into; None where it leads into none."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return next(filter(is_mapping, prefixes), None)
+
+
+def is_mapping(name: str) -> bool:
+    """Whether a name is that of a key whose value is a mapping."""
+    return name in declared() and declared()[name].takes_mapping
+
+
 def meaning(name: str) -> str:
     """One line on a key or a section."""
     if name in declared():
@@ -114,6 +131,7 @@ def type_text(annotation: Any) -> str:
         bool: "true or false",
         str: "a text",
         list[int]: "a list of integers",
+        dict[str, Any]: "a mapping",
     }
     parts = []
     for choice in alternatives(annotation):

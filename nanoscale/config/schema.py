@@ -158,10 +158,28 @@ class Precision:
 
 @dataclass(frozen=True)
 class Zero:
-    """What is sharded over the data-parallel ranks."""
+    """What is sharded over the data-parallel ranks, and where it waits; all but the stage is DeepSpeed's."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters"
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = key(
+        "none", "deepspeed: where optimizer states lie and are updated; nvme with stage 3"
+    )
+    offload_param: Literal["none", "cpu", "nvme"] = key(
+        "none", "deepspeed, stage 3: where shards of parameters wait"
+    )
+    nvme_path: str | None = key(None, "deepspeed: folder for what is offloaded to nvme")
+    hpz: int = key(
+        1,
+        "deepspeed, stage 3: ranks of a second, closer sharding of parameters (ZeRO++); 1: none",
+        at_least=1,
+    )
+    quantized_weights: bool = key(
+        False, "deepspeed, stage 3: gather parameters in 8 bits (ZeRO++), on GPUs"
+    )
+    quantized_gradients: bool = key(
+        False, "deepspeed, stage 3: reduce gradients in 4 bits (ZeRO++), on GPUs"
     )
 
 
@@ -169,9 +187,38 @@ class Zero:
 class Backend:
     """The engine that trains."""
 
-    name: Literal["native"] = key("native", "native: PyTorch's own parts")
+    name: Literal["native", "deepspeed"] = key(
+        "native", "native: PyTorch's own parts · deepspeed: DeepSpeed's engine"
+    )
     compile: Literal["auto", "on", "off"] = key(
         "off", "torch.compile of every block; auto: on a GPU, where the layout admits it"
+    )
+    overlap_comm: Literal["auto", "on", "off"] = key(
+        "auto", "deepspeed: reduce gradients while others are computed; auto: with stage 3"
+    )
+    reduce_bucket: int = key(
+        500_000_000,
+        "deepspeed: gradients reduced in one call",
+        unit="elements",
+        at_least=1,
+        scaled="decimal",
+    )
+    allgather_bucket: int = key(
+        500_000_000,
+        "deepspeed, stages 1 and 2: parameters gathered in one call",
+        unit="elements",
+        at_least=2,
+        scaled="decimal",
+    )
+    prefetch_bucket: int = key(
+        50_000_000,
+        "deepspeed, stage 3: parameters gathered ahead of their use",
+        unit="elements",
+        at_least=0,
+        scaled="decimal",
+    )
+    extra: dict[str, Any] = key(
+        {}, "deepspeed: settings of its own JSON that no key here stands for; merged in last"
     )
 
 

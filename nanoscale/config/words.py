@@ -122,7 +122,9 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
 
 
 def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
-    if key not in reference.declared() and key not in reference.sections():
+    if reference.mapping_around(key) is not None:
+        into.settings.append((key, value))
+    elif key not in reference.declared() and key not in reference.sections():
         yield _unknown(key, value, library)
     elif isinstance(value, dict) and key in reference.sections():
         for name, inner in value.items():
@@ -218,6 +220,10 @@ def _quoted(value: object) -> str:
         return "'" + _escaped(value) + "'"
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_quoted(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_quoted, value)) + "]"
     return json.dumps(value)
 
 

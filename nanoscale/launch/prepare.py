@@ -15,6 +15,7 @@ from typing import Any
 
 import nanoscale
 from nanoscale.config.compose import Composed
+from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.document import read
 from nanoscale.config.frozen import dump
 from nanoscale.config.provenance import COMMAND_LINE
@@ -33,7 +34,16 @@ from nanoscale.runs.directory import (
 )
 from nanoscale.runs.lock import RunLock
 
-_PACKAGES = ("torch", "numpy", "tokenizers", "hydra-core", "omegaconf", "pyyaml", "xxhash")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "pyyaml",
+    "xxhash",
+    "deepspeed",
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,8 @@ def write_configuration(run: RunDirectory, request: Request) -> None:
     """Freeze what the ranks will read, and where each value came from."""
     write_atomically(run.config, dump(request.config, request.asked))
     write_json(run.provenance, provenance(request.composed))
+    if request.config.backend.name == "deepspeed":
+        write_json(run.deepspeed, deepspeed_settings(request.config))
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:

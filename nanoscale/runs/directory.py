@@ -42,6 +42,10 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def deepspeed(self) -> Path:
+        return self.path / "deepspeed.json"
+
+    @property
     def provenance(self) -> Path:
         return self.path / "provenance.json"
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.backends.native import NativeEngine
+import torch
+
+from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
+from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.errors import UserError
 from nanoscale.metrics.meter import Meter
@@ -32,7 +35,7 @@ def run(context: RankContext) -> str:
     device = ranks.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab)
     ranks.join(context.world_size, device)
-    engine = NativeEngine(config, device)
+    engine = make_engine(config, device)
     progress = restore(context, engine, data)
     stop = StopAgreement(context.stop)
     training = Training(
@@ -58,7 +61,17 @@ def run(context: RankContext) -> str:
     return outcome
 
 
-def restore(context: RankContext, engine: NativeEngine, data: Dataset) -> Progress:
+def make_engine(config: Config, device: torch.device) -> Engine:
+    if config.backend.name == "deepspeed":
+        from nanoscale.backends.deepspeed.engine import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, device)
+    from nanoscale.backends.native import NativeEngine
+
+    return NativeEngine(config, device)
+
+
+def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     """Load the newest whole checkpoint of the run, if it has any.
 
     Raises:

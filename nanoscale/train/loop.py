@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoscale.backends.native import NativeEngine, StepResult
+from nanoscale.backends.base import Engine, StepResult
 from nanoscale.checkpoint import sharded, store
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
@@ -38,7 +38,7 @@ class Training:
 
     run: RunDirectory
     config: Config
-    engine: NativeEngine
+    engine: Engine
     data: Dataset
     progress: Progress
     rank: int

@@ -11,7 +11,7 @@ import pytest
 from nanoscale.config.compose import compose
 from nanoscale.config.convert import value_of
 from nanoscale.config.library import RECIPE, Library, packaged
-from nanoscale.config.reference import declared, defaults, sections
+from nanoscale.config.reference import declared, defaults, is_mapping, sections
 from nanoscale.config.rules import Devices, check
 
 CPU = Devices("cpu", 2)
@@ -28,6 +28,8 @@ OPTIONS = sorted(
 NEEDS = {
     ("data", "stdlib-bpe"): ["model=llama-1b"],
     ("parallel", "hsdp"): ["zero=stage3"],
+    ("zero", "offload"): ["backend=deepspeed"],
+    ("zero", "infinity"): ["backend=deepspeed"],
 }
 """what an option only makes sense together with"""
 ON = {("precision", "fp8"): GPUS}
@@ -43,9 +45,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def leaves(values: dict, prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for name, value in values.items():
-        flat |= (
-            leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
+        key = prefix + name
+        nested = isinstance(value, dict) and not is_mapping(key)
+        flat |= leaves(value, f"{key}.") if nested else {key: value}
     return flat
 
 

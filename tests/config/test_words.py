@@ -112,7 +112,7 @@ def test_quoted_values_arrive_as_they_are():
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("llama-8b", "recipe=llama-8b"), ("steps", "train.steps=VALUE"), ("zero", "zero=stage0")],
+    [("llama-8b", "recipe=llama-8b"), ("steps", "train.steps=VALUE"), ("zero", "zero=infinity")],
 )
 def test_a_lone_name_is_no_override(word, meant):
     found = violation(word)

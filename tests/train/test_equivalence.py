@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from nanoscale.backends.native import NativeEngine
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config, Model
 from nanoscale.data.dataset import open_data
@@ -21,6 +21,7 @@ from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
 from nanoscale.parallel import ranks
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
 from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
@@ -174,22 +175,20 @@ class Records(list[Record]):
 
 def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
     """Train each to its end, as the job does, in one set of processes."""
-    ranks.join(derive(configs[0]).world_size, torch.device("cpu"))
-    return [train_one(rank, config) for config in configs]
-
-
-def train_one(rank: int, config: Config) -> CURVE:
     names = ("loss", "grad_norm", "lr", "tokens")
-    return [tuple(record[name] for name in names) for record in train_records(rank, config)]
+    everything = [record_all(rank, config) for config in configs]
+    return [[tuple(r[name] for name in names) for r in records] for records in everything]
 
 
-def train_records(rank: int, config: Config) -> Records:
+def record_all(rank: int, config: Config) -> Records:
     """What each step logs."""
+    if not dist.is_initialized():
+        ranks.join(derive(config).world_size, torch.device("cpu"))
     device, records = torch.device("cpu"), Records()
     training = Training(
         run=RunDirectory(Path(config.run.root) / "none"),
         config=config,
-        engine=NativeEngine(config, device),
+        engine=make_engine(config, device),
         data=open_data(config.data, config.train, config.model.vocab),
         progress=Progress(),
         rank=rank,

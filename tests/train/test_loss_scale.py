@@ -16,7 +16,7 @@ from nanoscale.runs.directory import RunDirectory
 from tests.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import plain_loop
-from tests.train.test_equivalence import Records, train_records
+from tests.train.test_equivalence import Records, record_all
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
@@ -42,7 +42,7 @@ def train_with_overflow(rank: int, config: Any) -> Records:
     world = derive(config).world_size
     gradients.scale = _spoil(gradients.scale, world - 1 == rank)
     ranks.join(world, torch.device("cpu"))
-    return train_records(rank, config)
+    return record_all(rank, config)
 
 
 def _spoil(scale: Any, here: bool) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from nanoscale.config.compose import Composed
 from nanoscale.config.report import refuse
+from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Devices
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
 from nanoscale.config.rules.files import check_saving, resolve_data, resolve_run
@@ -18,6 +19,7 @@ from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.numbers import check_optimizer, check_precision
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
+from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
 
 __all__ = ["Devices", "check"]
@@ -45,6 +47,8 @@ def check(composed: Composed, devices: Devices) -> Config:
     train = resolve_train(case, layout.dp)
     scheduler = resolve_scheduler(case, train)
     check_precision(case, layout.device)
+    check_backend(case)
+    check_zero(case, layout.device, layout.dp)
     check_optimizer(case)
     _check_hardware(case)
     data = resolve_data(case)

@@ -1,0 +1,200 @@
+"""What every backend is: an engine that trains one model, evaluates it and hands out its state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from nanoscale.backends.scaling import LossScale
+from nanoscale.config.derive import Derived, derive
+from nanoscale.config.layout import Coordinates
+from nanoscale.config.schema import Config
+from nanoscale.config.stages import stage_layers
+from nanoscale.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step gave, still on the device."""
+
+    loss_sum: Tensor
+    """this rank's share of the global batch: the sum of its tokens' losses, fp64, scalar; over all ranks each
+    token counts once"""
+    grad_norm: Tensor
+    """of the whole model before clipping, the same on every rank, scalar"""
+    skipped: bool = False
+    """whether fp16 has overflown and the weights are as before"""
+
+
+class Engine(ABC):
+    """A model, its layout and its optimizer on one rank."""
+
+    config: Config
+    device: torch.device
+    sizes: Derived
+    place: Coordinates
+    parts: dict[int, Transformer]
+    """this rank's stages of the model by number"""
+    scaling: LossScale | None
+    """with fp16"""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self.sizes = derive(config)
+        fp16 = config.precision.compute == "fp16"
+        self.scaling = LossScale(config.precision) if fp16 else None
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the global batch is this rank's."""
+        return self.place.dp
+
+    @abstractmethod
+    def train_step(self, micro_batches: list[np.ndarray], lr: float) -> StepResult:
+        """One update from this rank's micro batches, each `[micro_batch, seq + 1]` of token ids."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that training goes on from, by name.
+
+        They are `model.<parameter>`, `optimizer.<parameter>.<moment>` and `loss_scale.<…>`, in fp32 or fp64 and
+        with the shapes of the whole model, in whatever shards, so that every layout of either backend can go
+        on from them.
+        """
+
+    @abstractmethod
+    def empty_state(self) -> dict[str, Tensor]:
+        """`state()` before the first update, with room for everything that a checkpoint holds."""
+
+    @abstractmethod
+    def take(self, state: dict[str, Tensor]) -> None:
+        """Go on from what was loaded into the tensors of `empty_state`."""
+
+    def figures(self) -> dict[str, float]:
+        """What a logged step shows beside the loss; fp16 has a loss scale."""
+        return self.scaling.figures() if self.scaling is not None else {}
+
+    @property
+    def scale_is_exhausted(self) -> bool:
+        """Whether a smaller loss scale no longer helps against overflows."""
+        return self.scaling is not None and self.scaling.exhausted
+
+    @abstractmethod
+    def _forward(self, inputs: Tensor) -> Tensor | None:
+        """Logits of `[batch, seq / cp]` token ids; None where another rank has the last stage."""
+
+    def _after_forward(self) -> None:  # noqa: B027
+        """Free what forward passes without a backward pass have left behind."""
+
+    def _loss_context(self) -> AbstractContextManager[None]:
+        """What the loss is computed under."""
+        return nullcontext()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[np.ndarray, int]]) -> tuple[float, int]:
+        """The sum of the losses and the number of this rank's validation tokens.
+
+        A batch is token ids `[micro_batch, seq + 1]` and how many of its rows count.
+        """
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        count = 0
+        for tokens, rows in batches:
+            inputs, targets = self._divide(tokens)
+            logits = self._forward(inputs)
+            if logits is None:
+                continue
+            with self._loss_context():
+                losses = self._token_losses(logits, targets)[:rows]
+            loss_sum += losses.double().sum() * self._counts
+            count += losses.numel() * self._counts
+        self._after_forward()
+        return loss_sum.item(), count
+
+    @torch.no_grad()
+    def next_token_logits(self, tokens: list[int]) -> Tensor:
+        """Logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
+        inputs = torch.tensor([tokens + [0] * self._padding(len(tokens))], device=self.device)
+        position = self._positions(inputs.shape[1])
+        logits = self._forward(inputs[:, position])
+        self._after_forward()
+        found = torch.zeros(self.config.model.vocab, device=self.device)
+        here = (position == len(tokens) - 1).nonzero()
+        if logits is not None and len(here) and self.place.dp == 0:
+            _place(found, logits, int(here[0]), whole_from=self.place.tp)
+        if dist.is_initialized():
+            dist.all_reduce(found)
+        return found
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank's losses count: ranks of tp compute those of the same tokens."""
+        return self.place.tp == 0
+
+    def _token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss `[batch, seq]` of each predicted token, in fp32 or better."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        if isinstance(losses, DTensor):
+            losses = losses.to_local()
+        return losses.view(targets.shape)
+
+    def _divide(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`, on the device."""
+        host = torch.from_numpy(tokens)
+        inputs, targets = host[:, :-1], host[:, 1:]
+        if self.config.parallel.cp > 1:
+            position = self._positions(inputs.shape[1]).cpu()
+            inputs, targets = inputs[:, position], targets[:, position]
+        return self._to_device(inputs), self._to_device(targets)
+
+    def _positions(self, seq: int) -> Tensor:
+        """The positions `[seq / cp]` of a sequence that this rank has."""
+        part = next(iter(self.parts.values()))
+        return part.place(seq // self.config.parallel.cp, self.device)
+
+    def _padding(self, length: int) -> int:
+        """How many tokens to add, so that every axis can divide the sequence."""
+        parallel = self.config.parallel
+        quantum = 2 * parallel.cp * parallel.tp
+        padded = min(-(-length // quantum) * quantum, self.config.train.seq_len)
+        return padded - length if quantum > 2 else 0
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        if self.device.type == "cuda":  # from pinned memory the copy does not hold up the host
+            return host.contiguous().pin_memory().to(self.device, non_blocking=True)
+        return host
+
+
+def blocks_of_stage(config: Config, stage: int) -> range:
+    """The numbers of a pipeline stage's blocks."""
+    parallel = config.parallel
+    assert isinstance(parallel.virtual_stages, int)
+    counts = stage_layers(
+        config.model, parallel.pp * parallel.virtual_stages, parallel.layers_per_stage
+    )
+    first = sum(counts[:stage])
+    return range(first, first + counts[stage])
+
+
+def _place(found: Tensor, logits: Tensor, index: int, whole_from: int) -> None:
+    """Write one position's logits into `found` `[vocab]`.
+
+    A rank writes its part of a divided vocabulary; whole logits are written by the first of the ranks that
+    have them, whose number among those is `whole_from`.
+    """
+    if isinstance(logits, DTensor):
+        mine = logits.to_local()[0, index].to(found.dtype)
+        first = logits.device_mesh.get_local_rank() * len(mine)
+        found[first : first + len(mine)] = mine
+    elif whole_from == 0:
+        found.copy_(logits[0, index])

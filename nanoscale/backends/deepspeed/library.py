@@ -1,0 +1,37 @@
+"""Loading DeepSpeed for the right device."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def load_deepspeed(device: torch.device) -> Any:
+    """The package, ready to be initialised. The rank must have joined the others, if there are any."""
+    deepspeed = load_quietly(device)
+    if not dist.is_initialized():  # it asks for a group of one
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def load_quietly(device: torch.device) -> Any:
+    """The package, without a look for other devices and without compiling what is not used."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    if device.type == "cpu":
+        # It asks whether the CPU is fast in fp16; PyTorch computes it on every one.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    # It calls some collectives by names that PyTorch has renamed, and there is nothing that a user could do.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # An all-reduce for inference on CPUs, which it would compile before the first step.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

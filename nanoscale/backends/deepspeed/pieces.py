@@ -1,0 +1,106 @@
+"""Where DeepSpeed keeps the fp32 weights and the optimizer's moments of each parameter on this rank.
+
+| stage | updated by the optimizer |
+|---|---|
+| 0 | the parameters themselves |
+| 1, 2 | one flat tensor a parameter group: this rank's share of all its parameters, one after another |
+| 3 | one flat tensor a sub group: this rank's share of each of its parameters |
+
+From stage 1 on these are fp32 masters, and what the model computes with are copies in another type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoscale.backends.optimizer import first_state
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that this rank updates: a range of its elements in row-major order."""
+
+    name: str
+    start: int
+    """the first of them in the parameter"""
+    numel: int
+    home: Tensor
+    """what the optimizer steps, and has its state by"""
+    offset: int
+    """the first of them in the flattened home"""
+
+    @property
+    def master(self) -> Tensor:
+        """`[numel]`, a view."""
+        return self._of(self.home)
+
+    def moments(self, state: dict[Tensor, Any]) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's tensors by name: `[numel]` views, and scalars that the whole home shares."""
+        for name, value in state.get(self.home, {}).items():
+            if isinstance(value, Tensor):
+                yield name, self._of(value) if value.numel() == self.home.numel() else value
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
+
+
+def find(parameters: Named, optimizer: Any, stage: int) -> list[Piece]:
+    """The pieces of this rank. `optimizer`: DeepSpeed's, around ours from stage 1 on."""
+    if stage == 0:
+        return [Piece(name, 0, p.numel(), p, 0) for name, p in parameters]
+    if stage == 3:
+        return list(_sharded_parameters(parameters, optimizer))
+    return list(_sharded_masters(parameters, optimizer))
+
+
+def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
+    homes = [group["params"][0] for group in optimizer.param_groups]
+    for name, parameter in parameters:
+        mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if mapping is None:  # all of it is other ranks'
+            continue
+        here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+        home = homes[mapping.param_group_index]
+        yield Piece(name, there.start, here.numel, home, here.start)
+
+
+def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
+    for name, parameter in parameters:
+        zero: Any = parameter
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = optimizer._get_param_partition_rank(parameter) * size
+        numel = min(size, max(0, zero.ds_numel - start))  # the last shares are padded
+        if numel:
+            home = optimizer.fp32_partitioned_groups_flat[group]
+            yield Piece(name, start, numel, home, offset)
+
+
+def fill_state(pieces: list[Piece], optimizer: torch.optim.Optimizer) -> None:
+    """Give everything that is updated the state that its first update would begin with."""
+    homes = {id(piece.home): piece.home for piece in pieces}
+    for home in homes.values():
+        optimizer.state[home].update(first_state(optimizer, home))
+
+
+@torch.no_grad()
+def refresh_weights(optimizer: Any, stage: int) -> None:
+    """Let what the model computes with follow the masters. All ranks call it."""
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+    if stage == 3:
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        kept = optimizer.persistent_parameters
+        if kept:  # small ones that are never taken apart
+            kept[0].partition(kept)
+            for group in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+            kept[0].all_gather(kept)
+        optimizer.invalidate_secondary_tensor()

@@ -1,0 +1,70 @@
+"""Hold a configuration for DeepSpeed against DeepSpeed's own class, in a process of its own.
+
+`python -m nanoscale.backends.deepspeed.validate < settings.json` prints a JSON list of what is wrong, each a
+`[path, message, names that were known there]`. The launcher calls it for `backend.extra`, since it never
+imports torch itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+
+class Asked(dict[str, Any]):
+    """A configuration that remembers which of its keys were asked for: DeepSpeed ignores all others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Read by `deepspeed.initialize` before the class is made.
+        self.names = {"sequence_parallel_size", "data_parallel_size", "tensor_parallel"}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.names.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.names.add(str(key))
+        return super().__contains__(key)
+
+
+def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    asked = Asked(settings)
+    asked.pop(
+        "train_batch_size"
+    )  # follows from the others and the number of ranks, of which there is one here
+    try:
+        DeepSpeedConfig(asked)
+    except ValidationError as error:
+        return [
+            (".".join(map(str, found["loc"])), f"{found['msg']} ({error.title})", [])
+            for found in error.errors()
+        ]
+    except Exception as error:
+        return [("", str(error), [])]
+    return [
+        (name, "is not asked for by DeepSpeed, which would ignore it", sorted(asked.names))
+        for name in asked
+        if name not in asked.names
+    ]
+
+
+def main() -> None:
+    from nanoscale.backends.deepspeed.library import load_quietly
+
+    load_quietly(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    json.dump(find_problems(json.load(sys.stdin)), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""DeepSpeed's own configuration, made from ours: what `config show --deepspeed` shows and a rank hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Backend, Config, Zero
+
+OWNED = {
+    "train_batch_size": "train.global_batch",
+    "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_accumulation_steps": "train.global_batch",
+    "managed_gradient_accumulation": "train.global_batch",
+    "gradient_clipping": "optimizer.clip_norm",
+    "optimizer": "optimizer.name",
+    "scheduler": "scheduler.name",
+    "bf16": "precision.compute",
+    "fp16": "precision.compute",
+    "torch_autocast": "precision.compute",
+    "data_types": "precision.reduce",
+    "communication_data_type": "precision.reduce",
+    "seq_parallel_communication_data_type": "precision.reduce",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "zero.nvme_path",
+    "zero_optimization.offload_param.device": "zero.offload_param",
+    "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
+    "zero_optimization.overlap_comm": "backend.overlap_comm",
+    "zero_optimization.reduce_bucket_size": "backend.reduce_bucket",
+    "zero_optimization.allgather_bucket_size": "backend.allgather_bucket",
+    "zero_optimization.stage3_prefetch_bucket_size": "backend.prefetch_bucket",
+    "zero_optimization.zero_hpz_partition_size": "zero.hpz",
+    "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
+    "tensor_parallel": "parallel.tp",
+    "sequence_parallel_size": "parallel.cp",
+    "data_parallel_size": "parallel.dp",
+    "activation_checkpointing": "parallel.activation_checkpointing",
+    "compile": "backend.compile",
+}
+"""settings that a key of ours decides, by their place in DeepSpeed's configuration"""
+
+
+def deepspeed_settings(config: Config) -> dict[str, Any]:
+    """The configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in last."""
+    sizes = derive(config)
+    settings: dict[str, Any] = {
+        "train_batch_size": sizes.global_batch,
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "gradient_clipping": config.optimizer.clip_norm or 0.0,
+        # The optimizer is handed over ready-made: PyTorch's, the same as the native backend's.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(config.zero, config.backend),
+        **_precision(config),
+    }
+    merge(settings, config.backend.extra)
+    return settings
+
+
+def _zero(zero: Zero, backend: Backend) -> dict[str, Any]:
+    settings: dict[str, Any] = {"stage": zero.stage}
+    if zero.stage > 0:
+        settings["overlap_comm"] = (
+            zero.stage == 3 if backend.overlap_comm == "auto" else backend.overlap_comm == "on"
+        )
+        settings["reduce_bucket_size"] = backend.reduce_bucket
+    if zero.stage in (1, 2):
+        settings["allgather_bucket_size"] = backend.allgather_bucket
+    if zero.stage == 3:
+        settings["stage3_prefetch_bucket_size"] = backend.prefetch_bucket
+        settings["zero_hpz_partition_size"] = zero.hpz
+        settings["zero_quantized_weights"] = zero.quantized_weights
+        settings["zero_quantized_gradients"] = zero.quantized_gradients
+    for name in ("offload_optimizer", "offload_param"):
+        device = getattr(zero, name)
+        if device != "none":
+            settings[name] = {"device": device, "pin_memory": True}
+        if device == "nvme":
+            settings[name]["nvme_path"] = zero.nvme_path
+    return settings
+
+
+def _precision(config: Config) -> dict[str, Any]:
+    precision = config.precision
+    settings: dict[str, Any] = {"communication_data_type": precision.reduce}
+    if precision.compute not in ("bf16", "fp16"):
+        return settings
+    if config.zero.stage == 0:
+        # Its other optimizers for stage 0 sum gradients in the narrow type.
+        full = {"bf16": "bfloat16", "fp16": "float16"}[precision.compute]
+        return settings | {"torch_autocast": {"enabled": True, "dtype": full}}
+    settings["data_types"] = {"grad_accum_dtype": precision.reduce}
+    if precision.compute == "bf16":
+        # A step that is not finite ends the training, which is better than leaving steps out in silence.
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    else:
+        # Fixed for DeepSpeed, and moved by ours: its own halves the update of every step that doubles the scale.
+        settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
+    return settings
+
+
+def merge(settings: dict[str, Any], extra: Mapping[str, Any]) -> None:
+    """Put `extra` over `settings`, in place, mapping by mapping."""
+    for name, value in extra.items():
+        inner = settings.get(name)
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            merge(inner, value)
+        else:
+            settings[name] = value
+
+
+def owner(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Settings within `extra` that a key of ours decides, with that key."""
+    found: dict[str, str] = {}
+    for name, value in extra.items():
+        path = f"{prefix}{name}"
+        if path in OWNED:
+            found[path] = OWNED[path]
+        elif isinstance(value, Mapping):
+            found |= owner(value, f"{path}.")
+    return found

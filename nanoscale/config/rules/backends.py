@@ -1,0 +1,177 @@
+"""What each backend can do: the laws by which it refuses the rest, and the table of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from nanoscale.config import reference
+from nanoscale.config.deepspeed import owner
+from nanoscale.config.report import override
+from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.schema import Backend, Config, Zero
+
+OUTSIDE = ("run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "train")
+"""sections that are the launcher's or the training loop's: they hold with every backend"""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a backend takes of one key."""
+
+    key: str
+    takes: Callable[[Config], bool]
+    words: str
+    """what it takes, for the table"""
+    why: str
+    """what is wrong with everything else, to follow the key and its value"""
+    instead: tuple[str, ...] = ()
+
+
+def limits(backend: str) -> list[Limit]:
+    return {"native": NATIVE, "deepspeed": DEEPSPEED}[backend]
+
+
+def check_backend(case: Case) -> None:
+    """Refuse every setting that the chosen backend cannot honour, all at once."""
+    config = case.config
+    name = config.backend.name
+    for limit in limits(name):
+        if not limit.takes(config):
+            case.refuse("layout", limit.key, limit.why, *limit.instead)
+    if name == "deepspeed":
+        case.require("backend.name", "deepspeed", "DeepSpeed", "backend=native")
+        _check_extra(case)
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Of every key that concerns a backend: what native and what DeepSpeed make of it."""
+    return [
+        (name, _words("native", name), _words("deepspeed", name))
+        for name in reference.declared()
+        if name.partition(".")[0] not in OUTSIDE
+    ]
+
+
+def _words(backend: str, key: str) -> str:
+    return " · ".join(limit.words for limit in limits(backend) if limit.key == key) or "yes"
+
+
+def value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
+    """A key of which a backend takes some values."""
+
+    def takes(config: Config) -> bool:
+        return value(config, key) in values
+
+    named = [each for each in values if isinstance(each, str) and each != "none"]
+    words = " or ".join(named) or "no"
+    return Limit(key, takes, words, why, instead)
+
+
+def _check_extra(case: Case) -> None:
+    owned = owner(case.config.backend.extra)
+    if owned:
+        named = [f"{path} (set {key} instead)" for path, key in owned.items()]
+        case.refuse(
+            "config", "backend.extra", f"sets what a key of nanoscale decides: {listed(named)}"
+        )
+
+
+# --- native ---------------------------------------------------------------------------------------
+
+_DEEPSPEEDS = [
+    *(f"zero.{name}" for name in reference.members(Zero) if name != "stage"),
+    *(f"backend.{name}" for name in reference.members(Backend) if name not in ("name", "compile")),
+]
+
+NATIVE = [
+    *(
+        _only(
+            name,
+            usual,
+            why="is a setting of DeepSpeed, and backend=native would ignore it",
+            instead=(override(name, usual), "backend=deepspeed"),
+        )
+        for name in _DEEPSPEEDS
+        for usual in (reference.declared()[name].default,)
+    ),
+]
+
+# --- deepspeed ------------------------------------------------------------------------------------
+
+
+DEEPSPEED = [
+    _only(
+        "precision.params",
+        "fp32",
+        why="is not offered by DeepSpeed, whose master weights are fp32",
+        instead=("precision=fp32", "backend=native"),
+    ),
+    _only(
+        "precision.fp8",
+        False,
+        why="is done by torchao, whose layers DeepSpeed's engine does not know",
+        instead=("precision=bf16", "backend=native"),
+    ),
+    Limit(
+        "precision.reduce",
+        lambda config: config.zero.stage > 0 or config.precision.reduce in ("fp32", "fp64"),
+        "fp32 with stage 0",
+        "narrows gradients that DeepSpeed's stage 0 sums in fp32",
+        ("precision.reduce=fp32", "zero.stage=1", "backend=native"),
+    ),
+    _only(
+        "optimizer.name",
+        "adamw",
+        "sgd",
+        why="keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would cut",
+        instead=("optimizer=adamw", "backend=native"),
+    ),
+    _only(
+        "parallel.dp_replicate",
+        1,
+        why="is FSDP2's; DeepSpeed shards over all ranks of dp, and its ZeRO++ within a part of them",
+        instead=("parallel.dp_replicate=1", "backend=native"),
+    ),
+    Limit(
+        "zero.offload_optimizer",
+        lambda config: config.zero.offload_optimizer == "none" or config.zero.stage > 0,
+        "with stages 1 to 3",
+        "needs sharded optimizer states, and zero.stage=0 shards nothing",
+        ("zero.stage=1", "zero.offload_optimizer=none"),
+    ),
+    Limit(
+        "zero.offload_param",
+        lambda config: config.zero.offload_param == "none" or config.zero.stage == 3,
+        "with stage 3",
+        "needs sharded parameters, which only zero.stage=3 has",
+        ("zero.stage=3", "zero.offload_param=none"),
+    ),
+    *(
+        Limit(
+            name,
+            lambda config, name=name, stages=stages, usual=usual: (  # type: ignore[misc]
+                config.zero.stage in stages or value(config, name) == usual
+            ),
+            words,
+            f"belongs to {words.removeprefix('with ')} and would be ignored",
+            (override(name, usual), f"zero.stage={stages[-1]}"),
+        )
+        for name, stages, words in (
+            ("backend.overlap_comm", (1, 2, 3), "with stages 1 to 3"),
+            ("backend.reduce_bucket", (1, 2, 3), "with stages 1 to 3"),
+            ("backend.allgather_bucket", (1, 2), "with stages 1 and 2"),
+            ("backend.prefetch_bucket", (3,), "with stage 3"),
+            ("zero.hpz", (3,), "with stage 3"),
+            ("zero.quantized_weights", (3,), "with stage 3"),
+            ("zero.quantized_gradients", (3,), "with stage 3"),
+        )
+        for usual in (reference.declared()[name].default,)
+    ),
+]

@@ -1,0 +1,148 @@
+"""The DeepSpeed backend: the same losses as a plain loop, and one checkpoint world with the native backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Backend, Checkpoint, Config, Optimizer, Precision, Zero
+from tests.jobs import STEPS, StopBefore, make_config, make_run, train, write_tokens
+from tests.ranks import run_ranks
+from tests.reference import assert_equal_curves, plain_loop, worst
+from tests.train.test_equivalence import SHALLOW, record_all, train_all
+from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
+
+OFFLOAD = {"offload_optimizer": "cpu"}
+EVERYTHING = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+STAGES = [(0, {}), (1, {}), (2, {}), (3, {}), (2, OFFLOAD), (3, EVERYTHING)]
+NAMES = ["0", "1", "2", "3", "2-offload", "3-offload"]
+
+
+def config_for(
+    folder: Path, stage: int, zero: dict[str, Any] | None = None, **changes: Any
+) -> Config:
+    """A job of 20 steps with accumulation and with clipping active."""
+    changes.setdefault("precision", "fp32")
+    changes.setdefault("model", SHALLOW)
+    changes.setdefault("micro_batch", 8 // changes.get("dp", 1) // 2)
+    config = make_config(folder, stage=stage, **changes)
+    return replace(
+        config,
+        backend=Backend(name="deepspeed"),
+        zero=Zero(stage=stage, **(zero or {})),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
+def test_equals_plain_loop(
+    tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: dict[str, list[float]]
+) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, zero, dp=dp)
+    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    reference = plain_loop("fp32", shape=SHALLOW)
+    name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
+    deviations.setdefault(name, []).extend([np.nan, np.nan, *worst(ours, reference)])
+    assert_equal_curves(ours, reference, "fp32")
+
+
+GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
+"""so slow that 20 steps do not learn the 8 samples by heart, where rounding is a large part of a small loss"""
+
+
+@pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_narrow_precision_is_near(
+    tmp_path: Path, stage: int, zero: dict[str, Any], compute: str
+) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, zero, dp=2, optimizer=GENTLE)
+    narrow = Precision("fp32", compute, "fp32", loss_scale=1024.0)  # type: ignore[arg-type]
+    (ours,) = run_ranks(train_all, 2, [replace(config, precision=narrow)])[0]
+    native = make_config(tmp_path, precision="fp32", model=SHALLOW, optimizer=GENTLE)
+    (reference,) = run_ranks(train_all, 1, [native])[0]
+    for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-2)
+    assert [loss for loss, *_ in ours] != [loss for loss, *_ in reference]
+
+
+FP16 = Precision("fp32", "fp16", "fp32", loss_scale=2.0**20, loss_scale_window=4)
+
+
+def scales(config: Config) -> list[tuple[float, int]]:
+    """Loss scale and skipped steps so far after every step."""
+    records = run_ranks(record_all, 2, replace(config, precision=FP16))[0]
+    return [(record["loss_scale"], record["skipped_steps"]) for record in records]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: int) -> None:
+    write_tokens(tmp_path)
+    ours = scales(config_for(tmp_path, stage, dp=2))
+    assert ours[0] == (2.0**19, 1)
+    assert any(later > earlier for (earlier, _), (later, _) in pairwise(ours)), "it doubles"
+    assert ours == scales(make_config(tmp_path, dp=2, stage=stage, model=SHALLOW))
+
+
+def test_overflows_under_stage_0(tmp_path: Path) -> None:
+    """Autocast overflows at other steps than fp16 throughout, but what follows is the same."""
+    write_tokens(tmp_path)
+    ours = scales(config_for(tmp_path, 0, dp=2))
+    assert ours[0] == (2.0**19, 1)
+    good = 0
+    for (scale, skipped), (next_scale, next_skipped) in pairwise(ours):
+        overflown = next_skipped == skipped + 1
+        good = 0 if overflown else good + 1
+        assert next_scale == scale * (0.5 if overflown else 2 if good % 4 == 0 else 1)
+    assert ours[-1][1] < len(ours) - 4
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [Optimizer(lr=1e-2, clip_norm=0.5), Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)],
+    ids=["adamw", "sgd"],
+)
+@pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
+def test_stopped_and_resumed_bit_for_bit(
+    tmp_path: Path, stage: int, zero: dict[str, Any], optimizer: Optimizer
+) -> None:
+    write_tokens(tmp_path, samples=100)
+    config = config_for(tmp_path, stage, zero, dp=2, optimizer=optimizer)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    assert train(run, config, StopBefore(8)) == ["stopped"] * 2
+    assert train(run, config) == ["completed"] * 2
+    assert resumed_at(run) == [8]
+    assert curve(run) == curve(whole)
+
+
+def test_resumed_across_backends(tmp_path: Path) -> None:
+    """native stage 3, deepspeed stages 2 and 3, native tp 2: the losses of a run that never stopped."""
+    write_tokens(tmp_path, samples=100)
+    common = {"precision": "fp32", "model": SHALLOW, "checkpoint": Checkpoint(keep_last=None)}
+    native = make_config(tmp_path, **common)
+    whole = never_stopped(tmp_path, native)
+    run = make_run(native)
+    stations = [
+        make_config(tmp_path, dp=4, stage=3, **common),
+        config_for(tmp_path, 2, dp=2, **common),
+        config_for(tmp_path, 3, EVERYTHING, dp=2, **common),
+    ]
+    for turn, station in enumerate(stations):
+        train(run, station, StopBefore(5 * turn + 5, first=5 * turn + 1))  # agreed a step later
+    train(run, make_config(tmp_path, parallel={"tp": 2}, **common))
+    assert resumed_at(run) == [5, 10, 15]
+    assert len(curve(run)) == STEPS
+    for ours, reference in zip(curve(run), curve(whole), strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
+    assert final_weights(run).keys() == final_weights(whole).keys()
+    assert list_checkpoints(run.checkpoints)[-1].step == STEPS
