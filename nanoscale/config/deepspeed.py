@@ -8,6 +8,9 @@ from typing import Any
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Config, Zero
 
+_NO_LIMIT = 1e38
+"""for the norm of the gradients, which is computed only where there is one"""
+
 OWNED = {
     "train_batch_size": "train.global_batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
@@ -47,10 +50,9 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     """The configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in last."""
     sizes = derive(config)
     settings: dict[str, Any] = {
-        "train_batch_size": sizes.global_batch,
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.accumulation,
-        "gradient_clipping": config.optimizer.clip_norm or 0.0,
+        "gradient_clipping": config.optimizer.clip_norm or _NO_LIMIT,
         # The optimizer is handed over ready-made: PyTorch's, the same as the native backend's.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -98,7 +100,7 @@ def _precision(config: Config) -> dict[str, Any]:
         # A step that is not finite ends the training, which is better than leaving steps out in silence.
         settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
     else:
-        # Fixed for DeepSpeed, and moved by ours: its own halves the update of every step that doubles the scale.
+        # Fixed for DeepSpeed and moved by ours: its own halves the update of a step that doubles the scale.
         settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
     return settings
 

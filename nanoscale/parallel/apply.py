@@ -20,7 +20,7 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
     if layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
     if layout.context is not None:
-        _divide_sequence(model, config, layout.context, layout.place.cp)
+        divide_sequence(model, config, layout.context, layout.place.cp)
     activation.apply(model.layers, parallel)
     model.run_layers = activation.runner(parallel, model.run_layers)
     compile.apply(model.layers, config)
@@ -28,7 +28,8 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
         data.shard(model, config, layout.data)
 
 
-def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
+def divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
+    """Let a stage work on the part of the sequence that the rank of cp has, in place."""
     method, degree = config.parallel.cp_method, config.parallel.cp
     model.place = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():

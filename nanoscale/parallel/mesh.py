@@ -44,7 +44,7 @@ def lay_out(config: Config, device_type: str) -> Layout:
         place=coordinates(dist.get_rank(), parallel),
         data=spread,
         tensor=mesh["tp"] if parallel.tp > 1 else None,
-        context=_context_group(config, device_type),
+        context=context_group(config, device_type),
         pipeline=mesh["pp"].get_group() if parallel.pp > 1 else None,
     )
 
@@ -55,7 +55,8 @@ def _mesh(device_type: str, **degrees: int) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def _context_group(config: Config, device_type: str) -> ProcessGroup | None:
+def context_group(config: Config, device_type: str) -> ProcessGroup | None:
+    """The ranks that share a sequence with this one; None without cp. Every rank calls it."""
     parallel = config.parallel
     if parallel.cp == 1:
         return None

@@ -1,4 +1,4 @@
-"""The DeepSpeed backend: the same model, data and optimizer, driven by DeepSpeed's engine."""
+"""The DeepSpeed backend: the same model, data, optimizer and loss scale, driven by DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -11,39 +11,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoscale.backends import gradients
-from nanoscale.backends.base import Engine, StepResult
-from nanoscale.backends.deepspeed import pieces
+from nanoscale.backends.base import Engine, StepResult, blocks_of_stage
+from nanoscale.backends.deepspeed import pieces, pipeline, tensor
+from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.library import load_deepspeed
 from nanoscale.backends.optimizer import make_optimizer, set_lr
-from nanoscale.checkpoint.flat import FlatShard
+from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.models.initialization import draw
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile
+from nanoscale.parallel.apply import divide_sequence
+from nanoscale.parallel.mesh import context_group
 
 
 class DeepSpeedEngine(Engine):
-    """DeepSpeed's engine around our model."""
+    """DeepSpeed's engine around our model, or around one stage of it."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
         library = load_deepspeed(device)
         self.stage = config.zero.stage
         self.place = coordinates(dist.get_rank(), config.parallel)
+        self.groups = Groups(config, device.type)
+        self.divided: tensor.Divided = {}
+        self.pipelined = config.parallel.pp > 1
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._norm = torch.zeros((), device=device)
         settings = deepspeed_settings(config)
         self.model = self._build(library, settings)
-        self.parts = {0: self.model}
+        self.parts = {self.place.pp: self.model}
         self.engine: Any = library.initialize(
-            model=self.model,
+            model=self._pipeline() if self.pipelined else self.model,
             optimizer=make_optimizer(self.parameters(), config.optimizer),
+            mpu=None if self.pipelined else self.groups,
             config=settings,
             dist_init_required=False,
         )[0]
+        if self.stage == 0:
+            self.engine.clip_fp32_gradients = self._clip
+        if self.pipelined:
+            self.engine.timers = pipeline.no_timers()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
         self._initialise()
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
@@ -52,13 +64,14 @@ class DeepSpeedEngine(Engine):
         self._loss_sum.zero_()
         set_lr(self.engine.optimizer, lr)
         self._set_scale()
-        for tokens in micro_batches[:-1]:
-            self._forward_and_backward(tokens)
-            self.engine.step()
-        self._forward_and_backward(micro_batches[-1])
-        own_norm = self._norm_of_whole_gradients() if self.stage == 0 else None
-        self.engine.step()
-        norm = own_norm if own_norm is not None else self._reported_norm()
+        batches = [self._divide(tokens) for tokens in micro_batches]
+        if self.pipelined:
+            self.engine.train_batch(iter(batches))
+        else:
+            for inputs, targets in batches:
+                self.engine.backward(self._mean_loss(self.engine(inputs), targets))
+                self.engine.step()
+        norm = self._norm if self.stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
         return StepResult(self._loss_sum * self._counts, norm, skipped)
 
@@ -66,10 +79,9 @@ class DeepSpeedEngine(Engine):
         optimizer = self._stepped_optimizer()
         state: dict[str, Tensor] = {}
         for piece in self.pieces:
-            shape = self._shape(piece.name)
-            state[f"model.{piece.name}"] = FlatShard(piece.master, shape, piece.start)
+            state[f"model.{piece.name}"] = self._shard(piece, piece.master)
             for name, moment in piece.moments(optimizer.state):
-                shard = moment if moment.ndim == 0 else FlatShard(moment, shape, piece.start)
+                shard = moment if moment.ndim == 0 else self._shard(piece, moment)
                 state[f"optimizer.{piece.name}.{name}"] = shard
         if self.scaling is not None:
             state |= {f"loss_scale.{name}": value for name, value in self.scaling.state().items()}
@@ -83,48 +95,73 @@ class DeepSpeedEngine(Engine):
         pieces.refresh_weights(self.engine.optimizer, self.stage)
 
     def _build(self, library: Any, settings: dict[str, Any]) -> Transformer:
-        """The model without values; with stage 3 every module is taken apart as soon as it is made."""
-        apart = self.stage == 3
+        """This rank's stage without values; with stage 3 every module is taken apart as soon as it is made."""
+        parallel = self.config.parallel
+        apart = self.stage == 3 and parallel.tp == 1
         context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
         with context, torch.device(self.device if apart else "meta"):
-            model = Transformer(self.config.model)
-        activation.apply(model.layers, self.config.parallel)
-        model.run_layers = activation.runner(self.config.parallel, model.run_layers)
+            model = Transformer(self.config.model, blocks_of_stage(self.config, self.place.pp))
+        if parallel.tp > 1:
+            self.divided = tensor.apply(model, self.groups.tensor)
+        sequence = context_group(self.config, self.device.type)
+        if sequence is not None:
+            divide_sequence(model, self.config, sequence, self.place.cp)
+        activation.apply(model.layers, parallel)
+        model.run_layers = activation.runner(parallel, model.run_layers)
         compile.apply(model.layers, self.config)
-        return model if apart else model.to_empty(device=self.device)
+        if not apart:
+            tensor.materialise(model, self.device)
+        return model
+
+    def _pipeline(self) -> Any:
+        return pipeline.make_module(
+            self.model, self.place.pp, self.config.parallel, self._mean_loss
+        )
 
     @torch.no_grad()
     def _initialise(self) -> None:
         """Write the initial weights, which depend on names and shapes alone, where they are updated."""
-        by_name: dict[str, list[pieces.Piece]] = {}
-        for piece in self.pieces:
-            by_name.setdefault(piece.name, []).append(piece)
         model, seed = self.config.model, self.config.train.seed
-        for name, mine in by_name.items():
-            whole = draw(name, self._shape(name), model, seed, self.device).view(-1)
-            for piece in mine:
-                piece.master.copy_(whole[piece.start : piece.start + piece.numel])
+        for piece in self.pieces:
+            shape, window = self._window(piece.name)
+            whole = draw(piece.name, shape, model, seed, self.device)
+            for axis, (offset, size) in enumerate(zip(window.offsets, window.sizes, strict=True)):
+                whole = whole.narrow(axis, offset, size)
+            mine = whole.reshape(-1)[piece.start : piece.start + piece.numel]
+            piece.master.copy_(mine)
         pieces.refresh_weights(self.engine.optimizer, self.stage)
 
-    def _shape(self, name: str) -> torch.Size:
+    def _shard(self, piece: pieces.Piece, local: Tensor) -> FlatShard:
+        shape, window = self._window(piece.name)
+        return FlatShard(local, tuple(shape), piece.start, window)
+
+    def _window(self, name: str) -> tuple[torch.Size, Box]:
+        """The shape of a whole parameter, and the part of it that this rank of tp has."""
         parameter = self.model.get_parameter(name)
-        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+        sizes = list(getattr(parameter, "ds_shape", parameter.shape))
+        offsets, whole = [0] * len(sizes), list(sizes)
+        axis = self.divided.get(name)
+        if axis is not None:
+            offsets[axis] = sizes[axis] * self.place.tp
+            whole[axis] = sizes[axis] * self.config.parallel.tp
+        return torch.Size(whole), Box(tuple(offsets), tuple(sizes))
 
     def _stepped_optimizer(self) -> torch.optim.Optimizer:
         """PyTorch's, inside of DeepSpeed's."""
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
-    def _forward(self, inputs: Tensor) -> Tensor:
+    def _forward(self, inputs: Tensor) -> Tensor | None:
+        if self.pipelined:
+            return pipeline.forward(self.model, inputs, self.groups.pipeline)
         logits: Tensor = self.engine(inputs)
         return logits
 
-    def _forward_and_backward(self, tokens: np.ndarray) -> None:
-        inputs, targets = self._divide(tokens)
-        losses = self._token_losses(self._forward(inputs), targets)
+    def _mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """DeepSpeed takes the mean over micro batches and ranks, and all of them have as many tokens."""
+        losses = self._token_losses(logits, targets)
         self._loss_sum += losses.detach().double().sum()
-        # DeepSpeed takes the mean over micro batches and ranks, and all of them have as many tokens.
-        self.engine.backward(losses.mean())
+        return losses.mean()
 
     def _set_scale(self) -> None:
         """Give DeepSpeed this step's loss scale; an overflow makes it leave the step out."""
@@ -137,10 +174,16 @@ class DeepSpeedEngine(Engine):
         else:
             self.engine.optimizer.loss_scale = self.scaling.scale
 
-    def _norm_of_whole_gradients(self) -> Tensor:
-        scale = self.scaling.scale if self.scaling is not None else 1.0
-        grads = [p.grad for _, p in self.parameters() if p.grad is not None]
-        return gradients.local_norm(grads) / scale
+    def _clip(self) -> None:
+        """Stage 0, before the update: its own would forget the norm, and clip by one pipeline stage's."""
+        grads = [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
+        # What tp has not divided is the same on all its ranks, and counts once.
+        counted = [grad for name, grad in grads if self.place.tp == 0 or name in self.divided]
+        square = gradients.local_norm(counted).square()
+        dist.all_reduce(square)
+        self._norm = (square / self.groups.data.size()).sqrt()
+        if self.config.optimizer.clip_norm is not None:
+            gradients.clip([grad for _, grad in grads], self._norm, self.config.optimizer.clip_norm)
 
     def _reported_norm(self) -> Tensor:
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)

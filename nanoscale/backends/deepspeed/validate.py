@@ -40,9 +40,6 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     from pydantic import ValidationError
 
     asked = Asked(settings)
-    asked.pop(
-        "train_batch_size"
-    )  # follows from the others and the number of ranks, of which there is one here
     try:
         DeepSpeedConfig(asked)
     except ValidationError as error:

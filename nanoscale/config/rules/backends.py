@@ -106,7 +106,53 @@ NATIVE = [
 # --- deepspeed ------------------------------------------------------------------------------------
 
 
+def _is_narrow(config: Config) -> bool:
+    return config.precision.compute in ("bf16", "fp16")
+
+
 DEEPSPEED = [
+    Limit(
+        "parallel.sequence_parallel",
+        lambda config: config.parallel.tp == 1 or not config.parallel.sequence_parallel,
+        "false with tp > 1",
+        "divides the sequence between tensor-parallel layers, which DeepSpeed's do not",
+        ("parallel.sequence_parallel=false", "backend=native"),
+    ),
+    Limit(
+        "parallel.schedule",
+        lambda config: config.parallel.pp == 1 or config.parallel.schedule == "1f1b",
+        "1f1b",
+        "is not among DeepSpeed's pipeline schedules",
+        ("parallel.schedule=1f1b parallel.virtual_stages=auto", "backend=native"),
+    ),
+    Limit(
+        "zero.stage",
+        lambda config: config.parallel.pp == 1 or config.zero.stage <= 1,
+        "0 and 1 with pp > 1",
+        "shards gradients, which DeepSpeed's pipeline does not",
+        ("zero.stage=1", "backend=native"),
+    ),
+    Limit(
+        "precision.compute",
+        lambda config: (
+            config.zero.stage > 0
+            or not _is_narrow(config)
+            or config.parallel.pp * config.parallel.tp == 1
+        ),
+        "fp32 with stage 0 and tp or pp > 1",
+        "is done by autocast in DeepSpeed's stage 0, which takes data and context parallel only",
+        ("zero.stage=1", "precision=fp32", "backend=native"),
+    ),
+    Limit(
+        "backend.compile",
+        lambda config: (
+            config.backend.compile != "on"
+            or (config.zero.stage < 3 and config.parallel.tp * config.parallel.pp == 1)
+        ),
+        "with stages 0 to 2, tp = pp = 1",
+        "would compile around layers that DeepSpeed gathers, or that communicate behind the compiler's back",
+        ("backend.compile=off", "backend=native"),
+    ),
     _only(
         "precision.params",
         "fp32",

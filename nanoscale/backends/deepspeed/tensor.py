@@ -1,0 +1,52 @@
+"""Tensor parallelism by DeepSpeed's own layers: matrices of the blocks split by column, then by row.
+
+Embedding, norms and head stay whole on every rank, as DeepSpeed's AutoTP leaves them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from nanoscale.models.transformer import Transformer
+
+Divided = dict[str, int]
+"""the dimension along which a parameter is divided, by name; others are whole on every rank"""
+
+_COLUMNS = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
+_ROWS = ("attention.wo", "mlp.down")
+
+
+def apply(model: Transformer, group: ProcessGroup) -> Divided:
+    """Divide a stage on the meta device over the ranks of `group`, in place."""
+    from deepspeed.module_inject import set_autotp_mode
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    set_autotp_mode(training=True)
+    divided: Divided = {}
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name.endswith(_COLUMNS):
+            _replace(modules, name, LinearLayer(module, group))
+            divided[f"{name}.weight"] = 0
+            if getattr(module, "bias", None) is not None:
+                divided[f"{name}.bias"] = 0
+        if name.endswith(_ROWS):
+            _replace(modules, name, LinearAllreduce(module, group))
+            divided[f"{name}.weight"] = 1
+    return divided
+
+
+def _replace(modules: dict[str, nn.Module], name: str, layer: Any) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(modules[parent], leaf, layer)
+
+
+def materialise(model: nn.Module, device: Any) -> None:
+    """Give a model on the meta device memory; what DeepSpeed has noted on its parameters stays."""
+    notes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        parameter.__dict__.update(notes[name])
