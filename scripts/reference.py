@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, the reference of every key, from config/schema.py: `make docs`."""
+"""Write the references of every key and of the backends, from the schema and the rules: `make docs`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 from nanoscale.config import reference
 from nanoscale.config.report import shown
+from nanoscale.config.rules.backends import OUTSIDE, table
 
-TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference
 
 Written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` says the same of
@@ -29,6 +30,19 @@ def render() -> str:
     return "\n".join(parts) + "\n"
 
 
+def render_backends() -> str:
+    """The page on what each backend honours."""
+    head = (
+        "# What each backend honours\n\n"
+        "Written by `make docs` from the laws that refuse the rest; `nanoscale config backends` shows\n"
+        "the same. An entry other than *yes* is what the backend takes.\n\n"
+        f"The sections {', '.join(f'`{name}`' for name in OUTSIDE)} hold with both.\n"
+    )
+    rows = [f"| `{key}` | {native} | {deepspeed} |" for key, native, deepspeed in table()]
+    return "\n".join([head, "| key | native | deepspeed |", "|---|---|---|", *rows]) + "\n"
+
+
 if __name__ == "__main__":
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(render())
+    DOCS.mkdir(exist_ok=True)
+    (DOCS / "configuration.md").write_text(render())
+    (DOCS / "backends.md").write_text(render_backends())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes.util import find_library
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Optimizer, Precision, Zero
-from tests.jobs import STEPS, StopBefore, make_config, make_run, train, write_tokens
+from nanoscale.parallel import ranks
+from nanoscale.train.job import make_engine
+from tests.jobs import STEPS, KillBefore, StopBefore, make_config, make_run, train, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import assert_equal_curves, plain_loop, worst
 from tests.train.test_equivalence import SHALLOW, record_all, train_all
@@ -188,3 +192,79 @@ def test_resumed_across_backends(tmp_path: Path) -> None:
         assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
     assert final_weights(run).keys() == final_weights(whole).keys()
     assert list_checkpoints(run.checkpoints)[-1].step == STEPS
+
+
+@pytest.mark.skipif(
+    not (find_library("aio") and Path("/usr/include/libaio.h").exists()),
+    reason="needs libaio with its headers (apt install libaio-dev), for which DeepSpeed compiles an operation",
+)
+@pytest.mark.timeout(600)
+def test_offload_to_a_disk_is_the_same_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.ranks.LIMIT_S", 500)  # the compiler takes minutes, once
+    write_tokens(tmp_path, samples=100)
+    disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
+    large = replace(SHALLOW, ffn=6000)  # what is smaller than a block of the disk stays in memory
+    common = {"model": large, "optimizer": GENTLE, "checkpoint": Checkpoint(keep_last=None)}
+    whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, dp=2, **common))
+    config = config_for(tmp_path, 3, disk, dp=2, **common)
+    run = make_run(config)
+    assert train(run, config, StopBefore(8)) == ["stopped"] * 2
+    assert list(tmp_path.rglob("*.swp")), "something is on the disk"
+    assert train(run, config) == ["completed"] * 2
+    assert curve(run) == curve(whole)
+
+
+CHECKPOINTING: list[tuple[int, dict[str, Any]]] = [
+    (3, {"activation_checkpointing": "full"}),
+    (2, {"activation_checkpointing": "selective"}),
+    (1, {"activation_checkpointing": "sqrt", "pp": 2}),
+    (1, {"activation_checkpointing": "full", "checkpoint_every": 2, "offload_activations": True}),
+]
+
+
+@pytest.mark.parametrize(("stage", "parallel"), CHECKPOINTING)
+def test_activation_checkpointing_equals_plain_loop(
+    tmp_path: Path, stage: int, parallel: dict[str, Any]
+) -> None:
+    write_tokens(tmp_path)
+    pipelined = "pp" in parallel
+    config = config_for(tmp_path, stage, dp=1 if pipelined else 2, parallel=parallel, micro_batch=2)
+    (ours,) = run_ranks(train_all, 2, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
+
+
+def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=100)
+    saving = Checkpoint(every=3, keep_last=None)
+    config = config_for(tmp_path, 2, dp=2, checkpoint=saving)
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="died"):
+        train(run, config, KillBefore(8))
+    train(run, config)
+    assert resumed_at(run) == [6]
+    assert curve(run) == curve(whole)
+
+
+def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
+    """Of a pipeline with tp, whose ranks each have a part of the model."""
+    write_tokens(tmp_path)
+    degrees = {"pp": 2, "tp": 2, "sequence_parallel": False}
+    ours = config_for(tmp_path, 1, parallel=degrees, micro_batch=2)
+    native = make_config(tmp_path, precision="fp32", model=SHALLOW)
+    everyone = run_ranks(evaluate_and_sample, 4, ours)
+    (alone,) = run_ranks(evaluate_and_sample, 1, native)
+    loss_sum, count = (sum(rank[0][i] for rank in everyone) for i in (0, 1))
+    assert count == alone[0][1]
+    assert loss_sum == pytest.approx(alone[0][0], rel=1e-5)
+    for _, logits in everyone:
+        np.testing.assert_allclose(logits, alone[1], rtol=1e-4, atol=1e-5)
+
+
+def evaluate_and_sample(rank: int, config: Config) -> tuple[tuple[float, int], list[float]]:
+    ranks.join(derive(config).world_size, torch.device("cpu"))
+    engine = make_engine(config, torch.device("cpu"))
+    rows = np.random.default_rng(0).integers(0, 60, (2, config.train.seq_len + 1))
+    return engine.evaluate([(rows, 2), (rows, 1)]), engine.next_token_logits([5, 7, 9]).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ from nanoscale.backends.base import Engine, StepResult, blocks_of_stage
 from nanoscale.backends.deepspeed import pieces, pipeline, tensor
 from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.library import load_deepspeed
-from nanoscale.backends.optimizer import make_optimizer, set_lr
+from nanoscale.backends.optimizer import first_state, make_optimizer, set_lr
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
@@ -76,23 +77,38 @@ class DeepSpeedEngine(Engine):
         return StepResult(self._loss_sum * self._counts, norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
-        optimizer = self._stepped_optimizer()
         state: dict[str, Tensor] = {}
-        for piece in self.pieces:
-            state[f"model.{piece.name}"] = self._shard(piece, piece.master)
-            for name, moment in piece.moments(optimizer.state):
-                shard = moment if moment.ndim == 0 else self._shard(piece, moment)
-                state[f"optimizer.{piece.name}.{name}"] = shard
+        for mine in pieces.by_home(self.pieces):
+            with pieces.in_memory(mine, self.engine.optimizer) as swapped:
+                for name, tensor_ in self._tensors(mine):
+                    state[name] = _copied(tensor_) if swapped else tensor_
         if self.scaling is not None:
             state |= {f"loss_scale.{name}": value for name, value in self.scaling.state().items()}
         return state
 
     def empty_state(self) -> dict[str, Tensor]:
-        pieces.fill_state(self.pieces, self._stepped_optimizer())
+        optimizer = self._stepped_optimizer()
+        for mine in pieces.by_home(self.pieces):
+            with pieces.in_memory(mine, self.engine.optimizer):
+                optimizer.state[mine[0].home].update(first_state(optimizer, mine[0].home))
         return self.state()
 
     def take(self, state: dict[str, Tensor]) -> None:
-        pieces.refresh_weights(self.engine.optimizer, self.stage)
+        for mine in pieces.by_home(self.pieces):
+            with pieces.in_memory(mine, self.engine.optimizer) as swapped:
+                if swapped:
+                    for name, tensor_ in self._tensors(mine):
+                        _local(tensor_).copy_(_local(state[name]))
+        pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
+
+    def _tensors(self, mine: list[pieces.Piece]) -> Iterator[tuple[str, Tensor]]:
+        """What a checkpoint holds of some pieces."""
+        optimizer = self._stepped_optimizer()
+        for piece in mine:
+            yield f"model.{piece.name}", self._shard(piece, piece.master)
+            for name, moment in piece.moments(optimizer.state):
+                shard = moment if moment.ndim == 0 else self._shard(piece, moment)
+                yield f"optimizer.{piece.name}.{name}", shard
 
     def _build(self, library: Any, settings: dict[str, Any]) -> Transformer:
         """This rank's stage without values; with stage 3 every module is taken apart as soon as it is made."""
@@ -122,14 +138,16 @@ class DeepSpeedEngine(Engine):
     def _initialise(self) -> None:
         """Write the initial weights, which depend on names and shapes alone, where they are updated."""
         model, seed = self.config.model, self.config.train.seed
-        for piece in self.pieces:
-            shape, window = self._window(piece.name)
-            whole = draw(piece.name, shape, model, seed, self.device)
-            for axis, (offset, size) in enumerate(zip(window.offsets, window.sizes, strict=True)):
-                whole = whole.narrow(axis, offset, size)
-            mine = whole.reshape(-1)[piece.start : piece.start + piece.numel]
-            piece.master.copy_(mine)
-        pieces.refresh_weights(self.engine.optimizer, self.stage)
+        for mine in pieces.by_home(self.pieces):
+            with pieces.in_memory(mine, self.engine.optimizer):
+                for piece in mine:
+                    shape, window = self._window(piece.name)
+                    part = draw(piece.name, shape, model, seed, self.device)
+                    for axis, offset in enumerate(window.offsets):
+                        part = part.narrow(axis, offset, window.sizes[axis])
+                    end = piece.start + piece.numel
+                    piece.master.copy_(part.reshape(-1)[piece.start : end])
+        pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
 
     def _shard(self, piece: pieces.Piece, local: Tensor) -> FlatShard:
         shape, window = self._window(piece.name)
@@ -187,3 +205,13 @@ class DeepSpeedEngine(Engine):
 
     def _reported_norm(self) -> Tensor:
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
+
+
+def _copied(tensor_: Tensor) -> Tensor:
+    if isinstance(tensor_, FlatShard):
+        return FlatShard(tensor_.local.clone(), tuple(tensor_.shape), tensor_.start, tensor_.window)
+    return tensor_.clone()
+
+
+def _local(tensor_: Tensor) -> Tensor:
+    return tensor_.local if isinstance(tensor_, FlatShard) else tensor_

@@ -12,13 +12,12 @@ From stage 1 on these are fp32 masters, and what the model computes with are cop
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from nanoscale.backends.optimizer import first_state
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -35,6 +34,8 @@ class Piece:
     """what the optimizer steps, and has its state by"""
     offset: int
     """the first of them in the flattened home"""
+    group: int | None = None
+    """stage 3: the sub group whose shares make the home"""
 
     @property
     def master(self) -> Tensor:
@@ -79,28 +80,44 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
         numel = min(size, max(0, zero.ds_numel - start))  # the last shares are padded
         if numel:
             home = optimizer.fp32_partitioned_groups_flat[group]
-            yield Piece(name, start, numel, home, offset)
+            yield Piece(name, start, numel, home, offset, group)
 
 
-def fill_state(pieces: list[Piece], optimizer: torch.optim.Optimizer) -> None:
-    """Give everything that is updated the state that its first update would begin with."""
-    homes = {id(piece.home): piece.home for piece in pieces}
-    for home in homes.values():
-        optimizer.state[home].update(first_state(optimizer, home))
+@contextmanager
+def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
+    """Bring what belongs to one home into memory, where it waits on a disk, and put it back afterwards.
+
+    Yields whether it does.
+    """
+    group = pieces[0].group
+    swapped = group is not None and optimizer._swappable_optimizer_subgroup(group)
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_in(group)
+    yield swapped
+    if swapped:
+        optimizer._optimizer_states_and_gradient_swap_out(group)
+
+
+def by_home(pieces: list[Piece]) -> list[list[Piece]]:
+    """The pieces of each tensor that the optimizer steps."""
+    homes: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        homes.setdefault(id(piece.home), []).append(piece)
+    return list(homes.values())
 
 
 @torch.no_grad()
-def refresh_weights(optimizer: Any, stage: int) -> None:
+def refresh_weights(optimizer: Any, stage: int, pieces: list[Piece]) -> None:
     """Let what the model computes with follow the masters. All ranks call it."""
     if stage in (1, 2):
         optimizer.update_lp_params()
     if stage == 3:
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
         kept = optimizer.persistent_parameters
         if kept:  # small ones that are never taken apart
             kept[0].partition(kept)
-            for group in range(len(optimizer.fp16_groups)):
-                optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        for mine in by_home(pieces):
+            with in_memory(mine, optimizer):
+                optimizer._reassign_or_swap_out_partitioned_parameters(mine[0].group)
+        if kept:
             kept[0].all_gather(kept)
         optimizer.invalidate_secondary_tensor()

@@ -69,7 +69,7 @@ def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
     def takes(config: Config) -> bool:
         return value(config, key) in values
 
-    named = [each for each in values if isinstance(each, str) and each != "none"]
+    named = [each for each in values if isinstance(each, str) and each not in ("none", "auto")]
     words = " or ".join(named) or "no"
     return Limit(key, takes, words, why, instead)
 

@@ -32,7 +32,7 @@ def _check_nvme(case: Case) -> None:
             "layout",
             "zero.offload_optimizer",
             message,
-            "zero.offload_optimizer=cpu",
+            "zero.offload_optimizer=cpu zero.nvme_path=null",
             "zero.stage=3",
         )
     if zero.nvme_path is None:

@@ -1,0 +1,95 @@
+"""Law 5: of every key that concerns a backend, the engine reads the value, or the rules limit it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.config import reference
+from nanoscale.config.deepspeed import deepspeed_settings
+from nanoscale.config.rules.backends import OUTSIDE, table
+from nanoscale.config.schema import Backend, Config, Optimizer, Precision, RopeScaling, Zero
+from nanoscale.parallel import ranks
+from nanoscale.train.job import make_engine
+from tests.jobs import make_config, write_tokens
+from tests.ranks import run_ranks
+from tests.train.test_equivalence import GPT2, SHALLOW
+
+NAMES = {"model.name", "backend.name"}
+"""what only says what something is called, and what chose the engine"""
+
+ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
+JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # make_config's arguments, whole sections
+    ({"model": ROPE}, {}),
+    ({"model": GPT2}, {"optimizer": Optimizer("sgd", 1e-2)}),
+    ({"parallel": {"pp": 2}}, {"zero": Zero(1)}),
+    ({"parallel": {"tp": 2, "sequence_parallel": False}}, {}),
+    ({"parallel": {"cp": 2}}, {}),
+    ({"dp": 2, "stage": 3}, {"zero": Zero(3)}),
+    ({"parallel": {"activation_checkpointing": "full"}}, {}),
+    ({"parallel": {"activation_checkpointing": "selective"}}, {}),
+    ({}, {"precision": Precision("fp32", "fp16", "fp32"), "zero": Zero(2)}),
+]
+ONLY_DEEPSPEED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"stage": 3}, {"zero": Zero(3, "cpu", "cpu")}),
+]
+ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"dp": 2, "stage": 2, "dp_replicate": 2}, {}),
+]
+
+
+@pytest.mark.parametrize("backend", ["native", "deepspeed"])
+def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
+    write_tokens(tmp_path)
+    read: set[str] = set()
+    for arguments, sections in JOBS + (ONLY_NATIVE if backend == "native" else ONLY_DEEPSPEED):
+        config = make_config(tmp_path, **{"precision": "fp32", "model": SHALLOW} | arguments)
+        config = replace(config, **sections, backend=Backend(name=backend))  # type: ignore[arg-type]
+        world = config.parallel.dp * config.parallel.tp * config.parallel.pp * config.parallel.cp
+        read |= run_ranks(keys_read, world, config)[0]
+    if backend == "deepspeed":  # a disk needs a library that not every machine has
+        disk = replace(config, zero=Zero(3, "nvme", "nvme", "/fast"))
+        deepspeed_settings(watched(disk, "", read))
+    words = {row[0]: row[1 + (backend == "deepspeed")] for row in table()}
+    # Where a key holds in some stages only, it must be read there.
+    limited = {key for key, text in words.items() if text != "yes" and not text.startswith("with ")}
+    concerned = {key for key in reference.declared() if key.partition(".")[0] not in OUTSIDE}
+    forgotten = concerned - read - limited - NAMES
+    assert not forgotten
+
+
+def keys_read(rank: int, config: Config) -> set[str]:
+    """The keys that an engine looks at from its making to the end of one step."""
+    ranks.join(config.parallel.dp * config.parallel.tp * config.parallel.pp * config.parallel.cp,
+               torch.device("cpu"))  # fmt: skip
+    seen: set[str] = set()
+    engine = make_engine(watched(config, "", seen), torch.device("cpu"))
+    micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()
+    engine.train_step([micro] * engine.sizes.accumulation, lr=1e-3)
+    return seen
+
+
+def watched(section: Any, prefix: str, seen: set[str]) -> Any:
+    """A copy of a section that remembers which of its keys were asked for."""
+    names = {field.name for field in fields(section)}
+
+    def ask(self: Any, name: str) -> Any:
+        if name in names:
+            seen.add(f"{prefix}{name}")
+        return object.__getattribute__(self, name)
+
+    kind = type(type(section).__name__, (type(section),), {"__getattribute__": ask})
+    values = {name: object.__getattribute__(section, name) for name in names}
+    inner = {
+        name: watched(value, f"{prefix}{name}.", seen) if is_dataclass(value) else value
+        for name, value in values.items()
+    }
+    made = object.__new__(kind)
+    for name, value in inner.items():
+        object.__setattr__(made, name, value)
+    return made
