@@ -1,7 +1,7 @@
 """Measure nanoscale beside its peers on this machine, as ratios in one run: `make bench`.
 
 Prints one table and keeps it under benchmarks/results/ with date, machine and versions. `make bench` takes
-some minutes; name parts (start, launch, step) to run these alone.
+some minutes; name parts (start, launch, step, backends) to run these alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ Row = tuple[str, float, str, float | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help="start, launch, step; all by default")
+    parser.add_argument("parts", nargs="*", help="start, launch, step, backends; all by default")
     parser.add_argument("--no-save", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], list[Row]]] = {
         "start": bench_start,
         "launch": bench_launch,
         "step": bench_step,
+        "backends": bench_backends,
     }
     rows = [row for name in arguments.parts or parts for row in parts[name]()]
     text = render(rows)
@@ -109,6 +110,37 @@ def bench_step() -> list[Row]:
         ("plain PyTorch loop, model tiny, one step", plain * 1e3, "ms", 1.0),
         ("nanoscale, model tiny, one step", ours * 1e3, "ms", ratio),
     ]
+
+
+def bench_backends(steps: int = 30) -> list[Row]:
+    """One recipe on both backends, two ranks, by ZeRO stage: time to the first step, of a step, and memory."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["recipe=tiny", "parallel.dp=2", f"train.steps={steps}", "checkpoint.at_end=false"]
+        words += ["scheduler.warmup_steps=2", "train.eval_every=0", "train.sample_tokens=0"]
+        words += ["logger=none", "launcher.device=cpu", f"run.root={folder}"]
+        command = [str(BIN / "nanoscale"), "train", *words]
+        run([*command, "train.steps=2", "run.name=warm"])  # the corpus is prepared
+        for stage in (0, 2, 3):
+            figures = {}
+            for backend in ("native", "deepspeed"):
+                name = f"{backend}-{stage}"
+                job = [*command, f"backend={backend}", f"zero=stage{stage}", f"run.name={name}"]
+                first = time_to_first_step(job, Path(folder) / name)
+                figures[backend] = (first, *settled(Path(folder) / name))
+            units = (("to the first step", "s"), ("one step", "ms"), ("memory of a rank", "GiB"))
+            for part, (what, unit) in enumerate(units):
+                for backend, values in figures.items():
+                    ratio = values[part] / figures["native"][part]
+                    rows.append((f"{backend}, stage {stage}, {what}", values[part], unit, ratio))
+    return rows
+
+
+def settled(run_dir: Path) -> tuple[float, float]:
+    """The median step, ms, after the first few, and the peak memory, GiB."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    step = statistics.median(record["step_time_s"] for record in records[5:])
+    return step * 1e3, max(record["memory_gib"] for record in records)
 
 
 def time_to_first_step(command: list[str], run_dir: Path) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.config.derive import Derived
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.runs.directory import RunDirectory
@@ -55,6 +56,7 @@ def settings(config: Config) -> dict[str, str]:
     """What a reader wants to know of the configuration before anything else, in words."""
     layout, launcher = config.parallel, config.launcher
     words = {
+        "backend": config.backend.name,
         "device": "cuda"
         if launcher.device == "cuda"
         else f"cpu, {launcher.threads} thread{'s' if launcher.threads != 1 else ''} a rank",
@@ -63,6 +65,8 @@ def settings(config: Config) -> dict[str, str]:
         "zero": _zero(config),
         "compile": config.backend.compile,
     }
+    if config.backend.extra:
+        words["DeepSpeed's own"] = json.dumps(config.backend.extra)
     if layout.pp > 1:
         assert isinstance(layout.virtual_stages, int)
         stages = layout.pp * layout.virtual_stages
@@ -100,9 +104,11 @@ def _precision(config: Config) -> str:
 
 
 def _zero(config: Config) -> str:
-    """What the native backend makes of the stage."""
+    """What the backend makes of the stage."""
     stage, pipeline = config.zero.stage, config.parallel.pp > 1
     kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
+    if config.backend.name == "deepspeed":
+        return f"stage {stage}: {kept} sharded (DeepSpeed){_offloaded(config.zero)}"
     how = "" if stage == 0 else " (FSDP2)"
     if stage == 2 and not pipeline:
         how = " (FSDP2, not resharded after forward)"
@@ -111,6 +117,14 @@ def _zero(config: Config) -> str:
     if stage > 1 and pipeline:
         how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
     return f"stage {stage}: {kept} sharded{how}"
+
+
+def _offloaded(zero: Zero) -> str:
+    waiting = {"optimizer states": zero.offload_optimizer, "parameters": zero.offload_param}
+    places = {"cpu": "host memory", "nvme": str(zero.nvme_path)}
+    return "".join(
+        f", {what} wait in {places[where]}" for what, where in waiting.items() if where != "none"
+    )
 
 
 def _several(numbers: list[int]) -> str:

@@ -120,6 +120,28 @@ def test_narrow_precision_is_near(
     assert [loss for loss, *_ in ours] != [loss for loss, *_ in reference]
 
 
+@pytest.mark.parametrize(
+    ("stage", "parallel", "compute"),
+    [
+        (1, {"pp": 2}, "bf16"),
+        (1, {"pp": 2}, "fp16"),
+        (2, {"tp": 2, "sequence_parallel": False}, "bf16"),
+        (0, {"cp": 2, "cp_method": "ulysses"}, "bf16"),
+    ],
+)
+def test_narrow_precision_in_layouts(
+    tmp_path: Path, stage: int, parallel: dict[str, Any], compute: str
+) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, parallel=parallel, micro_batch=2, optimizer=GENTLE)
+    narrow = Precision("fp32", compute, "fp32", loss_scale=1024.0)  # type: ignore[arg-type]
+    (ours,) = run_ranks(train_all, 2, [replace(config, precision=narrow)])[0]
+    native = make_config(tmp_path, precision="fp32", model=SHALLOW, optimizer=GENTLE)
+    (reference,) = run_ranks(train_all, 1, [native])[0]
+    for (loss, *_), (expected, *_) in zip(ours, reference, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-2)
+
+
 FP16 = Precision("fp32", "fp16", "fp32", loss_scale=2.0**20, loss_scale_window=4)
 
 
@@ -136,6 +158,14 @@ def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: i
     assert ours[0] == (2.0**19, 1)
     assert any(later > earlier for (earlier, _), (later, _) in pairwise(ours)), "it doubles"
     assert ours == scales(make_config(tmp_path, dp=2, stage=stage, model=SHALLOW))
+
+
+def test_overflows_in_a_pipeline(tmp_path: Path) -> None:
+    write_tokens(tmp_path)
+    layout = {"parallel": {"pp": 2}, "micro_batch": 2, "stage": 1, "model": SHALLOW}
+    ours = scales(config_for(tmp_path, **layout))
+    assert ours[0] == (2.0**19, 1)
+    assert ours == scales(make_config(tmp_path, **layout))
 
 
 def test_overflows_under_stage_0(tmp_path: Path) -> None:

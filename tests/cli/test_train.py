@@ -112,6 +112,39 @@ def test_a_run_goes_on_in_another_layout(trained, capsys):
     assert run.config.stat() == before and run.last_attempt() == 2
 
 
+def test_deepspeed_trains_with_the_same_command_and_keeps_its_noise_to_itself(folder, capsys):
+    command = ["train", *words(folder, "parallel.dp=2", "run.name=other", "backend=deepspeed")]
+    assert nanoscale([*command, "zero=stage2"]) == 0
+    out, err = capsys.readouterr()
+    assert "completed after 4 steps" in out
+    screen = [line for line in (out + err).splitlines() if "DeepSpeed" in line or "WARN" in line]
+    assert not screen
+    run = RunDirectory(folder / "runs" / "other")
+    assert read_json(run.deepspeed)["zero_optimization"]["stage"] == 2
+    assert nanoscale(["resume", str(run.path), "backend=native", "train.steps=6"]) == 0
+    assert "resumed from step-00000004" in capsys.readouterr().out
+
+
+def test_a_failure_within_deepspeed_is_one_diagnosis(folder, capsys):
+    command = ["train", *words(folder, "run.name=broken", "backend=deepspeed", "zero=stage1")]
+    assert nanoscale([*command, "optimizer.lr=1e30", "train.steps=6"]) == 1
+    _, err = capsys.readouterr()
+    assert "is nan" in err or "is inf" in err
+    failure = read_json(RunDirectory(folder / "runs" / "broken").failure)
+    assert "NonFiniteError" in failure["traceback"]
+
+
+def test_extra_settings_are_judged_by_deepspeed_before_the_launch(folder, capsys):
+    command = ["train", *words(folder, "run.name=extra", "backend=deepspeed", "--dry-run")]
+    assert nanoscale([*command, "backend.extra.zero_optimisation.x=1"]) == 2
+    assert "zero_optimization" in capsys.readouterr().err
+    assert nanoscale([*command, "backend.extra={zero_optimization: {round: 1}}"]) == 2
+    assert "Extra inputs are not permitted" in capsys.readouterr().err
+    assert nanoscale([*command, "backend.extra.log_level=error"]) == 0
+    assert "log_level" in capsys.readouterr().out
+    assert not (folder / "runs").exists()
+
+
 def test_a_dry_run_shows_all_and_writes_nothing(folder, capsys):
     before = sorted(folder.rglob("*"))
     layout = ["parallel.dp=4", "train.micro_batch=1", "run.name=x"]
