@@ -201,21 +201,23 @@ def test_stopped_and_resumed_bit_for_bit(
 
 
 def test_resumed_across_backends(tmp_path: Path) -> None:
-    """native stage 3, deepspeed stages 2 and 3, native tp 2: the losses of a run that never stopped."""
+    """native, deepspeed in three layouts and stages, native: the losses of a run that never stopped."""
     write_tokens(tmp_path, samples=100)
     common = {"precision": "fp32", "model": SHALLOW, "checkpoint": Checkpoint(keep_last=None)}
     native = make_config(tmp_path, **common)
     whole = never_stopped(tmp_path, native)
     run = make_run(native)
+    whole_rows = {"sequence_parallel": False}
     stations = [
         make_config(tmp_path, dp=4, stage=3, **common),
         config_for(tmp_path, 2, dp=2, **common),
-        config_for(tmp_path, 3, EVERYTHING, dp=2, **common),
+        config_for(tmp_path, 3, EVERYTHING, dp=2, parallel={"tp": 2} | whole_rows, **common),
+        config_for(tmp_path, 1, parallel={"pp": 2}, micro_batch=2, **common),
     ]
     for turn, station in enumerate(stations):
-        train(run, station, StopBefore(5 * turn + 5, first=5 * turn + 1))  # agreed a step later
+        train(run, station, StopBefore(4 * turn + 4, first=4 * turn + 1))  # agreed a step later
     train(run, make_config(tmp_path, parallel={"tp": 2}, **common))
-    assert resumed_at(run) == [5, 10, 15]
+    assert resumed_at(run) == [4, 8, 12, 16]
     assert len(curve(run)) == STEPS
     for ours, reference in zip(curve(run), curve(whole), strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
@@ -244,6 +246,22 @@ def test_offload_to_a_disk_is_the_same_training(
     assert list(tmp_path.rglob("*.swp")), "something is on the disk"
     assert train(run, config) == ["completed"] * 2
     assert curve(run) == curve(whole)
+
+
+def test_compiled_blocks_are_the_same_training(tmp_path: Path) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, 2, dp=2)
+    config = replace(config, backend=Backend(name="deepspeed", compile="on"))
+    (ours,) = run_ranks(train_all, 2, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
+
+
+def test_a_second_closer_sharding_is_the_same_training(tmp_path: Path) -> None:
+    """ZeRO++'s hpZ."""
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, 3, {"hpz": 2}, dp=4)
+    (ours,) = run_ranks(train_all, 4, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
 
 
 CHECKPOINTING: list[tuple[int, dict[str, Any]]] = [
