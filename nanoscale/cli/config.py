@@ -66,6 +66,9 @@ def show(
         print_json(values)
     else:
         print_yaml(to_yaml(values))
+        if deepspeed and composed.config.backend.extra:
+            added = ", ".join(composed.config.backend.extra)
+            print_yaml(f"# by backend.extra, from {composed.source('backend.extra')}: {added}\n")
 
 
 @app.command("explain")

@@ -20,7 +20,7 @@ from nanoscale.train.job import make_engine
 from tests.jobs import STEPS, KillBefore, StopBefore, make_config, make_run, train, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import assert_equal_curves, plain_loop, worst
-from tests.train.test_equivalence import SHALLOW, record_all, train_all
+from tests.train.test_equivalence import GPT2, SHALLOW, record_all, train_all
 from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
 
 OFFLOAD = {"offload_optimizer": "cpu"}
@@ -98,6 +98,18 @@ def test_layout_equals_plain_loop(
         [np.nan, np.nan, *worst(ours, reference)]
     )
     assert_equal_curves(ours, reference, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [(3, {"dp": 2}), (2, {"parallel": {"tp": 2, "sequence_parallel": False}, "micro_batch": 4})],
+)
+def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, Any]) -> None:
+    """Tied embeddings, biases, learned positions."""
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, model=GPT2, **changes)
+    (ours,) = run_ranks(train_all, 2, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=GPT2), "fp32")
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
