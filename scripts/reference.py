@@ -42,7 +42,12 @@ def render_backends() -> str:
     return "\n".join([head, "| key | native | deepspeed |", "|---|---|---|", *rows]) + "\n"
 
 
+def pages() -> dict[str, str]:
+    """Every page by its name."""
+    return {"configuration.md": render(), "backends.md": render_backends()}
+
+
 if __name__ == "__main__":
     DOCS.mkdir(exist_ok=True)
-    (DOCS / "configuration.md").write_text(render())
-    (DOCS / "backends.md").write_text(render_backends())
+    for page, text in pages().items():
+        (DOCS / page).write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def append(path: Path, value: Object) -> None:
     line = json.dumps(value, ensure_ascii=False) + "\n"
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
+        # The size of a file grows page by page within a write: another's half line would look like a torn one.
+        fcntl.flock(handle, fcntl.LOCK_EX)
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
             line = "\n" + line
