@@ -97,7 +97,8 @@ def test_explain_what_is_not_there(capsys):
 
 def test_ls(capsys):
     groups = json.loads(output(capsys, "config", "ls", "--json"))
-    assert groups["zero"]["options"] == ["stage0", "stage1", "stage2", "stage3"]
+    stages = ["stage0", "stage1", "stage2", "stage2-offload", "stage3", "stage3-offload"]
+    assert groups["zero"]["options"] == stages
     assert "llama-8b" in groups["recipe"]["options"]
     assert all(group["meaning"] for group in groups.values())
     assert "stage0, stage1" in output(capsys, "config", "ls")

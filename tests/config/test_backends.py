@@ -14,7 +14,7 @@ from nanoscale.config.rules.backends import OUTSIDE, limits, table
 from tests.config.test_rules import CPU, checked, gpus, violations
 
 DS = "backend=deepspeed"
-OFFLOAD = ["zero=infinity", "zero.offload_optimizer=nvme"]
+OFFLOAD = ["zero=stage3-offload", "zero.offload_optimizer=nvme"]
 
 LAWS = [
     # words, where, the key that is named
@@ -109,7 +109,7 @@ def test_extra_cannot_set_what_a_key_decides(path):
 
 def test_everything_generated_is_owned_or_ours():
     ours = {"zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "pin_memory"}
-    config = checked(DS, "zero=infinity", "precision=fp16", "zero.hpz=1")
+    config = checked(DS, "zero=stage3-offload", "precision=fp16", "zero.hpz=1")
     for path in leaves(deepspeed_settings(config)):
         parents = [path[: len(path) - len(rest)].rstrip(".") for rest in _tails(path)]
         assert any(parent in OWNED for parent in parents) or path.split(".")[-1] in ours, path
@@ -153,6 +153,6 @@ def said(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
 
 def test_config_show_deepspeed(capsys):
     words = ["config", "show", "--deepspeed", "--json", "recipe=debug", "launcher.device=cpu"]
-    shown = json.loads(said(capsys, 0, *words, "zero=offload", DS))
+    shown = json.loads(said(capsys, 0, *words, "zero=stage2-offload", DS))
     assert shown["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert "backend=deepspeed" in said(capsys, 2, *words)

@@ -28,8 +28,8 @@ OPTIONS = sorted(
 NEEDS = {
     ("data", "stdlib-bpe"): ["model=llama-1b"],
     ("parallel", "hsdp"): ["zero=stage3"],
-    ("zero", "offload"): ["backend=deepspeed"],
-    ("zero", "infinity"): ["backend=deepspeed"],
+    ("zero", "stage2-offload"): ["backend=deepspeed"],
+    ("zero", "stage3-offload"): ["backend=deepspeed"],
 }
 """what an option only makes sense together with"""
 ON = {("precision", "fp8"): GPUS}

@@ -77,8 +77,14 @@ def test_an_unknown_option_is_refused(word, key, meant):
 
 
 def test_an_option_like_no_other_lists_the_options():
-    assert "stage0, stage1, stage2, stage3" in violation("zero=xyz").message
-    assert "stage0, stage1, stage2, stage3" in violation("zero=stage9").message
+    assert (
+        "stage0, stage1, stage2, stage2-offload, stage3, stage3-offload"
+        in violation("zero=xyz").message
+    )
+    assert (
+        "stage0, stage1, stage2, stage2-offload, stage3, stage3-offload"
+        in violation("zero=stage9").message
+    )
     assert "bf16, fp16, fp32, fp64, fp8" in violation("precision=fp16x").message
     assert "tiny" in violation("model=null").message
 
@@ -112,7 +118,7 @@ def test_quoted_values_arrive_as_they_are():
 
 @pytest.mark.parametrize(
     ("word", "meant"),
-    [("llama-8b", "recipe=llama-8b"), ("steps", "train.steps=VALUE"), ("zero", "zero=infinity")],
+    [("llama-8b", "recipe=llama-8b"), ("steps", "train.steps=VALUE"), ("zero", "zero=stage0")],
 )
 def test_a_lone_name_is_no_override(word, meant):
     found = violation(word)
