@@ -118,7 +118,7 @@ def bench_backends(steps: int = 30) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["recipe=tiny", "parallel.dp=2", f"train.steps={steps}", "checkpoint.at_end=false"]
         words += ["scheduler.warmup_steps=2", "train.eval_every=0", "train.sample_tokens=0"]
-        words += ["logger=none", "launcher.device=cpu", f"run.root={folder}"]
+        words += ["train.log_every=1", "logger=none", "launcher.device=cpu", f"run.root={folder}"]
         command = [str(BIN / "nanoscale"), "train", *words]
         run([*command, "train.steps=2", "run.name=warm"])  # the corpus is prepared
         for stage in (0, 2, 3):
