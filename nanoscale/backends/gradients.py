@@ -16,18 +16,14 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     Every rank calls it with its own. What several ranks hold copies of counts in parts, so that one sum over
     all ranks is right in every layout.
     """
-    square = _square(gradients)
+    square = square_norm(gradients)
     if dist.is_initialized():
         dist.all_reduce(square)
     return square.sqrt()
 
 
-def local_norm(gradients: list[Tensor]) -> Tensor:
-    """The same where every rank holds the whole gradient: nothing is communicated."""
-    return _square(gradients).sqrt()
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
+def square_norm(gradients: list[Tensor]) -> Tensor:
+    """This rank's part of the square of the norm, a scalar; nothing is communicated."""
     norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
     copies = torch.tensor([_copies(gradient) for gradient in gradients], dtype=norms.dtype)
     return (norms.square() / copies.to(norms.device)).sum()

@@ -19,17 +19,23 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
     parallel = config.parallel
     if layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
-    if layout.context is not None:
-        divide_sequence(model, config, layout.context, layout.place.cp)
-    activation.apply(model.layers, parallel)
-    model.run_layers = activation.runner(parallel, model.run_layers)
-    compile.apply(model.layers, config)
+    prepare_blocks(model, config, layout.context, layout.place.cp)
     if layout.data is not None:
         data.shard(model, config, layout.data)
 
 
-def divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
-    """Let a stage work on the part of the sequence that the rank of cp has, in place."""
+def prepare_blocks(
+    model: Transformer, config: Config, context_group: ProcessGroup | None, cp_rank: int
+) -> None:
+    """What holds between dividing matrices and sharding what is left, on either backend; in place."""
+    if context_group is not None:
+        _divide_sequence(model, config, context_group, cp_rank)
+    activation.apply(model.layers, config.parallel)
+    model.run_layers = activation.runner(config.parallel, model.run_layers)
+    compile.apply(model.layers, config)
+
+
+def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
     method, degree = config.parallel.cp_method, config.parallel.cp
     model.place = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():

@@ -23,8 +23,7 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.models.initialization import draw
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import activation, compile
-from nanoscale.parallel.apply import divide_sequence
+from nanoscale.parallel.apply import prepare_blocks
 from nanoscale.parallel.mesh import context_group
 
 
@@ -120,11 +119,7 @@ class DeepSpeedEngine(Engine):
         if parallel.tp > 1:
             self.divided = tensor.apply(model, self.groups.tensor)
         sequence = context_group(self.config, self.device.type)
-        if sequence is not None:
-            divide_sequence(model, self.config, sequence, self.place.cp)
-        activation.apply(model.layers, parallel)
-        model.run_layers = activation.runner(parallel, model.run_layers)
-        compile.apply(model.layers, self.config)
+        prepare_blocks(model, self.config, sequence, self.place.cp)
         if not apart:
             tensor.materialise(model, self.device)
         return model
@@ -197,7 +192,7 @@ class DeepSpeedEngine(Engine):
         grads = [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
         # What tp has not divided is the same on all its ranks, and counts once.
         counted = [grad for name, grad in grads if self.place.tp == 0 or name in self.divided]
-        square = gradients.local_norm(counted).square()
+        square = gradients.square_norm(counted)
         dist.all_reduce(square)
         self._norm = (square / self.groups.data.size()).sqrt()
         if self.config.optimizer.clip_norm is not None:
