@@ -125,6 +125,8 @@ def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
         return isinstance(raw, bool), raw
     if choice == list[int]:
         return _integers(raw, key)
+    if choice == list[str]:
+        return isinstance(raw, list) and all(isinstance(entry, str) for entry in raw), raw
     if choice == dict[str, Any]:
         return isinstance(raw, dict) and all(isinstance(name, str) for name in raw), raw
     return choice is str and isinstance(raw, str) and raw != "???", raw
@@ -168,7 +170,7 @@ def _scale(key: reference.Key) -> str:
 
 def _within_bounds(key: reference.Key, value: object) -> None:
     if isinstance(value, list):
-        _entries_within_bounds(key, value)
+        _entries_within_bounds(key, [entry for entry in value if isinstance(entry, int)])
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
     if key.at_least is not None and value < key.at_least:
@@ -198,6 +200,8 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
             near = tuple(map(str, choices))
         return tuple(f"{key.name}={value}" for value in near)
     kinds = reference.alternatives(key.annotation)
+    if list[str] in kinds:
+        return (override(key.name, [raw]),) if isinstance(raw, str) else ()
     if key.takes_list:
         return tuple(_as_list(key.name, raw))
     if str in kinds and isinstance(raw, (int, float)):

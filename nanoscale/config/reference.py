@@ -91,6 +91,7 @@ def declared() -> dict[str, Key]:
         for prefix, section in sections().items()
         if prefix
         for name, (annotation, field) in members(section).items()
+        if section_of(annotation) is None or optional(annotation)
     }
 
 
@@ -131,6 +132,7 @@ def type_text(annotation: Any) -> str:
         bool: "true or false",
         str: "a text",
         list[int]: "a list of integers",
+        list[str]: "a list of texts",
         dict[str, Any]: "a mapping",
     }
     parts = []

@@ -299,23 +299,90 @@ class Cluster:
         unit="TFLOP/s",
         at_least=0,
     )
+    python: str | None = key(
+        None, "interpreter on the other hosts, with nanoscale installed; null: the path of this one"
+    )
+    pythons: dict[str, Any] = key({}, "interpreters of single hosts, by their names, before python")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What launcher=slurm asks of SLURM; null or empty: nothing, so the site's default holds."""
+
+    partition: str | None = key(None, "partition, or several with commas")
+    account: str | None = key(None, "account to charge")
+    qos: str | None = key(None, "quality of service")
+    time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
+    exclusive: bool = key(True, "share no node with other jobs")
+    constraint: str | None = key(None, "features that the nodes must have")
+    gpus: str | None = key(
+        None, "what to ask for in --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
+    )
+    container: str | None = key(None, "image that the agents run in")
+    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "what runs the image")
+    container_mounts: list[str] = key([], "folders to mount in the container, each HOST:INSIDE")
+    setup: list[str] = key([], "shell lines to run first in the batch script, as in `module load`")
+    directives: list[str] = key([], "further options of sbatch, each as in `--mail-type=END`")
+    signal_before_s: int = key(
+        120, "how long before the time limit to save and stop", unit="s", at_least=0
+    )
+    max_requeues: int = key(
+        10, "how often a job that was stopped by its time limit queues again by itself", at_least=0
+    )
 
 
 @dataclass(frozen=True)
 class Launcher:
     """How the ranks are started."""
 
-    name: Literal["local"] = key("local", "local: on this machine")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: cuda where there is a GPU")
+    name: Literal["local", "ssh", "pdsh", "slurm"] = key(
+        "local", "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM"
+    )
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "auto: cuda where there is a GPU, and on other hosts"
+    )
     devices: int | Literal["auto"] = key(
-        "auto", "ranks on a host; auto: every GPU, or what the layout needs on cpu", at_least=1
+        "auto",
+        "ranks on a host; auto: every GPU or slot, or what the layout needs on cpu",
+        at_least=1,
     )
     threads: int | Literal["auto"] = key(
         "auto", "CPU threads a rank; auto: the cores, divided", at_least=1
     )
+    hostfile: str | None = key(None, "file of hosts, each line `HOST slots=N`")
+    include: str | None = key(None, "use these hosts or slots only: `h1@h2:0,2`")
+    exclude: str | None = key(None, "use all hosts and slots but these: `h1@h2:0,2`")
+    nodes: int | str | None = key(
+        None,
+        "hosts to use: N, the first of the hostfile; or 'MIN:MAX', an elastic job that goes on while MIN "
+        "are left; null: all",
+    )
+    master_addr: str | None = key(
+        None, "address at which the other hosts reach the first; null: its name in the hostfile"
+    )
+    master_port: int | Literal["auto"] = key(
+        "auto", "port on the first host to meet at; auto: a free one", at_least=1, at_most=65535
+    )
+    max_restarts: int = key(
+        0, "how often to go on from the newest checkpoint by itself after a failure", at_least=0
+    )
     stop_grace_s: float = key(
         120.0, "time for a clean stop before everything is killed", unit="s", at_least=0
     )
+    lost_after_s: float = key(
+        5.0, "silence after which a host, or a rank that was stopped, is lost", unit="s", at_least=1
+    )
+    connect_timeout_s: float = key(20.0, "time for a host to answer at first", unit="s", at_least=1)
+    collective_timeout_s: float = key(
+        600.0, "time that ranks wait for each other in a collective operation", unit="s", at_least=1
+    )
+    preflight: bool = key(True, "look at every host before the launch")
+    pass_env: list[str] = key(
+        [], "further variables to pass on to the other hosts: names, or beginnings with `*`"
+    )
+    env: dict[str, Any] = key({}, "variables to set for the ranks, by name")
+    ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`")
+    slurm: Slurm = field(default_factory=Slurm)
 
 
 @dataclass(frozen=True)
