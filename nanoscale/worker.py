@@ -1,8 +1,8 @@
 """The entry of a rank: `python -m nanoscale.worker RUN_DIR`, or `main` from the agent's fork server.
 
 A rank reads the frozen configuration of its run directory, and from its environment only who it is:
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, NANOSCALE_ATTEMPT and
-NANOSCALE_HOST.
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, NANOSCALE_ATTEMPT,
+NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE where to say why it failed.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main(run_dir: Path | str, job: Job | None = None) -> str:
     stop.listen()
     _die_with_agent()
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2)  # by which the agent asks a rank that hangs where it is
     _flush_every_line()
     run = RunDirectory(Path(run_dir).absolute())
     try:
@@ -145,15 +146,17 @@ def _flush_every_line() -> None:
 
 def _use_threads(config: Config) -> None:
     threads = config.launcher.threads
-    if isinstance(threads, int):
-        import torch
+    if threads == "auto":  # the agent has divided the cores of its host
+        threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    import torch
 
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
 def _record(run: RunDirectory, error: BaseException) -> None:
     failure = RankFailure.of(error, rank=_rank(), local_rank=_local_rank(), host=host_name())
-    write_rank_failure(run, attempt_number(), failure)
+    ours = run.rank_failure(attempt_number(), failure.host, _rank())  # under plain torchrun
+    write_rank_failure(Path(os.environ.get("NANOSCALE_FAILURE_FILE", ours)), failure)
 
 
 def command_line(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -14,51 +14,25 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nanoscale.agent.host import Host
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.agent.logs import RankLogs
 
-Look = Callable[[Sequence[BaseProcess]], bool]
-"""Looks at the ranks' processes; False: none is left, and there is nothing more to look at."""
+Sight = Literal["well", "waiting", "over"]
+"""of the ranks: nothing is wrong · something is, and the launcher decides · none is left"""
+
+Look = Callable[[Sequence[BaseProcess]], Sight]
 
 _MONITOR_S = 0.05
 _RENDEZVOUS_TIMEOUT_S = 600
 
 
-class RankLogs(LogsSpecs):
-    """A file for each rank and stream, named by host and global rank."""
-
-    def __init__(self, run: RunDirectory, host: Host) -> None:
-        super().__init__()
-        self._run = run
-        self._host = host
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self._run.attempt_logs(self._host.attempt).mkdir(parents=True, exist_ok=True)
-        for environment in envs.values():
-            environment["TORCHELASTIC_ERROR_FILE"] = ""  # ranks write their own
-        return LogsDest(
-            stdouts={local: self._path(env, "out") for local, env in envs.items()},
-            stderrs={local: self._path(env, "err") for local, env in envs.items()},
-            error_files=dict.fromkeys(envs, ""),
-        )
-
-    def _path(self, environment: dict[str, str], stream: Any) -> str:
-        rank = int(environment["RANK"])
-        return str(self._run.log(self._host.attempt, self._host.name, rank, stream))
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._run.logs)
-
-
 class WatchingAgent(LocalElasticAgent):
     """An elastic agent that lets us look at the ranks before it does.
 
-    Its own way with a failed rank is SIGTERM to the others and up to 30 s of patience, and it does
-    not say which failed first.
+    Its own way with a failed rank is SIGTERM to the others and up to 30 s of patience, it does not say which
+    failed first, and other hosts' agents are not told. Here the launcher hears of it and decides for all hosts.
     """
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs, look: Look) -> None:
@@ -67,17 +41,23 @@ class WatchingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert self._pcontext is not None
-        if not self._look(self._pcontext._pc.processes):  # type: ignore[attr-defined]
+        sight = self._look(self._pcontext._pc.processes)  # type: ignore[attr-defined]
+        if sight == "over":
             return RunResult(state=WorkerState.FAILED)
+        if sight == "waiting":
+            return RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
+    def _exit_barrier(self) -> None:
+        """The launcher knows when all hosts have ended; the store lives until then."""
+
 
 def elastic_agent(
-    run: RunDirectory,
     host: Host,
     entrypoint: Callable[..., Any],
     arguments: tuple[Any, ...],
+    logs: RankLogs,
     look: Look,
 ) -> WatchingAgent:
     """The agent that starts `entrypoint(*arguments)` once for each rank of this host."""
@@ -88,7 +68,7 @@ def elastic_agent(
         master_port=host.master_port,
         rank=host.node_rank,
         world_size=host.nodes,
-        run_id=f"{run.name}-{host.attempt}",
+        run_id=f"attempt-{host.attempt}",
         timeout=_RENDEZVOUS_TIMEOUT_S,
     )
     spec = WorkerSpec(
@@ -100,4 +80,4 @@ def elastic_agent(
         max_restarts=0,
         monitor_interval=_MONITOR_S,
     )
-    return WatchingAgent(spec, RankLogs(run, host), look)
+    return WatchingAgent(spec, logs, look)

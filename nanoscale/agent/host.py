@@ -1,19 +1,18 @@
-"""This host: its part of the launch, and what its kernel says of its memory."""
+"""This host: its part of an attempt, and what its kernel says of its memory."""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nanoscale import worker
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.channel import Message
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host's part of launch.json."""
+    """One host's part of an attempt, as the launcher orders it."""
 
     name: str
     node_rank: int
@@ -25,20 +24,9 @@ class Host:
     attempt: int
 
     @classmethod
-    def of(cls, run: RunDirectory) -> Host:
-        """The part of the host that this process runs on."""
-        launch = read_json(run.launch)
-        name = worker.host_name()
-        node_rank = [host["host"] for host in launch["hosts"]].index(name)
-        return cls(
-            name=name,
-            node_rank=node_rank,
-            nodes=len(launch["hosts"]),
-            ranks=tuple(launch["hosts"][node_rank]["ranks"]),
-            master_addr=launch["master_addr"],
-            master_port=launch["master_port"],
-            attempt=worker.attempt_number(),
-        )
+    def of(cls, order: Message) -> Host:
+        values = {field.name: order[field.name] for field in fields(cls)}
+        return cls(**{**values, "ranks": tuple(order["ranks"])})
 
 
 def oom_kills() -> int:
@@ -57,3 +45,11 @@ def available_gib() -> float | None:
         if found:
             return int(found[1]) / 2**20
     return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal; one that a debugger holds was not."""
+    with suppress(OSError, IndexError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] == "T"
+    return False

@@ -1,102 +1,91 @@
-"""From the start of the agent to its exit code.
+"""From the start of the agent to its end: what the launcher orders, one thing after the other.
 
 torch is loaded twice at the same time: here, for PyTorch's elastic agent, and in a fork server, of
-which every rank is then a copy that costs milliseconds instead of seconds.
+which every rank is then a copy that costs milliseconds instead of seconds. Both stay for further attempts.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-import shutil
 import signal
-import sys
-import traceback
-from multiprocessing import forkserver, util
-from pathlib import Path
+from multiprocessing import forkserver
 from types import FrameType
 
-from nanoscale import worker
-from nanoscale.agent.host import Host, available_gib, oom_kills
-from nanoscale.agent.watch import Watch
-from nanoscale.lifeline import die_with
-from nanoscale.runs import failure
-from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Evidence, RankFailure
+from nanoscale.agent.attempt import attempt
+from nanoscale.agent.facts import facts
+from nanoscale.agent.link import Link
+from nanoscale.channel import Message
+from nanoscale.devices import cores
+from nanoscale.ports import ReservedPort
 from nanoscale.worker import Job
 
-# torch._dynamo is half of torch's import, and building an optimizer or DDP imports it in any case.
+# torch._dynamo is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
 _PRELOADED = ["nanoscale.worker", "torch", "torch._dynamo"]
 
-COMPLETED, FAILED, STOPPED = 0, 1, 75
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-class Stop:
-    """The request to stop: while there are no ranks it ends the agent, later it is passed on."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.has_ranks = False
-
-    def listen(self) -> None:
-        for number in _STOP_SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.requested = True
-        if not self.has_ranks:
-            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the fork server's socket
-            os._exit(STOPPED)
-
-
-def main(run_dir: Path | str, job: Job | None = None) -> int:
-    """Run this host's ranks to their end; 0 completed, 75 stopped when asked to, 1 failed.
+def main(link: Link, job: Job | None = None) -> int:
+    """Serve the launcher until it says "quit".
 
     Args:
-        run_dir: the run directory, with launch.json and the frozen configuration.
         job: what each rank does, a function that can be pickled; by default the training job.
     """
-    stop = Stop()
-    stop.listen()
-    _die_with_launcher()
-    _start_fork_server(job)
-    run = RunDirectory(Path(run_dir).absolute())
-    host = Host.of(run)
-    killed_before = oom_kills()
-    watch = Watch(run, host, stop)
+    _lead_a_group()
+    _pass_signals_up(link)
+    link.open()
+    port = None
+    last: object = None
+    while (order := link.next_order())["kind"] != "quit":
+        if order["kind"] == "prepare":
+            last = None
+            gc.collect()  # so that the last attempt's store no longer listens
+            port = _reserve(port, order["master_port"])
+            _prepare(link, order, port, job)
+        elif order["kind"] == "launch":
+            last = attempt(link, order, job)  # noqa: F841 - its store serves the other hosts' ranks
+    link.send("bye")
+    link.close()
+    return 0
+
+
+def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | None:
+    """The port for the ranks to meet at, should this be the first host; None where it is taken."""
+    if held is not None:
+        held.close()
     try:
-        code = _run_ranks(run, host, watch, stop, job)
-    except Exception as error:
-        traceback.print_exc()
-        own = RankFailure.of(error, rank=None, local_rank=None, host=host.name)
-        watch.failures.append(own)
-        code = FAILED
-    if code == FAILED:
-        evidence = Evidence(oom_kills() - killed_before, available_gib())
-        failure.write(run, failure.digest(run, host.attempt, watch.failures, evidence))
-    return code
+        return ReservedPort(wanted or 0)
+    except OSError:
+        return None
 
 
-def be_rank(run_dir: Path, job: Job | None) -> str:
-    """What a copy of the fork server does.
-
-    After a failure the process ends at once: what is left to destroy could wait for lost peers.
-    """
-    try:
-        return worker.main(run_dir, job)
-    except BaseException as error:
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(worker.exit_code(error))
+def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | None) -> None:
+    """Take the job's environment, begin to load torch, and meanwhile say what this host is like."""
+    os.environ.update(order["environment"])
+    if order["slots"] and "OMP_NUM_THREADS" not in order["environment"]:
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // order["slots"]))
+    link.expect_beats(order["silence_s"])
+    if order["will_launch"]:
+        _start_fork_server(job)
+    link.send("facts", **facts(order, port.number if port else None))
 
 
-def _die_with_launcher() -> None:
-    launcher = os.environ.get("NANOSCALE_LAUNCHER_PID")
-    if launcher is not None:  # absent where somebody starts an agent by hand
-        die_with(int(launcher), group=os.getpid())
+def _lead_a_group() -> None:
+    """So that the group holds nothing but the job, and can be ended as one."""
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+
+
+def _pass_signals_up(link: Link) -> None:
+    """SLURM tells the tasks of a job, not its launcher, that it is to be preempted."""
+
+    def tell(number: int, _frame: FrameType | None) -> None:
+        link.send_later("signal", number=number)
+
+    for number in _PASSED_UP:
+        signal.signal(number, tell)
 
 
 def _start_fork_server(job: Job | None) -> None:
@@ -105,16 +94,3 @@ def _start_fork_server(job: Job | None) -> None:
     training = "nanoscale.train.job" if job is None else job.__module__
     multiprocessing.set_forkserver_preload([*_PRELOADED, training])
     forkserver.ensure_running()
-
-
-def _run_ranks(run: RunDirectory, host: Host, watch: Watch, stop: Stop, job: Job | None) -> int:
-    from nanoscale.agent.elastic import elastic_agent
-
-    agent = elastic_agent(run, host, be_rank, (run.path, job), watch.look)
-    stop.has_ranks = True
-    result = agent.run()
-    if watch.ended_by_stop:
-        return STOPPED
-    if result.is_failed():
-        return FAILED
-    return STOPPED if "stopped" in result.return_values.values() else COMPLETED

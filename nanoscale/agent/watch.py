@@ -1,4 +1,4 @@
-"""Minding the ranks of a host: passing a stop on, and ending all when one has failed."""
+"""Minding the ranks of a host: telling the launcher what becomes of them, and doing what it says."""
 
 from __future__ import annotations
 
@@ -7,87 +7,82 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
-from typing import Protocol
 
-from nanoscale.agent.host import Host
-from nanoscale.runs import events
-from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import RankFailure, is_consequence, read_rank_failure
+from nanoscale.agent.elastic import Sight
+from nanoscale.agent.host import Host, is_stopped
+from nanoscale.agent.link import Link
+from nanoscale.agent.logs import RankLogs
+from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
 
-_CAUSE_GRACE_S = 1.5
-"""how long to wait for a better explanation while ranks only say that they lost another one"""
-_PAUSE_S = 0.02
+_STACKS_S = 0.5
+"""for the ranks to write down where they are"""
 _REAP_S = 10.0
-
-
-class StopRequest(Protocol):
-    requested: bool
 
 
 class Watch:
     """Looks at the ranks' processes, which are ordered by local rank."""
 
-    def __init__(self, run: RunDirectory, host: Host, stop: StopRequest) -> None:
-        self._run = run
+    def __init__(self, link: Link, host: Host, logs: RankLogs, patience_s: float) -> None:
+        self._link = link
         self._host = host
-        self._stop = stop
+        self._logs = logs
+        self._patience_s = patience_s
         self._passed_on = False
-        self.ended_by_stop = False
-        self.failures: list[RankFailure] = []
+        self._stopped_since: dict[int, float] = {}
+        self.killed = False
+        self.failures: dict[int, RankFailure] = {}
 
-    def look(self, processes: Sequence[BaseProcess]) -> bool:
-        """Act on what is new; whether the ranks go on. If one does not, none is left."""
-        if self._stop.requested and not self._passed_on:
-            self._pass_on(processes)
-        if all(process.exitcode is None for process in processes):
-            return True
-        if self.ended_by_stop:
-            return False
-        if self._stop.requested and any(p.exitcode == -signal.SIGTERM for p in processes):
-            self.ended_by_stop = True  # it had no handler yet, so there was nothing to save
-        else:
-            self.failures = self._wait_for_cause(processes)
-        _kill(processes)
-        return False
-
-    def _pass_on(self, processes: Sequence[BaseProcess]) -> None:
-        self._passed_on = True
-        if self._is_training():
+    def look(self, processes: Sequence[BaseProcess]) -> Sight:
+        """Report what is new and obey."""
+        self._logs.forward()
+        if self._link.killed_attempt >= self._host.attempt:
+            self._end(processes)
+            return "over"
+        if self._link.stopped_attempt >= self._host.attempt and not self._passed_on:
+            self._passed_on = True
             _send(processes, signal.SIGTERM)
-        else:
-            self.ended_by_stop = True
-            _kill(processes)
+        self._gather(processes)
+        return "waiting" if self.failures else "well"
 
-    def _is_training(self) -> bool:
-        history = events.read(self._run)
-        started = max((i for i, e in enumerate(history) if e.get("kind") == "attempt"), default=0)
-        return any(event.get("kind") == "running" for event in history[started:])
+    def close(self) -> None:
+        """Send what the ranks printed at last."""
+        self._logs.forward(last=True)
 
-    def _wait_for_cause(self, processes: Sequence[BaseProcess]) -> list[RankFailure]:
-        deadline = time.monotonic() + _CAUSE_GRACE_S
-        while True:
-            found = self._gather(processes)
-            everybody = all(process.exitcode is not None for process in processes)
-            if everybody or not all(map(is_consequence, found)) or time.monotonic() > deadline:
-                return found
-            time.sleep(_PAUSE_S)
+    def _end(self, processes: Sequence[BaseProcess]) -> None:
+        self.killed = True
+        if self._link.wants_stacks:
+            _send(processes, signal.SIGUSR2)
+            _join(processes, _STACKS_S)
+        self._gather(processes)
+        # Not SIGTERM, which would be taken for a wish to stop in good order.
+        _send(processes, signal.SIGKILL)
+        _join(processes, _REAP_S)
 
-    def _gather(self, processes: Sequence[BaseProcess]) -> list[RankFailure]:
+    def _gather(self, processes: Sequence[BaseProcess]) -> None:
         """What failed so far; a failure that was seen before keeps the time it was seen at."""
-        known = {failure.rank: failure for failure in self.failures}
+        before = dict(self.failures)
         for local_rank, (rank, process) in enumerate(zip(self._host.ranks, processes, strict=True)):
-            path = self._run.rank_failure(self._host.attempt, self._host.name, rank)
-            said = read_rank_failure(path)
+            said = read_rank_failure(self._logs.failure(rank))
             if said is not None:
-                known[rank] = replace(said, exit_code=process.exitcode)
-            elif process.exitcode is not None and rank not in known:
-                known[rank] = RankFailure(
+                self.failures[rank] = replace(said, exit_code=process.exitcode)
+            elif process.exitcode is not None and rank not in self.failures:
+                self.failures[rank] = RankFailure(
                     rank, local_rank, self._host.name, time.time(), exit_code=process.exitcode
                 )
-        self.failures = list(known.values())
-        return self.failures
+            elif self._stays_stopped(rank, process):
+                self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
+        if self.failures != before:
+            failures = [asdict(failure) for failure in self.failures.values()]
+            self._link.send("failing", attempt=self._host.attempt, failures=failures)
+
+    def _stays_stopped(self, rank: int, process: BaseProcess) -> bool:
+        if process.pid is None or not is_stopped(process.pid):
+            self._stopped_since.pop(rank, None)
+            return False
+        since = self._stopped_since.setdefault(rank, time.monotonic())
+        return time.monotonic() - since > self._patience_s
 
 
 def _send(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
@@ -97,9 +92,7 @@ def _send(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
                 os.kill(process.pid, number)
 
 
-def _kill(processes: Sequence[BaseProcess]) -> None:
-    """End them; SIGKILL, since SIGTERM would be taken for a wish to stop in good order."""
-    _send(processes, signal.SIGKILL)
-    deadline = time.monotonic() + _REAP_S
+def _join(processes: Sequence[BaseProcess], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
-from nanoscale.launch.command import LaunchPlan, plan_local
+from nanoscale.launch.attempt import Outcome
+from nanoscale.launch.command import LaunchPlan, here, plan_launch
 from nanoscale.launch.console import LiveView, duration, if_still_there, number
-from nanoscale.launch.ports import ReservedPort
+from nanoscale.launch.fleet import Fleet
+from nanoscale.launch.preflight import require_ready
+from nanoscale.launch.prepare import Request
 from nanoscale.launch.signals import Signals
-from nanoscale.launch.supervisor import Outcome, supervise
+from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
@@ -20,28 +24,43 @@ from nanoscale.runs.failure import Failure
 _LOG_LINES = 12
 
 
+@contextmanager
+def ready_fleet(request: Request) -> Iterator[Fleet]:
+    """The agents of all hosts, ready for the job; nothing of the run is written yet.
+
+    Raises:
+        UserError: the hosts that answered cannot do what is asked.
+    """
+    config = request.config
+    hosts = request.hosts or (here(config),)
+    with Fleet(config, hosts, request.run.path.parent) as fleet:
+        prepare(fleet, request, request.run)
+        if config.launcher.preflight:
+            require_ready(fleet, config)
+        yield fleet
+
+
 def attempt(
     run: RunDirectory,
-    config: Config,
+    request: Request,
     number: int,
-    port: ReservedPort,
+    fleet: Fleet,
     signals: Signals,
     as_json: bool,
 ) -> int:
-    """Launch, follow and report an attempt; the exit code of the command.
+    """Launch, follow and report attempt `number` and its restarts; the exit code of the command.
 
     Raises:
         UserError: a rank found that the request is wrong.
     """
-    derived = derive(config)
-    plan = plan_local(config, run, number, derived.world_size, port.number)
     stream = sys.stderr if as_json else sys.stdout
-    with LiveView(run, plan, derived.steps, stream) as view:
-        outcome = supervise(run, plan, config.launcher.stop_grace_s, signals, view)
+    with LiveView(run, stream) as view:
+        supervisor = Supervisor(run, request, fleet, signals, view)
+        outcome = supervisor.supervise(number)
     if outcome.failure is not None:
         _raise_users_error(outcome.failure)
         _print_failure(run, outcome.failure)
-    _print_summary(run, plan, outcome, stream)
+    _print_summary(run, supervisor.last_plan, outcome, stream)
     if as_json:
         with if_still_there(sys.stdout):
             print_json(document(run, outcome))
@@ -49,15 +68,14 @@ def attempt(
     return outcome.exit_code
 
 
-def show_plan(
-    run: RunDirectory, config: Config, number: int, master_port: int, as_json: bool
-) -> None:
+def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -> None:
     """`--dry-run`."""
     from nanoscale.launch.show import document, print_plan
     from nanoscale.plan.model_math import parameters
 
+    config = request.config
     derived = derive(config)
-    plan = plan_local(config, run, number, derived.world_size, master_port)
+    plan = plan_launch(config, run, number, derived.world_size, request.hosts)
     size = parameters(config.model)
     if as_json:
         print_json(document(plan, config, derived, size, run))
@@ -96,8 +114,7 @@ def _print_failure(run: RunDirectory, cause: Failure) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
-    who = f"agent of {cause.host}" if cause.rank is None else f"rank {cause.rank} on {cause.host}"
-    title = f"{who} failed"
+    title = f"{cause.who} failed"
     text = cause.traceback.rstrip() or _end_of_log(run, cause)
     lines = [text, ""] if text else []
     lines.append(f"diagnosis  {cause.diagnosis}")

@@ -149,8 +149,8 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
     from nanoscale.config.deepspeed import deepspeed_settings
     from nanoscale.config.report import refuse
     from nanoscale.config.rules import check
+    from nanoscale.devices import detect
     from nanoscale.errors import Violation
-    from nanoscale.launch.devices import detect
 
     name = composed.config.backend.name
     if name != "deepspeed":

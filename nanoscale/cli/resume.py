@@ -36,9 +36,8 @@ def resume(
     as_json: AsJson = False,
 ) -> int:
     """Go on from the newest whole checkpoint, with the same or a changed configuration."""
-    from nanoscale.cli.attempt import attempt, show_plan
+    from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.config.frozen import load
-    from nanoscale.launch.ports import ReservedPort
     from nanoscale.launch.prepare import replace_configuration
     from nanoscale.launch.signals import Signals
     from nanoscale.runs.directory import RunDirectory
@@ -49,11 +48,9 @@ def resume(
         refuse_if_held(directory)
         request = _request(directory, overrides or [])
         _say_what_differs(load(directory.config), request.config)
-        with ReservedPort() as port:
-            number = directory.last_attempt() + 1
-            show_plan(directory, request.config, number, port.number, as_json)
+        show_plan(directory, request, directory.last_attempt() + 1, as_json)
         return DONE
-    with ReservedPort() as port, RunLock(directory), Signals() as signals:
+    with RunLock(directory), Signals() as signals:
         request = _request(directory, overrides or [])
         previous = load(directory.config)
         if _is_complete(directory, previous, request.config):
@@ -62,8 +59,9 @@ def resume(
         _say_what_differs(previous, request.config)
         _say_where_from(directory)
         last = directory.last_attempt()
-        replace_configuration(directory, request, last)
-        return attempt(directory, request.config, last + 1, port, signals, as_json)
+        with ready_fleet(request) as fleet:
+            replace_configuration(directory, request, last)
+            return attempt(directory, request, last + 1, fleet, signals, as_json)
 
 
 def _request(run: RunDirectory, words: list[str]) -> Request:
@@ -78,8 +76,8 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
     from nanoscale.config.frozen import load
     from nanoscale.config.provenance import COMMAND_LINE
     from nanoscale.config.rules import check
+    from nanoscale.devices import detect
     from nanoscale.errors import UserError, Violation
-    from nanoscale.launch.devices import detect
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request
 
@@ -169,7 +167,7 @@ def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
 def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
     from nanoscale.cli.attempt import document
     from nanoscale.config.derive import derive
-    from nanoscale.launch.supervisor import Outcome
+    from nanoscale.launch.attempt import Outcome
 
     steps = derive(config).steps
     typer.echo(

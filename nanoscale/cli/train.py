@@ -34,25 +34,23 @@ def train(
     as_json: AsJson = False,
 ) -> int:
     """Compose, check, prepare, launch and follow a job until its end."""
-    from nanoscale.cli.attempt import attempt, show_plan
-    from nanoscale.launch.ports import ReservedPort
+    from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.launch.prepare import new_run
     from nanoscale.launch.signals import Signals
 
     request = compose_request(overrides or [], config, config_dir)
-    with ReservedPort() as port:
-        if dry_run:
-            show_plan(request.run, request.config, 1, port.number, as_json)
-            return DONE
-        with Signals() as signals, new_run(request) as run:
-            return attempt(run, request.config, 1, port, signals, as_json)
+    if dry_run:
+        show_plan(request.run, request, 1, as_json)
+        return DONE
+    with Signals() as signals, ready_fleet(request) as fleet, new_run(request) as run:
+        return attempt(run, request, 1, fleet, signals, as_json)
 
 
 def compose_request(words: list[str], config: Path | None, config_dir: Path | None) -> Request:
     """What the words ask for, checked against this machine, with the run's name."""
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
-    from nanoscale.launch.devices import detect
+    from nanoscale.devices import detect
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request, name_run
 

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import os
-import site
 import socket
-import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
-import nanoscale
+from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
+from nanoscale.launch import transport
 from nanoscale.launch.mesh import Mesh, arrange
 from nanoscale.runs.directory import RunDirectory
 
-_TELLING = (
+_PASSED_ON = (
     "CUDA",
+    "DS_",
+    "FI_",
     "GLOO",
     "GOMP",
-    "HF",
+    "HF_",
     "KMP",
-    "LD",
     "MKL",
     "NCCL",
-    "NVIDIA",
     "OMP",
     "PYTHON",
+    "PYTORCH",
     "TORCH",
+    "UCX",
 )
-"""beginnings of the names of variables that change how a job runs"""
+"""beginnings of the names of variables that change how a job runs on any host"""
+
+_LOCAL = ("LD_", "NVIDIA")
+"""and of those that do so on this one"""
+
+_NOT_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
+"""they are another matter on every host"""
+
+_PORTS = range(20_000, 32_000)
+"""below those that systems give to whoever asks for any"""
 
 
 @dataclass(frozen=True)
@@ -39,9 +49,12 @@ class HostPlan:
 
     host: str
     slots: int
-    """devices on it"""
+    """ranks to start there"""
     ranks: tuple[int, ...]
     command: tuple[str, ...]
+    """what is typed here to start the agent there"""
+    devices: tuple[int, ...] | None = None
+    """which of its devices, where not the first ones"""
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,9 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     environment: dict[str, str]
-    """what is set for the agents, on top of what they inherit"""
+    """what is set for the agents"""
     inherited: tuple[str, ...]
-    """names of inherited variables that change how a job runs; their values are nobody's business"""
+    """names of variables of here that they get as well; their values are nobody's business"""
     mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
@@ -64,60 +77,83 @@ class LaunchPlan:
         return asdict(self)
 
 
-def plan_local(
-    config: Config, run: RunDirectory, attempt: int, world_size: int, master_port: int
+def plan_launch(
+    config: Config,
+    run: RunDirectory,
+    attempt: int,
+    world_size: int,
+    hosts: Sequence[Host] = (),
+    master_port: int | None = None,
 ) -> LaunchPlan:
-    """All ranks on this host. `config` must be resolved."""
-    assert isinstance(config.launcher.devices, int)
-    host = socket.gethostname()
-    here = HostPlan(
-        host=host,
-        slots=config.launcher.devices,
-        ranks=tuple(range(world_size)),
-        command=(sys.executable, "-P", "-m", "nanoscale.agent", str(run.path)),
+    """Who does what. `config` must be resolved.
+
+    Args:
+        hosts: the hosts to use; none: this one alone.
+        master_port: the port that the first host has reserved, once it has.
+    """
+    local = not hosts
+    hosts = hosts or (here(config),)
+    commands = transport.commands(config, hosts)
+    ranks = _ranks(hosts)
+    plans = tuple(
+        HostPlan(host.address, host.slots, own, command, host.devices)
+        for host, own, command in zip(hosts, ranks, commands, strict=True)
     )
     return LaunchPlan(
         attempt=attempt,
         world_size=world_size,
-        hosts=(here,),
-        master_addr="127.0.0.1",
-        master_port=master_port,
-        environment=_environment(config, host, attempt, os.environ),
-        inherited=tuple(sorted(name for name in os.environ if name.startswith(_TELLING))),
-        mesh=arrange([(host, here.ranks)], config.parallel),
+        hosts=plans,
+        master_addr=config.launcher.master_addr or ("127.0.0.1" if local else hosts[0].address),
+        master_port=master_port or wanted_port(config, run),
+        environment=_environment(config, os.environ),
+        inherited=tuple(sorted(name for name in os.environ if _is_passed_on(config, name))),
+        mesh=arrange([(plan.host, plan.ranks) for plan in plans], config.parallel),
     )
 
 
-def _environment(
-    config: Config, host: str, attempt: int, inherited: Mapping[str, str]
-) -> dict[str, str]:
-    environment = {
-        "NANOSCALE_HOST": host,
-        "NANOSCALE_ATTEMPT": str(attempt),
-        "OMP_NUM_THREADS": str(config.launcher.threads),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+def here(config: Config) -> Host:
+    """This machine as the one host of a resolved configuration."""
+    assert isinstance(config.launcher.devices, int)
+    return Host(socket.gethostname(), config.launcher.devices)
+
+
+def wanted_port(config: Config, run: RunDirectory) -> int:
+    """Where the ranks meet unless the first host finds that port taken; two runs seldom want the same."""
+    if config.launcher.master_port != "auto":
+        return config.launcher.master_port
+    return _PORTS[zlib.crc32(str(run.path).encode()) % len(_PORTS)]
+
+
+def passed_on(config: Config, plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment that the agents are to have on top of that of their hosts."""
+    return {name: inherited[name] for name in plan.inherited} | plan.environment
+
+
+def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
+    """Every host's ranks, in the hosts' order."""
+    shares, first = [], 0
+    for host in hosts:
+        shares.append(tuple(range(first, first + host.slots)))
+        first += host.slots
+    return shares
+
+
+def _is_passed_on(config: Config, name: str) -> bool:
+    if config.launcher.name == "local":
+        return name.startswith(_PASSED_ON + _LOCAL)
+    if name in _NOT_PASSED_ON:
+        return False
+    chosen = config.launcher.pass_env
+    beginnings = tuple(entry[:-1] for entry in chosen if entry.endswith("*"))
+    return name in chosen or name.startswith(_PASSED_ON + beginnings)
+
+
+def _environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+    environment = {}
+    if config.launcher.threads != "auto":
+        environment["OMP_NUM_THREADS"] = str(config.launcher.threads)
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(inherited)
     if config.launcher.device == "cpu" and not chosen:
         # By default threads spin so long at a barrier that one busy neighbour slows a step thirtyfold.
         environment["GOMP_SPINCOUNT"] = "1000"
-    loopback = _loopback()
-    if loopback and "GLOO_SOCKET_IFNAME" not in inherited:
-        environment["GLOO_SOCKET_IFNAME"] = loopback  # works where the host's name leads nowhere
-    path = _source_path(inherited)
-    if path:
-        environment["PYTHONPATH"] = path
-    return environment
-
-
-def _loopback() -> str | None:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in ("lo", "lo0")), None)
-
-
-def _source_path(inherited: Mapping[str, str]) -> str | None:
-    """A PYTHONPATH that leads to this very nanoscale, where it is not an installed package."""
-    root = str(Path(nanoscale.__file__).parent.parent)
-    if root in (*site.getsitepackages(), site.getusersitepackages()):
-        return None
-    return os.pathsep.join(filter(None, [root, inherited.get("PYTHONPATH")]))
+    return environment | {name: str(value) for name, value in config.launcher.env.items()}

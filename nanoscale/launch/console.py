@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _PLAIN_EVERY_S = 1.0
 _SMOOTHED_STEPS = 20
+_MOST_HOSTS = 8
+"""named at the start, where there are more they are counted"""
 _SILENT = ("attempt", "end", "failure")
 """kinds of events that the beginning and the end of the view tell already"""
 
@@ -29,15 +31,14 @@ _SILENT = ("attempt", "end", "failure")
 class LiveView:
     """Follows a run's metrics, events and ranks' output. Use it as a context; `poll` often."""
 
-    def __init__(self, run: RunDirectory, plan: LaunchPlan, steps: int, stream: TextIO) -> None:
+    def __init__(self, run: RunDirectory, stream: TextIO) -> None:
         self.running = False
         self._run = run
-        self._plan = plan
-        self._steps = steps
+        self._steps = 0
         self._events = events.follow(run)
         self._events.poll()  # what earlier attempts did
         self._metrics: Tail | None = None
-        self._outputs = _outputs(run, plan)
+        self._outputs: dict[str, LineTail] = {}
         self._first_step = 0
         self._began = time.monotonic()
         self._step_times: list[float] = []
@@ -45,19 +46,23 @@ class LiveView:
         self._screen: _Screen = _Terminal(stream) if stream.isatty() else _Plain(stream)
 
     def __enter__(self) -> LiveView:
-        hosts = ", ".join(host.host for host in self._plan.hosts)
-        ranks = f"{self._plan.world_size} rank{'s' if self._plan.world_size > 1 else ''}"
-        self._screen.line(f"starting {ranks} on {hosts}")
-        for line in mesh.lines(self._plan.mesh):
-            self._screen.line(line)
-        self._screen.line(f"logs in {self._run.attempt_logs(self._plan.attempt)}")
         return self
 
+    def begin(self, plan: LaunchPlan, steps: int) -> None:
+        """Show an attempt from its start."""
+        self._flush_outputs()
+        self.running = False
+        self._steps, self._record, self._metrics = steps, None, None
+        self._began = time.monotonic()
+        self._outputs = _outputs(self._run, plan)
+        ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+        self._screen.line(f"starting {ranks} on {_names([host.host for host in plan.hosts])}")
+        for line in mesh.lines(plan.mesh):
+            self._screen.line(line)
+        self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
+
     def __exit__(self, *_: object) -> None:
-        for name, tail in self._outputs.items():
-            rest = tail.rest()
-            if rest:
-                self._output(name, rest)
+        self._flush_outputs()
         self._screen.close()
 
     def poll(self) -> None:
@@ -71,6 +76,12 @@ class LiveView:
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
         self._screen.refresh(self._panel)
+
+    def _flush_outputs(self) -> None:
+        for name, tail in self._outputs.items():
+            rest = tail.rest()
+            if rest:
+                self._output(name, rest)
 
     def _new_events(self) -> list[Object]:
         new = self._events.poll()
@@ -185,6 +196,12 @@ def _progress(record: Object, steps: int, eta: float) -> RenderableType:
     for label, value in figures(record).items():
         line.append(f"{label} ", style="dim").append(f"{value}   ")
     return Group(bar, line)
+
+
+def _names(hosts: list[str]) -> str:
+    if len(hosts) <= _MOST_HOSTS:
+        return ", ".join(hosts)
+    return f"{', '.join(hosts[:2])} … {hosts[-1]} ({len(hosts)} hosts)"
 
 
 def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:

@@ -20,8 +20,9 @@ from nanoscale.config.document import read
 from nanoscale.config.frozen import dump
 from nanoscale.config.provenance import COMMAND_LINE
 from nanoscale.config.rules import Devices
+from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
-from nanoscale.launch.devices import cores
+from nanoscale.devices import cores
 from nanoscale.runs import status
 from nanoscale.runs.directory import (
     RunDirectory,
@@ -56,6 +57,8 @@ class Request:
     devices: Devices
     repeats: Path | None = None
     """the frozen configuration that it was made from"""
+    hosts: tuple[Host, ...] = ()
+    """where; none: on this machine"""
 
     @property
     def asked(self) -> Config:

@@ -1,61 +1,66 @@
-"""The processes of a job on this host, and the certainty that none is left."""
+"""Processes that this machine runs for a job, and the certainty that none is left."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 import subprocess
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     import psutil
 
-_MARK = "NANOSCALE_JOB"
+MARK = "NANOSCALE_JOB"
+"""name of the variable that tells a job's processes from all others"""
+
 _PAUSE_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_S = 3.0
 """how long Python's resource tracker may take to remove semaphores once nobody uses them"""
 
 
-class Job:
-    """A command in a session of its own, with all that it starts.
+class Process:
+    """A command in a session of its own.
 
-    Its first process is not reaped before `end`, so its number means this session until then.
+    It is not reaped before `reap`, so its number means this session until then.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        _adopt_orphans()
-        self._mark = uuid.uuid4().hex
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._code: int | None = None
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                command,
-                env={
-                    **os.environ,
-                    **environment,
-                    "NANOSCALE_LAUNCHER_PID": str(os.getpid()),
-                    _MARK: self._mark,
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._popen = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._popen.pid
+
+    @property
+    def stdin(self) -> BinaryIO:
+        assert self._popen.stdin is not None
+        return self._popen.stdin  # type: ignore[return-value]
+
+    @property
+    def stdout(self) -> BinaryIO:
+        assert self._popen.stdout is not None
+        return self._popen.stdout  # type: ignore[return-value]
+
+    @property
+    def stderr(self) -> BinaryIO:
+        assert self._popen.stderr is not None
+        return self._popen.stderr  # type: ignore[return-value]
 
     def exit_code(self) -> int | None:
-        """Of the first process; negative: the signal that ended it; None while it runs."""
+        """Negative: the signal that ended it; None while it runs."""
         if self._code is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -63,70 +68,72 @@ class Job:
                 self._code = ended.si_status if exited else -ended.si_status
         return self._code
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the end of the first process, so long at most."""
-        try:
-            handle = os.pidfd_open(self.pid)
-        except (AttributeError, OSError):
-            time.sleep(seconds)
-            return
-        try:
-            select.select([handle], [], [], seconds)
-        finally:
-            os.close(handle)
-
-    def stop(self) -> None:
-        """Ask the first process to end in good order."""
+    def kill(self) -> None:
+        """End it, and what it has started in its session."""
         if self.exit_code() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
-    def end(self, limit_s: float = 30.0) -> list[int]:
-        """End every process that is left, stopped ones too; those that would not go."""
-        deadline = time.monotonic() + limit_s
-        patience = time.monotonic() + _TRACKER_S
-        while left := self._members():
-            if time.monotonic() > deadline:
-                break
-            workers = [process for process in left if not _is_tracker(process)]
-            for process in workers if time.monotonic() < patience else left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(process.pid, signal.SIGKILL)
-            time.sleep(_PAUSE_S)
-        if self.exit_code() is not None:
-            self._reap_orphans()
-            self._process.wait()
-        return [process.pid for process in left]
-
-    def _reap_orphans(self) -> None:
-        """Take leave of the session's processes that have come to us with their parent's death."""
-        import psutil
-
-        for child in psutil.Process().children():
+    def reap(self) -> None:
+        """Let go of it once it has ended."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
             with suppress(OSError):
-                if child.pid != self.pid and os.getsid(child.pid) == self.pid:
-                    os.waitpid(child.pid, os.WNOHANG)
-
-    def _members(self) -> list[psutil.Process]:
-        """Living processes of the session, or that carry its mark after they left it."""
-        import psutil
-
-        return [process for process in psutil.process_iter() if self._has(process)]
-
-    def _has(self, process: psutil.Process) -> bool:
-        import psutil
-
-        try:
-            ours = os.getsid(process.pid) == self.pid
-            ours = ours or process.environ().get(_MARK) == self._mark
-            return ours and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, OSError):
-            return False
+                pipe.close()
+        self._popen.wait()
 
 
-def _adopt_orphans() -> None:
+def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[int]:
+    """End every process of these sessions, and all that carry the mark, stopped ones too.
+
+    Returns:
+        those that would not go.
+    """
+    deadline = time.monotonic() + limit_s
+    patience = time.monotonic() + _TRACKER_S
+    while left := members(sessions, mark):
+        if time.monotonic() > deadline:
+            break
+        workers = [process for process in left if not _is_tracker(process)]
+        for process in workers if time.monotonic() < patience else left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+    _reap_orphans(sessions)
+    return [process.pid for process in left]
+
+
+def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
+    """Living processes of the sessions, or that carry the mark after they left them."""
+    import psutil
+
+    return [process for process in psutil.process_iter() if _has(sessions, mark, process)]
+
+
+def adopt_orphans() -> None:
     """Become the parent of orphaned descendants: in many containers nobody else would reap them."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _has(sessions: Sequence[int], mark: str, process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        ours = os.getsid(process.pid) in sessions or process.environ().get(MARK) == mark
+        mine = process.pid == os.getpid()
+        return ours and not mine and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
+
+
+def _reap_orphans(sessions: Sequence[int]) -> None:
+    """Take leave of the sessions' processes that have come to us with their parent's death."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(OSError):
+            if child.pid not in sessions and os.getsid(child.pid) in sessions:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def _is_tracker(process: psutil.Process) -> bool:

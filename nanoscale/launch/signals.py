@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signals:
-    """Listens for Ctrl-C, SIGTERM and SIGHUP from `with` to its end. Main thread only.
+    """Listens for Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 from `with` to its end. Main thread only.
 
     A signal that was ignored before stays ignored, as under nohup.
     """
@@ -24,7 +24,7 @@ class Signals:
     def __enter__(self) -> Signals:
         for number in _HEARD:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._hear)
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -36,7 +36,11 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.hear(number)
+
+    def hear(self, number: int) -> None:
+        """Take note of a signal, whoever was sent it."""
         if self.first is None:
             self.first = signal.Signals(number)
         elif number == signal.SIGINT:

@@ -1,171 +1,179 @@
-"""One attempt of a run, from its start until nothing of it is left."""
+"""A run from its first attempt, through what restarts it is granted, until nothing of it is left."""
 
 from __future__ import annotations
 
-import signal
+import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from nanoscale.launch.command import LaunchPlan
-from nanoscale.launch.processes import Job
+from nanoscale.config.derive import derive
+from nanoscale.config.rules import check
+from nanoscale.config.rules.case import Host
+from nanoscale.config.rules.launcher import node_range
+from nanoscale.errors import UserError
+from nanoscale.launch.attempt import FAILED, Attempt, Outcome, View
+from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.fleet import Fleet, Member
+from nanoscale.launch.prepare import Request, replace_configuration
 from nanoscale.launch.signals import Signals
-from nanoscale.runs import events, failure, status
+from nanoscale.runs import events, status
 from nanoscale.runs.directory import RunDirectory, write_json
-from nanoscale.runs.failure import Failure
-from nanoscale.runs.status import State
 
-DONE, FAILED, WRONG, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
-
+_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
 _LOOK_S = 0.1
 
 
-class View(Protocol):
-    """Shows a run while it goes on."""
+@dataclass
+class Supervisor:
+    """Sees a run through to its end. The fleet's hosts have said what they are like."""
 
-    running: bool
-    """whether the ranks have begun to train"""
+    run: RunDirectory
+    request: Request
+    fleet: Fleet
+    signals: Signals
+    view: View
 
-    def poll(self) -> None:
-        """Show what is new."""
+    def supervise(self, number: int) -> Outcome:
+        """Make attempt `number`, and further ones as launcher.max_restarts grants them."""
+        try:
+            outcome = self._attempts(number)
+        except BaseException:
+            self._conclude(Outcome("failed", FAILED))
+            raise
+        return self._conclude(outcome)
 
+    @property
+    def last_plan(self) -> LaunchPlan:
+        return self._plan
 
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended."""
+    def _attempts(self, number: int) -> Outcome:
+        left = self.request.config.launcher.max_restarts
+        pause = _PAUSE_S
+        while True:
+            outcome = self._attempt(number)
+            worked = self.view.running
+            if not left or not self._may_restart(outcome):
+                return outcome
+            pause = _PAUSE_S if worked else min(2 * pause, _LONGEST_PAUSE_S)
+            left, number = left - 1, number + 1
+            self._say_restart(outcome, left)
+            self._wait(0.0 if worked else pause)
+            if self.signals.first is not None:
+                return outcome
+            self._gather_again()
 
-    state: State
-    exit_code: int
-    failure: Failure | None = None
+    def _attempt(self, number: int) -> Outcome:
+        members = self._members(number)
+        self._plan = plan = self._make_plan(number, members)
+        self._begin(plan)
+        self.view.begin(plan, derive(self.request.config).steps)
+        return Attempt(
+            run=self.run,
+            plan=plan,
+            members=members,
+            fleet=self.fleet,
+            launcher=self.request.config.launcher,
+            signals=self.signals,
+            view=self.view,
+        ).go()
 
+    # --- who takes part -------------------------------------------------------------------------------
 
-def supervise(
-    run: RunDirectory, plan: LaunchPlan, grace_s: float, signals: Signals, view: View
-) -> Outcome:
-    """Start the agent, follow the run, pass on what the user wants, and clear everything away.
+    def _members(self, number: int) -> list[Member]:
+        """The hosts of this attempt; an elastic job does without those that are lost."""
+        least, most = node_range(self.request.config.launcher.nodes) or (None, None)
+        there = [member for member in self.fleet.members if member.is_there]
+        if least is None or least == most or len(there) < least:
+            return self.fleet.members
+        for count in range(len(there), least - 1, -1):
+            members = there[:count]
+            try:
+                self._fit([member.host for member in members], number)
+            except UserError:
+                continue  # the layout does not divide among so many
+            return members
+        return self.fleet.members
 
-    Args:
-        grace_s: seconds from the first signal to the end by force.
-    """
-    _begin(run, plan)
-    try:
-        outcome = _attempt(run, plan, grace_s, signals, view)
-    except BaseException:
-        _conclude(run, Outcome("failed", FAILED))
-        raise
-    return _conclude(run, outcome)
+    def _fit(self, hosts: Sequence[Host], number: int) -> None:
+        """Resolve the configuration for other hosts than before."""
+        if tuple(hosts) == self.request.hosts:
+            return
+        composed = self.request.composed
+        config = check(composed, self.request.devices, tuple(hosts))
+        config = replace(config, run=self.request.config.run)
+        self.request = replace(self.request, config=config, hosts=tuple(hosts))
+        replace_configuration(self.run, self.request, number - 1)
 
-
-def _attempt(
-    run: RunDirectory, plan: LaunchPlan, grace_s: float, signals: Signals, view: View
-) -> Outcome:
-    if signals.first is not None:
-        return _asked(signals.first)
-    host = plan.hosts[0]
-    job = Job(host.command, plan.environment, run.agent_log(plan.attempt, host.host))
-    try:
-        forced = _follow(run, job, grace_s, signals, view)
-    finally:
-        left = job.end()
-    view.poll()
-    if left:
-        events.append(run, "note", f"processes that cannot be ended: {left}", pids=left)
-    return judge(run, plan, job.exit_code(), signals.first, forced)
-
-
-def judge(
-    run: RunDirectory,
-    plan: LaunchPlan,
-    code: int | None,
-    asked: signal.Signals | None,
-    forced: str | None,
-) -> Outcome:
-    """What the agent's exit code means, with what was asked of it.
-
-    Args:
-        forced: why the job was ended by force; None where it was not.
-    """
-    if code == 0:
-        return Outcome("completed", DONE)
-    if code == 75:
-        return _asked(asked or signal.SIGTERM)
-    if code == -signal.SIGTERM and asked is not None:
-        return _asked(asked)  # the agent was so young that it had no handler yet
-    if forced is not None and asked is signal.SIGINT:
-        return Outcome("stopped", INTERRUPTED)
-    cause = failure.read(run)
-    if cause is None:
-        host = plan.hosts[0].host
-        cause = failure.agent_lost(
-            run, plan.attempt, host, -signal.SIGKILL if code is None else code
+    def _make_plan(self, number: int, members: Sequence[Member]) -> LaunchPlan:
+        config = self.request.config
+        facts = members[0].facts
+        return plan_launch(
+            config,
+            self.run,
+            number,
+            derive(config).world_size,
+            self.request.hosts,
+            facts["port"] if facts else None,
         )
-        if forced is not None:
-            cause = replace(cause, diagnosis=forced, remedy="a larger launcher.stop_grace_s")
-        with suppress(OSError):
-            failure.write(run, cause)
-    return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
+
+    def _gather_again(self) -> None:
+        lost = [member for member in self.fleet.members if not member.is_there]
+        if lost:
+            self.fleet.connect(lost)
+        prepare(self.fleet, self.request, self.run)
+
+    # --- what is written down -------------------------------------------------------------------------
+
+    def _may_restart(self, outcome: Outcome) -> bool:
+        return outcome.exit_code == FAILED and self.signals.first is None
+
+    def _say_restart(self, outcome: Outcome, left: int) -> None:
+        cause = outcome.failure
+        why = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
+        text = f"{why}; starting again from the newest checkpoint ({left} more restarts)"
+        events.append(self.run, "restart", text, left=left)
+        self.view.poll()
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.signals.first is None:
+            self.fleet.poll(_LOOK_S)
+            self.view.poll()
+
+    def _begin(self, plan: LaunchPlan) -> None:
+        self.fleet.write_logs_to(self.run, plan.attempt)
+        status.write(self.run, status.read(self.run).starting(plan.attempt))
+        write_json(self.run.launch, plan.document())
+        if self.run.failure.exists():
+            logs = self.run.attempt_logs(max(1, plan.attempt - 1))
+            logs.mkdir(parents=True, exist_ok=True)
+            self.run.failure.rename(logs / self.run.failure.name)
+        names = ", ".join(host.host for host in plan.hosts)
+        events.append(
+            self.run,
+            "attempt",
+            f"attempt {plan.attempt}: {plan.world_size} ranks on {names}",
+            attempt=plan.attempt,
+            world_size=plan.world_size,
+        )
+
+    def _conclude(self, outcome: Outcome) -> Outcome:
+        cause = outcome.failure
+        with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+            if cause is not None:
+                events.append(
+                    self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
+                )
+            status.write(self.run, status.read(self.run).ending(outcome.state, outcome.exit_code))
+        return outcome
 
 
-def _asked(number: signal.Signals) -> Outcome:
-    if number is signal.SIGINT:
-        return Outcome("stopped", INTERRUPTED)
-    return Outcome("preempted", PREEMPTED)
-
-
-def _begin(run: RunDirectory, plan: LaunchPlan) -> None:
-    status.write(run, status.read(run).starting(plan.attempt))
-    write_json(run.launch, plan.document())
-    logs = run.attempt_logs(plan.attempt)
-    logs.mkdir(parents=True, exist_ok=True)
-    if run.failure.exists():
-        run.failure.rename(run.attempt_logs(max(1, plan.attempt - 1)) / run.failure.name)
-    events.append(
-        run,
-        "attempt",
-        f"attempt {plan.attempt}: {plan.world_size} ranks on {', '.join(h.host for h in plan.hosts)}",
-        attempt=plan.attempt,
-        world_size=plan.world_size,
-    )
-
-
-def _follow(
-    run: RunDirectory, job: Job, grace_s: float, signals: Signals, view: View
-) -> str | None:
-    """Look at the job until it ends; the reason where it had to be ended by force."""
-    deadline = float("inf")
-    was_running = False
-    while job.exit_code() is None:
-        view.poll()
-        if view.running and not was_running:
-            was_running = True
-            status.write(run, status.read(run).running())
-        if signals.first is not None and deadline == float("inf"):
-            deadline = time.monotonic() + grace_s
-            _pass_on(run, job, signals.first)
-        if signals.insists:
-            return "it was ended by force, as asked"
-        if time.monotonic() > deadline:
-            return f"it did not stop within {grace_s:g} s (launcher.stop_grace_s)"
-        job.wait(_LOOK_S)
-    return None
-
-
-def _pass_on(run: RunDirectory, job: Job, number: signal.Signals) -> None:
-    job.stop()
-    events.append(
-        run,
-        "signal",
-        f"{number.name}: stopping after the current step; Ctrl-C again to kill",
-        signal=number.name,
-    )
-
-
-def _conclude(run: RunDirectory, outcome: Outcome) -> Outcome:
-    cause = outcome.failure
-    with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
-        if cause is not None:
-            who = cause.host if cause.rank is None else f"{cause.host}:{cause.rank}"
-            events.append(run, "failure", f"{who}: {cause.diagnosis}", rank=cause.rank)
-        status.write(run, status.read(run).ending(outcome.state, outcome.exit_code))
-    return outcome
+def prepare(fleet: Fleet, request: Request, run: RunDirectory) -> None:
+    """Let the hosts get ready and say what they are like; returns when all have, or are lost."""
+    config = request.config
+    plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
+    fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)
+    fleet.gather()

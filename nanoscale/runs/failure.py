@@ -9,8 +9,8 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class RankFailure:
     """the UserError as a document, where it was one"""
     exit_code: int | None = None
     """of its process; negative: the signal that ended it; None: still going or unknown"""
+    diagnosis: str = ""
+    """what happened, where whoever noticed it knows; "" leaves it to `diagnose`"""
+    remedy: str = ""
 
     @classmethod
     def of(
@@ -89,6 +92,10 @@ class Failure:
     also_failed: tuple[int, ...] = ()
     """other ranks that failed, as a consequence or later"""
 
+    @property
+    def who(self) -> str:
+        return f"agent of {self.host}" if self.rank is None else f"rank {self.rank} on {self.host}"
+
 
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """The failure that the others follow from: a cause before consequences, then the earliest."""
@@ -101,11 +108,20 @@ def is_consequence(failure: RankFailure) -> bool:
 
 
 def digest(
-    run: RunDirectory, attempt: int, failures: Sequence[RankFailure], evidence: Evidence
+    run: RunDirectory,
+    attempt: int,
+    failures: Sequence[RankFailure],
+    evidence: Mapping[str, Evidence],
+    log: str | None = None,
 ) -> Failure:
-    """Make of all that failed the one document to show."""
+    """Make of all that failed the one document to show.
+
+    Args:
+        evidence: of each host, by its name.
+        log: the agents' common log, where they have no log of their own each.
+    """
     cause = first_cause(failures)
-    diagnosis, remedy = diagnose(cause, evidence)
+    diagnosis, remedy = diagnose(cause, evidence.get(cause.host, Evidence()))
     return Failure(
         attempt=attempt,
         host=cause.host,
@@ -119,31 +135,60 @@ def digest(
         traceback=cause.traceback,
         diagnosis=diagnosis,
         remedy=remedy,
-        log=_log(run, attempt, cause.host, cause.rank),
+        log=_log(run, attempt, (log if cause.rank is None else None) or cause.host, cause.rank),
         user_error=cause.user_error,
         also_failed=tuple(sorted({f.rank for f in failures if f.rank is not None} - {cause.rank})),
     )
 
 
-def agent_lost(run: RunDirectory, attempt: int, host: str, exit_code: int) -> Failure:
-    """The document for an agent that ended without having said why."""
-    name = signal_name(exit_code)
-    how = f"it was ended by {name}" if name else f"it ended with code {exit_code}"
-    return Failure(
-        attempt=attempt,
-        host=host,
+def agent_failure(
+    host: str, diagnosis: str, remedy: str = "", exit_code: int | None = None
+) -> RankFailure:
+    """The failure of a host, or of its agent, noticed now."""
+    return RankFailure(
         rank=None,
         local_rank=None,
+        host=host,
         time=time.time(),
         exit_code=exit_code,
-        signal=name,
-        exception="",
-        message="",
-        traceback="",
-        diagnosis=f"the agent, which minds the ranks, was lost: {how}",
-        remedy="its log says what it did last; if memory ran out, ask for less of it",
-        log=_log(run, attempt, host, None),
+        diagnosis=diagnosis,
+        remedy=remedy,
     )
+
+
+def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
+    """A rank that somebody has stopped and not let go on."""
+    return RankFailure(
+        rank=rank,
+        local_rank=local_rank,
+        host=host,
+        time=time.time(),
+        diagnosis="it was stopped by a signal (SIGSTOP or SIGTSTP) and did not go on",
+        remedy="ask who stopped it; launcher.lost_after_s says how long that is tolerated",
+    )
+
+
+def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
+    """The first of the ranks for which the others have waited in vain.
+
+    Args:
+        silent: all of them, each with its rank and host.
+    """
+    ranks = ", ".join(str(failure.rank) for failure in silent)
+    several = len(silent) > 1
+    return replace(
+        silent[0],
+        diagnosis=f"rank{'s' if several else ''} {ranks} did not arrive at a collective operation; the others "
+        f"waited for {limit_s:g} s (launcher.collective_timeout_s)",
+        remedy="the end of its log shows where it was; if it only needed longer, a larger "
+        "launcher.collective_timeout_s",
+    )
+
+
+def waited_in_vain(failures: Sequence[RankFailure]) -> bool:
+    """Whether all that failed were ranks whose wait for another one ran out."""
+    texts = (f"{failure.type} {failure.message}" for failure in failures)
+    return bool(failures) and all(_TIMEOUT.search(text) for text in texts)
 
 
 def signal_name(exit_code: int | None) -> str | None:
@@ -167,8 +212,13 @@ _LOST_PEER = re.compile(
 )
 
 
+_TIMEOUT = re.compile(r"timed out|timeout|DistStoreError|wait.*expired", re.IGNORECASE)
+
+
 def _distance_from_cause(failure: RankFailure) -> int:
     """0 a cause of its own · 1 an abort, which may follow from a lost peer · 2 a lost peer."""
+    if failure.diagnosis:
+        return 0
     if failure.exit_code == -signal.SIGABRT and not failure.type:
         return 1
     text = f"{failure.type} {failure.message}"
@@ -248,6 +298,8 @@ _BY_SIGNAL = {
 
 def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
     """What probably happened, and what to do; each a phrase without a full stop."""
+    if failure.diagnosis:
+        return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
     name = signal_name(failure.exit_code)
@@ -296,10 +348,8 @@ def _log(run: RunDirectory, attempt: int, host: str, rank: int | None) -> str:
     return str(path.relative_to(run.path))
 
 
-def write_rank_failure(run: RunDirectory, attempt: int, failure: RankFailure) -> None:
+def write_rank_failure(path: Path, failure: RankFailure) -> None:
     """Leave a rank's own word for the agent to find."""
-    assert failure.rank is not None
-    path = run.rank_failure(attempt, failure.host, failure.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(failure))
 

@@ -16,7 +16,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.config.compose import Composed
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
-    from nanoscale.launch.ports import ReservedPort
+    from nanoscale.ports import ReservedPort
     from nanoscale.launch.prepare import Request, new_run
     from nanoscale.launch.signals import Signals
 

@@ -6,12 +6,13 @@ the nearest legal values, and resolves what was left open (`auto`, null).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from nanoscale.config.compose import Composed
 from nanoscale.config.report import refuse
 from nanoscale.config.rules.backends import check_backend
-from nanoscale.config.rules.case import Case, Devices
+from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
 from nanoscale.config.rules.files import check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.layout import resolve_layout
@@ -21,11 +22,12 @@ from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
+from nanoscale.devices import Devices
 
 __all__ = ["Devices", "check"]
 
 
-def check(composed: Composed, devices: Devices) -> Config:
+def check(composed: Composed, devices: Devices, hosts: Sequence[Host] = ()) -> Config:
     """Hold the configuration against every law and resolve what was left open.
 
     Returns:

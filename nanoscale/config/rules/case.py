@@ -7,25 +7,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.util import find_spec
-from typing import Literal
 
 from nanoscale.config import reference
 from nanoscale.config.compose import Composed
 from nanoscale.config.report import shown
 from nanoscale.config.schema import Config
+from nanoscale.devices import Devices
 from nanoscale.errors import Violation
 
 
 @dataclass(frozen=True)
-class Devices:
-    """What this host has to train on."""
+class Host:
+    """A host that is to be used, and how much of it."""
 
-    kind: Literal["cpu", "cuda"]
-    count: int
-    """GPUs, or CPU cores where there is no GPU"""
-    names: tuple[str, ...] = ()
-    cores: int = 1
-    """CPU cores that the ranks may use together"""
+    name: str
+    """as ssh is given it: may be `user@host` or an IPv6 address"""
+    slots: int
+    """ranks to start there"""
+    devices: tuple[int, ...] | None = None
+    """which of its devices, where a filter chose some"""
+    source: str = ""
+    """`hosts:3`, where it was named"""
+
+    @property
+    def address(self) -> str:
+        return self.name.rpartition("@")[2].strip("[]")
 
 
 @dataclass

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.launch import devices
+from nanoscale import devices
 
 A, B, C = ("H200", "GPU-aaaa1111"), ("H200", "GPU-bbbb2222"), ("L4", "GPU-cccc3333")
 

@@ -5,9 +5,21 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from nanoscale.config.rules import Devices
+
+@dataclass(frozen=True)
+class Devices:
+    """What this host has to train on."""
+
+    kind: Literal["cpu", "cuda"]
+    count: int
+    """GPUs, or CPU cores where there is no GPU"""
+    names: tuple[str, ...] = ()
+    cores: int = 1
+    """CPU cores that the ranks may use together"""
 
 
 def detect() -> Devices:
@@ -67,6 +79,20 @@ def _gpus() -> list[Gpu]:
         return [(pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetUUID(h)) for h in handles]
     except pynvml.NVMLError:
         return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def driver() -> str | None:
+    """Version of the GPUs' driver; None where there is none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # of NVML or of its module, which may be missing
+        return None
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
     finally:
         pynvml.nvmlShutdown()
 

@@ -13,11 +13,19 @@ class ReservedPort:
     store can still bind it (SO_REUSEADDR).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """Raises an OSError where a certain number is asked for and somebody listens there."""
         self._socket = socket.socket()
-        self._socket.bind(("", 0))  # without sharing, so that it is one that nobody has reserved
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if number:  # what a former job has left there is no hindrance
+            self._share()
+        self._socket.bind(
+            ("", number)
+        )  # without sharing, so that it is one that nobody has reserved
+        self._share()
         self.number: int = self._socket.getsockname()[1]
+
+    def _share(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
     def close(self) -> None:
         self._socket.close()

@@ -1,0 +1,95 @@
+"""One attempt on this host: its ranks from their start until none is left."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoscale import worker
+from nanoscale.agent.host import Host, available_gib, oom_kills
+from nanoscale.agent.link import Link
+from nanoscale.agent.network import interface_towards
+from nanoscale.channel import Message
+from nanoscale.runs.failure import Evidence, RankFailure
+from nanoscale.worker import Job
+
+if TYPE_CHECKING:
+    from nanoscale.agent.elastic import WatchingAgent
+    from nanoscale.agent.watch import Watch
+
+
+def attempt(link: Link, order: Message, job: Job | None) -> object:
+    """Run the ranks that the launcher orders, and tell it how they ended.
+
+    Returns:
+        what must live until the ranks of all hosts have ended: on the first host, the store they meet at.
+    """
+    host = Host.of(order)
+    killed_before = oom_kills()
+    failures: list[RankFailure] = []
+    elastic = None
+    try:
+        elastic, watch = _agent(link, host, order, job)
+        outcome = _run_ranks(elastic, watch)
+        failures += watch.failures.values()
+    except Exception as error:
+        traceback.print_exc()
+        failures.append(RankFailure.of(error, rank=None, local_rank=None, host=host.name))
+        outcome = "failed"
+    evidence = Evidence(oom_kills() - killed_before, available_gib())
+    link.send(
+        "ended",
+        attempt=host.attempt,
+        outcome=outcome,
+        failures=[asdict(failure) for failure in failures],
+        evidence=asdict(evidence),
+    )
+    return elastic
+
+
+def be_rank(run_dir: Path, job: Job | None) -> str:
+    """What a copy of the fork server does.
+
+    After a failure the process ends at once: what is left to destroy could wait for lost peers.
+    """
+    try:
+        return worker.main(run_dir, job)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(worker.exit_code(error))
+
+
+def _agent(link: Link, host: Host, order: Message, job: Job | None) -> tuple[WatchingAgent, Watch]:
+    from nanoscale.agent.elastic import elastic_agent
+    from nanoscale.agent.logs import RankLogs
+    from nanoscale.agent.watch import Watch
+
+    logs = RankLogs(link, host, _environment(host))
+    watch = Watch(link, host, logs, order["patience_s"])
+    return elastic_agent(host, be_rank, (Path(order["run"]), job), logs, watch.look), watch
+
+
+def _run_ranks(elastic: WatchingAgent, watch: Watch) -> str:
+    """`completed`, `stopped`, `failed` or `killed`."""
+    result = elastic.run()
+    watch.close()
+    if watch.killed:
+        return "killed"
+    if result.is_failed():
+        return "failed"
+    return "stopped" if "stopped" in result.return_values.values() else "completed"
+
+
+def _environment(host: Host) -> dict[str, str]:
+    """What the ranks of this attempt have to know beside what the elastic agent tells them."""
+    chosen = {"NANOSCALE_HOST": host.name, "NANOSCALE_ATTEMPT": str(host.attempt)}
+    interface = interface_towards(host.master_addr)
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        chosen["GLOO_SOCKET_IFNAME"] = interface  # works where the host's name leads nowhere
+    return chosen

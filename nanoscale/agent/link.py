@@ -1,0 +1,137 @@
+"""The agent's end of the channel: orders come in, everything else goes out.
+
+When the launcher is lost, by the end of the stream or by its silence, everything of the job on this host dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from multiprocessing import util
+from pathlib import Path
+
+from nanoscale.agent.network import addresses, names
+from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.lifeline import end_group
+
+_READ_BYTES = 1 << 16
+
+
+class Link:
+    """Talks to the launcher."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.stopped_attempt = 0
+        """the last attempt that the launcher wants to stop in good order"""
+        self.killed_attempt = 0
+        """the last attempt that it wants to end at once"""
+        self.wants_stacks = False
+        """whether the ranks that are killed should say where they are"""
+        self.scratch = Path(tempfile.mkdtemp(prefix="nanoscale-"))
+        """for files that only this agent and its ranks read"""
+        self._reader = reader
+        self._sender = Sender(writer)
+        self._orders: queue.Queue[Message] = queue.Queue()
+        self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._silence_s: float | None = None
+
+    @classmethod
+    def over_standard_streams(cls) -> Link:
+        """Whatever else is printed goes to standard error, as the channel is no place for it."""
+        reader, writer = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        return cls(reader, writer)
+
+    @classmethod
+    def over_network(cls, address: str, key_file: Path) -> Link:
+        """Call the launcher back; both ends prove that they can read the key file."""
+        from multiprocessing.connection import Client
+
+        host, _, port = address.rpartition(":")
+        connection = Client((host, int(port)), authkey=key_file.read_bytes())
+        connection.send_bytes(
+            json.dumps({"names": names(), "addresses": list(addresses())}).encode()
+        )
+        link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
+        connection.close()
+        return link
+
+    def open(self) -> None:
+        """Begin to listen, and to be heard."""
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def close(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def send(self, kind: str, **content: object) -> None:
+        self._sender.send({"kind": kind, **content})
+
+    def send_later(self, kind: str, **content: object) -> None:
+        """For signal handlers, which may have interrupted a `send`."""
+        self._waiting.put({"kind": kind, **content})
+
+    def next_order(self) -> Message:
+        """Wait for what to do next."""
+        return self._orders.get()
+
+    def expect_beats(self, silence_s: float | None) -> None:
+        """Take the launcher for lost after so long a silence; None: only at the end of the stream."""
+        self._silence_s = silence_s
+
+    def _beat(self) -> None:
+        message = BEAT
+        while True:
+            self._sender.send(message)
+            try:
+                message = self._waiting.get(timeout=BEAT_S)
+            except queue.Empty:
+                message = BEAT
+
+    def _listen(self) -> None:
+        unpacker = Unpacker()
+        heard = time.monotonic()
+        while True:
+            ready, _, _ = select.select([self._reader], [], [], BEAT_S)
+            if ready:
+                data = os.read(self._reader, _READ_BYTES)
+                if not data:
+                    self._end("the launcher is gone")
+                heard = time.monotonic()
+                for message in unpacker.feed(data):
+                    if isinstance(message, dict):
+                        self._take(message)
+            elif self._silence_s is not None and time.monotonic() - heard > self._silence_s:
+                self._end(f"the launcher has been silent for {self._silence_s:g} s")
+
+    def _take(self, message: Message) -> None:
+        match message["kind"]:
+            case "beat":
+                pass
+            case "stop":
+                self.stopped_attempt = message["attempt"]
+            case "kill":
+                self.wants_stacks = message["stacks"]
+                self.killed_attempt = message["attempt"]
+            case _:
+                self._orders.put(message)
+
+    def _end(self, why: str) -> None:
+        """Leave nothing behind, this process last."""
+        with suppress(OSError, ValueError):
+            print(f"nanoscale.agent: {why}; ending the ranks", file=sys.stderr, flush=True)
+        end_group(os.getpid())
+        self.close()
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the fork server's socket
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,417 @@
+"""The agents of all hosts, as the launcher has them: started, heard, spoken to, and ended for certain."""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.config.rules.case import Host
+from nanoscale.config.schema import Config
+from nanoscale.launch import transport
+from nanoscale.launch.callback import Callbacks
+from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all
+from nanoscale.launch.reach import explain
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import RankFailure, agent_failure
+
+_READ_BYTES = 1 << 18
+_FILES_A_HOST = 4
+_FAREWELL_S = 5.0
+"""for agents to leave in good order before they are ended"""
+_LAST_WORDS_S = 2.0
+"""for the process of a connection that has broken to say why"""
+_STALL_S = 1.0
+_KEPT_BYTES = 1 << 16
+
+
+@dataclass
+class Member:
+    """One host, its agent, and how it is reached."""
+
+    host: Host
+    command: tuple[str, ...]
+    process: Process | None = None
+    """what carries the channel; None where the agent called back"""
+    sender: Sender | None = None
+    unpacker: Unpacker = field(default_factory=Unpacker)
+    heard: float = field(default_factory=time.monotonic)
+    facts: Message | None = None
+    lost: RankFailure | None = None
+    said_bye: bool = False
+    closed_at: float | None = None
+    """when the stream from it ended"""
+    words: bytes = b""
+    """what came over standard error, while there is no log to write it to"""
+
+    @property
+    def name(self) -> str:
+        return self.host.address
+
+    @property
+    def is_there(self) -> bool:
+        return self.lost is None
+
+
+class Fleet:
+    """Starts an agent on every host when entered, and leaves none behind.
+
+    Args:
+        hosts: where; with launcher=local, one host that is this machine.
+        root: the folder of runs, which all hosts must see.
+    """
+
+    def __init__(self, config: Config, hosts: Sequence[Host], root: Path) -> None:
+        self._config = config
+        self._launcher = config.launcher
+        self._root = existing(root)
+        self._probe = f".nanoscale-{uuid.uuid4().hex}"
+        self._key = os.urandom(32)
+        self._mark = uuid.uuid4().hex
+        self._selector = selectors.DefaultSelector()
+        self._callbacks: Callbacks | None = None
+        self._fan_out: Process | None = None
+        self._retired: list[Process] = []
+        self._logs: tuple[RunDirectory, int] | None = None
+        self._local_sessions: list[int] = []
+        self._polled = time.monotonic()
+        self._closing = threading.Event()
+        commands = transport.commands(config, hosts)
+        self.members = [Member(h, c) for h, c in zip(hosts, commands, strict=True)]
+
+    # --- beginning and end --------------------------------------------------------------------------
+
+    def __enter__(self) -> Fleet:
+        adopt_orphans()
+        _allow_files(_FILES_A_HOST * len(self.members) + 256)
+        try:
+            if transport.starts_all_at_once(self._config):
+                self._callbacks = Callbacks(self._key, self.members[0].name)
+            self.connect(self.members)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._take_leave()
+        for process in self._processes():
+            process.kill()
+        self.left_behind = end_all(self._local_sessions, self._mark) if self._is_local else []
+        for process in self._processes():
+            process.reap()
+        if self._callbacks is not None:
+            self._callbacks.close()
+        self._selector.close()
+        self._hide_probe()
+
+    @property
+    def _is_local(self) -> bool:
+        return self._launcher.name == "local"
+
+    def _take_leave(self) -> None:
+        """Let agents that do nothing any more end by themselves: they remove what they have made."""
+        present = [m for m in self.members if m.is_there and m.facts is not None]
+        self.tell(present, "quit")
+        deadline = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline and not all(m.said_bye or m.lost for m in present):
+            self.poll(0.1)
+
+    def _processes(self) -> list[Process]:
+        own = [m.process for m in self.members if m.process is not None]
+        return [*own, *self._retired, *([self._fan_out] if self._fan_out is not None else [])]
+
+    # --- connecting -----------------------------------------------------------------------------------
+
+    def connect(self, members: Sequence[Member]) -> None:
+        """Start the agents of these hosts, anew where one was lost."""
+        self._show_probe()
+        for member in members:
+            member.lost, member.facts, member.closed_at = None, None, None
+            member.said_bye, member.words = False, b""
+            member.heard = time.monotonic()
+        if self._callbacks is not None:
+            self._start_all(members)
+            return
+        for member in members:
+            self._start(member)
+
+    def _start(self, member: Member) -> None:
+        if member.process is not None:
+            self._hang_up(member)
+            member.process.kill()
+            self._retired.append(member.process)
+        extra = {MARK: self._mark} if self._is_local else {}
+        words = {**transport.environment(self._config, os.environ), **extra}
+        try:
+            member.process = Process(member.command, words)
+        except OSError as error:
+            member.lost = agent_failure(
+                member.name, f"{member.command[0]} cannot be started: {error}", "install it"
+            )
+            return
+        if self._is_local:
+            self._local_sessions.append(member.process.pid)
+        member.sender = Sender(member.process.stdin.fileno())
+        self._selector.register(member.process.stdout, selectors.EVENT_READ, (member, "messages"))
+        self._selector.register(member.process.stderr, selectors.EVENT_READ, (member, "words"))
+
+    def _start_all(self, members: Sequence[Member]) -> None:
+        assert self._callbacks is not None
+        (command,) = set(transport.commands(self._config, [m.host for m in members]))
+        real = {
+            transport.CONNECT_ADDRESS: self._callbacks.address,
+            transport.KEY_FILE: str(self._root / self._probe),
+        }
+        words = [_with_values(word, real) for word in command]
+        self._fan_out = Process(words, transport.environment(self._config, os.environ))
+        for stream in (self._fan_out.stdout, self._fan_out.stderr):
+            self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
+
+    def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
+        """Ask every host that is there what it is like, and let it get ready.
+
+        Args:
+            environment: what its ranks are to have on top of what the host has.
+        """
+        port = self._launcher.master_port
+        for member in self.members:
+            member.facts = None
+            own = {MARK: self._mark}
+            if member.host.devices is not None:
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+            self.tell(
+                [member],
+                "prepare",
+                environment={**environment, **own},
+                slots=member.host.slots,
+                silence_s=None if self._is_local else self._launcher.lost_after_s,
+                will_launch=will_launch,
+                root=str(self._root),
+                probe=self._probe,
+                master_addr=self.master_addr,
+                master_port=None if port == "auto" else port,
+                time=time.time(),
+            )
+
+    @property
+    def master_addr(self) -> str:
+        """Where the first host is reached by the others."""
+        given = self._launcher.master_addr
+        there = [m for m in self.members if m.is_there] or self.members
+        return given or ("127.0.0.1" if self._is_local else there[0].name)
+
+    def gather(self) -> None:
+        """Wait until every host has answered or is lost."""
+        deadline = time.monotonic() + self._launcher.connect_timeout_s
+        while waiting := [m for m in self.members if m.is_there and m.facts is None]:
+            if time.monotonic() > deadline:
+                for member in waiting:
+                    self._lose(member, *self._explain(member, None))
+            self.poll(0.1)
+        self._hide_probe()
+
+    # --- talking --------------------------------------------------------------------------------------
+
+    def tell(self, members: Iterable[Member], kind: str, **content: Any) -> None:
+        for member in members:
+            if member.sender is not None:
+                member.sender.send({"kind": kind, **content})
+
+    def write_logs_to(self, run: RunDirectory, attempt: int) -> None:
+        """Where what agents print goes from now on."""
+        run.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
+        first, self._logs = self._logs is None, (run, attempt)
+        for member in self.members if first else ():
+            self._write(member.name, member.words)
+
+    @property
+    def common_log(self) -> str | None:
+        """The name of the log that all agents share, where one command has started them."""
+        return self._launcher.name if self._callbacks is not None else None
+
+    def poll(self, timeout: float) -> list[tuple[Member, Message]]:
+        """Whatever has come, waiting so long at most; members that are lost are marked as such."""
+        news: list[tuple[Member, Message]] = []
+        for key, _ in self._selector.select(timeout):
+            member, what = key.data
+            data = os.read(key.fd, _READ_BYTES)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            if what == "words":
+                self._note(member, data)
+            elif not data:
+                member.closed_at = time.monotonic()
+            else:
+                news += self._heard(member, data)
+        self._welcome()
+        self._look_for_losses()
+        self._polled = time.monotonic()
+        return news
+
+    def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
+        member.heard = time.monotonic()
+        news = []
+        for message in member.unpacker.feed(data):
+            if isinstance(message, str):
+                self._note(member, message.encode() + b"\n")
+            elif message["kind"] == "facts":
+                member.facts = {**message, "heard_at": time.time()}
+            elif message["kind"] == "bye":
+                member.said_bye = True
+            elif message["kind"] != "beat":
+                news.append((member, message))
+        return news
+
+    def _welcome(self) -> None:
+        """Take in agents that have called back."""
+        if self._callbacks is None:
+            return
+        for caller in self._callbacks.new():
+            waiting = [m for m in self.members if m.sender is None]
+            member = caller.find(waiting)
+            if member is None:
+                caller.close()
+                continue
+            member.sender = Sender(caller.descriptor)
+            member.heard = time.monotonic()
+            self._selector.register(caller.descriptor, selectors.EVENT_READ, (member, "messages"))
+
+    def _look_for_losses(self) -> None:
+        now = time.monotonic()
+        if now - self._polled > _STALL_S + 0.5:  # we were away, not they
+            for member in self.members:
+                member.heard = max(member.heard, now)
+        limit = self._launcher.lost_after_s
+        all_started = self._fan_out.exit_code() if self._fan_out is not None else None
+        for member in self.members:
+            if not member.is_there or member.said_bye:
+                continue
+            code = member.process.exit_code() if member.process is not None else all_started
+            if self._fan_out is not None and code is not None and member.sender is None:
+                member.closed_at = member.closed_at or now
+            if member.closed_at is not None:
+                if code is not None or now - member.closed_at > _LAST_WORDS_S:
+                    self._drain(member)
+                    self._lose(member, *self._explain(member, code))
+            elif member.facts is not None and not self._is_local and now - member.heard > limit:
+                self._lose(
+                    member,
+                    f"the host fell silent: nothing was heard of it for {limit:g} s (launcher.lost_after_s)",
+                    "look whether it is up, and at the network between it and the launcher",
+                )
+
+    def _drain(self, member: Member) -> None:
+        """Read what a process that has ended left in its standard error."""
+        if member.process is None:
+            return
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(member.process.stderr)
+        os.set_blocking(member.process.stderr.fileno(), False)
+        with suppress(BlockingIOError):
+            while data := os.read(member.process.stderr.fileno(), _READ_BYTES):
+                self._note(member, data)
+
+    def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
+        code = member.process.exit_code() if member.process is not None else None
+        member.lost = agent_failure(member.name, diagnosis, remedy, code)
+
+        self._hang_up(member)
+
+    def give_up(self, member: Member) -> None:
+        """Part with a host whose agent does not do what it is told."""
+        self._lose(member, "the agent did not end its ranks when it was told to", "look at its log")
+
+    def _hang_up(self, member: Member) -> None:
+        """End the connection, upon which the agent ends everything there."""
+        member.sender = None
+        if member.process is None:
+            return
+        for stream in (member.process.stdout, member.process.stderr):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(stream)
+        with suppress(OSError):
+            member.process.stdin.close()
+
+    def _explain(self, member: Member, code: int | None) -> tuple[str, str]:
+        words = member.words.decode(errors="replace")
+        return explain(member.host, code, words, self._launcher.connect_timeout_s)
+
+    def _note(self, member: Member | None, data: bytes) -> None:
+        """Keep what an agent, or the command that started all of them, printed."""
+        if member is not None:
+            member.words = (member.words + data)[-_KEPT_BYTES:]
+        else:
+            self._assign(data)
+        self._write(member.name if member is not None else str(self.common_log), data)
+
+    def _assign(self, data: bytes) -> None:
+        """Give each host's lines to its member; both pdsh and srun put the host before them."""
+        for line in data.splitlines(keepends=True):
+            labels = line.split()[:2]
+            for member in self.members:
+                if f"{member.name}:".encode() in labels:
+                    member.words = (member.words + line)[-_KEPT_BYTES:]
+
+    def _write(self, log: str, data: bytes) -> None:
+        if self._logs is None or not data:
+            return
+        run, attempt = self._logs
+        with suppress(OSError), run.agent_log(attempt, log).open("ab") as file:
+            file.write(data)
+
+    def _show_probe(self) -> None:
+        """A file by which hosts tell that they see the folder of runs; only its owner may read it."""
+        if self._is_local:
+            return
+        handle = os.open(self._root / self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(handle, self._key)
+        finally:
+            os.close(handle)
+
+    def _hide_probe(self) -> None:
+        (self._root / self._probe).unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            for member in self.members:
+                sender = member.sender
+                if sender is not None:
+                    sender.send(BEAT)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _with_values(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word

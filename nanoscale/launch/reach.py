@@ -1,0 +1,85 @@
+"""Why an agent cannot be reached, told from what its connection left behind."""
+
+from __future__ import annotations
+
+import re
+
+from nanoscale.config.rules.case import Host
+from nanoscale.runs.failure import signal_name
+
+_CAUSES = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
+        "its ssh host key is not the one that is known: it changed, or was never accepted",
+        "make sure that it is the right machine, then `ssh-keygen -R {host}` and `ssh {name}` once",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        "ssh is not let in",
+        "`ssh -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
+    ),
+    (
+        r"Could not resolve hostname|Name or service not known",
+        "its name leads to no address",
+        "correct the name in the hostfile, or add it to DNS or /etc/hosts",
+    ),
+    (
+        r"Connection refused",
+        "host unreachable: it refuses the connection, so no ssh server listens there",
+        "start sshd there, or give its port: launcher.ssh_args=[-p,PORT]",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down|not responding|Broken pipe"
+        r"|Connection reset|Connection closed|lost connection",
+        "host unreachable: the network does not lead there, or it is switched off",
+        "look whether it is up; leave it out with --exclude {host}",
+    ),
+    (
+        r"No module named '?nanoscale",
+        "the Python there has no nanoscale",
+        "install nanoscale there, or name another interpreter: cluster.pythons.{host}=/path/to/python",
+    ),
+    (
+        r"No module named",
+        "the Python there lacks a module",
+        "install the same versions there, or name another interpreter: "
+        "cluster.pythons.{host}=/path/to/python",
+    ),
+    (
+        r"No such file or directory|not found|cannot execute|Exec format error",
+        "there is no such Python there",
+        "cluster.python=/path/to/python, or cluster.pythons.{host}=/path/to/python for this host",
+    ),
+)
+
+
+def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[str, str]:
+    """Diagnosis and remedy.
+
+    Args:
+        code: of the command that led there; None: it still runs, or there was none.
+        words: what it printed.
+        limit_s: how long the launcher has waited for an answer.
+    """
+    for pattern, diagnosis, remedy in _CAUSES:
+        found = re.search(pattern, words, re.IGNORECASE)
+        if found:
+            line = _line_around(words, found.start())
+            return f"{diagnosis} ({line})", remedy.format(host=host.address, name=host.name)
+    if code is None:
+        return (
+            f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
+            f"look whether it is up; leave it out with --exclude {host.address}",
+        )
+    name = signal_name(code)
+    how = f"it was ended by {name}" if name else f"it ended with code {code}"
+    return (
+        f"the agent, which minds the ranks, was lost: {how}",
+        "its log says what it did last; if memory ran out, ask for less of it",
+    )
+
+
+def _line_around(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return text[start : end if end >= 0 else None].strip()[:300]
