@@ -1,0 +1,58 @@
+"""Clusters on this machine. Tests skip where they cannot be, and say what to install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.nodes import Nodes
+
+INSTALL = "apt-get install"
+MACHINES = {
+    "ip": "iproute2",
+    "bridge": "iproute2",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+}
+SSH = {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
+PDSH = {"pdsh": "pdsh"}
+
+_PROBE = """
+mount -t tmpfs tmpfs /run && mount -t sysfs sysfs /sys && mount -t proc proc /proc
+ip link add probe type bridge && ip link add name probe1 type veth peer name probe2
+"""
+
+
+@pytest.fixture(scope="session")
+def nodes_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    _skip_without(MACHINES | SSH | PDSH)
+    with Nodes(tmp_path_factory.mktemp("nodes")) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def nodes(nodes_of_the_session: Nodes) -> Iterator[Nodes]:
+    """Three nodes with sshd and a login node. The next test finds them on, connected and idle again."""
+    yield nodes_of_the_session
+    nodes_of_the_session.restore()
+
+
+def _skip_without(programs: dict[str, str]) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    missing = {program: package for program, package in programs.items() if not _is_here(program)}
+    if missing:
+        packages = " ".join(sorted(set(missing.values())))
+        pytest.skip(f"needs {', '.join(missing)}: {INSTALL} {packages}")
+    unshare = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork"]
+    probe = subprocess.run([*unshare, "sh", "-ec", _PROBE], capture_output=True, text=True)
+    if probe.returncode != 0:
+        pytest.skip(f"needs namespaces, which the system refuses: {probe.stderr.strip()}")
+
+
+def _is_here(program: str) -> bool:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is not None

@@ -1,0 +1,220 @@
+"""The nodes are what tests of launches take them for: separate machines that can be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.machines import wait_until
+from tests.cluster.nodes import LOGIN, NODES, Nodes
+
+LISTEN = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 4711))
+print("listening", flush=True)
+connection = server.accept()[0]
+while received := connection.recv(100):
+    print(received.decode(), flush=True)
+print("end of file", flush=True)
+"""
+
+SPEAK = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 4711), timeout=5)
+connection.settimeout(1.0)
+for line in sys.stdin:
+    try:
+        connection.sendall(line.strip().encode())
+        answer = connection.recv(100)
+        print("end of file" if not answer else answer, flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+    except ConnectionResetError:
+        print("reset", flush=True)
+"""
+
+
+def ssh(nodes: Nodes, node: str, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return nodes.call(LOGIN, ["ssh", "-F", nodes.ssh_config, *options, node, command])
+
+
+def start(nodes: Nodes, node: str, program: str, *arguments: str) -> subprocess.Popen[str]:
+    """A Python program on a node, spoken with by lines."""
+    return nodes.run_in(
+        node,
+        [sys.executable, "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+
+def say(process: subprocess.Popen[str], line: str) -> str:
+    process.stdin.write(line + "\n")
+    return process.stdout.readline().strip()
+
+
+def connect(nodes: Nodes) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+    """n1 speaks and n2 listens."""
+    listener = start(nodes, "n2", LISTEN, nodes.address("n2"))
+    assert listener.stdout.readline() == "listening\n"
+    speaker = start(nodes, "n1", SPEAK, nodes.address("n2"))
+    assert say(speaker, "hello") == "silence"
+    assert listener.stdout.readline() == "hello\n"
+    return speaker, listener
+
+
+def test_nodes_are_different_machines(nodes):
+    facts = [
+        ssh(nodes, node, "hostname; readlink /proc/self/ns/net /proc/self/ns/pid /proc/self/ns/ipc")
+        for node in NODES
+    ]
+    assert [fact.stdout.split()[0] for fact in facts] == list(NODES)
+    assert len({word for fact in facts for word in fact.stdout.split()}) == 4 * len(NODES)
+    here = {str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("net", "pid", "ipc")}
+    assert not here & {word for fact in facts for word in fact.stdout.split()}
+
+
+def test_every_node_sees_the_others_by_name(nodes):
+    for node in NODES:
+        for other in NODES:
+            found = nodes.call(node, ["getent", "ahostsv4", other]).stdout.split()
+            assert found[0] == nodes.address(other)
+            assert nodes.call(node, ["ssh", other, "hostname"]).stdout == f"{other}\n"
+
+
+def test_users_and_ipv6_addresses_work_in_ssh(nodes):
+    if nodes.call(LOGIN, ["ip", "-6", "address", "show", "dev", "eth0"]).stdout == "":
+        pytest.skip("needs a kernel with IPv6")
+    assert ssh(nodes, f"root@{nodes.address6('n3')}", "hostname").stdout == "n3\n"
+
+
+def test_the_file_system_is_shared_but_for_what_is_made_private(nodes, tmp_path):
+    (tmp_path / "shared").write_text("seen by all")
+    folders = nodes.make_private(tmp_path / "own")
+    for node in NODES:
+        assert ssh(nodes, node, f"cat {tmp_path}/shared").stdout == "seen by all"
+        assert ssh(nodes, node, f"echo {node} > {tmp_path}/own/file").returncode == 0
+    nodes.power_off("n1")
+    nodes.power_on("n1")
+    for node in NODES:
+        assert ssh(nodes, node, f"cat {tmp_path}/own/file").stdout == f"{node}\n"
+        assert (folders[node] / "file").read_text() == f"{node}\n"
+    assert list((tmp_path / "own").iterdir()) == []
+
+
+def test_host_keys_differ_and_a_changed_one_is_refused(nodes):
+    scanned = nodes.call(LOGIN, ["ssh-keyscan", "-t", "ed25519", *NODES]).stdout.splitlines()
+    assert len({line.split()[2] for line in scanned if not line.startswith("#")}) == len(NODES)
+    nodes.change_host_key("n2")
+    refused = ssh(nodes, "n2", "true")
+    assert refused.returncode == 255
+    assert "Host key verification failed" in refused.stderr
+    assert ssh(nodes, "n1", "true").returncode == 0
+    nodes.restore_host_key("n2")
+    assert ssh(nodes, "n2", "true").returncode == 0
+
+
+def test_pdsh_reaches_every_node(nodes):
+    environment = os.environ | nodes.pdsh_environment
+    said = nodes.call(LOGIN, ["pdsh", "-w", ",".join(NODES), "hostname"], env=environment)
+    assert sorted(said.stdout.splitlines()) == [f"{node}: {node}" for node in NODES]
+
+
+def test_a_signal_reaches_the_program_and_its_code_comes_back(nodes, tmp_path):
+    process = nodes.run_in(
+        LOGIN,
+        ["sh", "-c", "trap 'exit 7' INT; echo ready; while :; do sleep 0.01; done"],
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    process.stdout.readline()
+    assert process.pid in nodes.processes(LOGIN)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 7
+    assert nodes.processes(LOGIN) == {}
+
+
+def test_what_a_client_leaves_behind_is_seen(nodes):
+    ssh(nodes, "n1", "sleep 1234 > /dev/null 2>&1 &")
+    wait_until(lambda: len(nodes.processes("n1")) == 1, "end of the session")
+    assert list(nodes.processes("n1").values()) == ["sleep 1234"]
+    nodes.restore()
+    assert nodes.processes("n1") == {}
+
+
+def test_orphans_of_a_node_are_reaped(nodes):
+    ssh(nodes, "n1", "(sleep 0.05 &) ; true")
+    wait_until(lambda: nodes.processes("n1") == {}, "end of the orphan")
+    states = nodes.call("n1", ["ps", "-e", "-o", "stat="]).stdout.split()
+    assert not [state for state in states if state.startswith("Z")]
+
+
+def test_a_node_without_power_is_silent_and_comes_back_as_another(nodes):
+    speaker, listener = connect(nodes)
+    boot = nodes.call("n2", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout
+    asked = time.monotonic()
+    nodes.power_off("n2")
+    assert time.monotonic() - asked < 5
+    assert listener.wait(5) == -signal.SIGKILL
+    assert say(speaker, "are you there?") == "silence"  # a closed connection would say end or reset
+    unreachable = ssh(nodes, "n2", "hostname", "-o", "ConnectTimeout=2")
+    assert unreachable.returncode == 255
+    assert "timed out" in unreachable.stderr or "No route" in unreachable.stderr
+    nodes.power_on("n2")
+    assert ssh(nodes, "n2", "hostname").stdout == "n2\n"
+    assert nodes.call("n2", ["cat", "/proc/sys/kernel/random/boot_id"]).stdout != boot
+    assert wait_until(lambda: _unless_silent(say(speaker, "?")), "answer", 10) == "reset"
+
+
+def _unless_silent(answer: str) -> str | None:
+    return None if answer == "silence" else answer
+
+
+def test_a_partition_is_silent_both_ways_and_heals(nodes):
+    speaker, listener = connect(nodes)
+    nodes.partition("n2")
+    assert say(speaker, "lost?") == "silence"
+    assert nodes.call("n2", ["ping", "-c1", "-W1", "n1"]).returncode != 0
+    assert nodes.call("n1", ["ping", "-c1", "-W1", "n3"]).returncode == 0
+    carrier = nodes.call("n2", ["cat", "/sys/class/net/eth0/carrier"]).stdout
+    assert carrier == "1\n"  # nobody told it
+    assert listener.poll() is None
+    nodes.heal("n2")
+    assert listener.stdout.readline() == "lost?\n"  # TCP repeats what it did not get through
+    speaker.kill()
+    assert listener.stdout.readline() == "end of file\n"
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from tests.cluster.nodes import Nodes
+with Nodes(Path(sys.argv[1])) as nodes:
+    process = nodes.run_in("n1", ["sleep", "4321"], start_new_session=True)
+    inits = [machine.init.pid for machine in nodes._machines.values()]
+    print(process.pid, nodes._switch.pid, *inits, flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_nothing_is_left_of_nodes_whose_owner_is_killed(nodes, tmp_path):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path / "nodes")],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    pids = owner.stdout.readline().split()
+    assert len(pids) == 6
+    assert ssh(nodes, "n1", "hostname").stdout == "n1\n"  # the others do not disturb
+    owner.kill()
+    owner.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of them all")
