@@ -84,6 +84,8 @@ class Fleet:
         self._retired: list[Process] = []
         self._logs: tuple[RunDirectory, int] | None = None
         self._local_sessions: list[int] = []
+        self.left_behind: list[int] = []
+        """processes of this machine that could not be ended"""
         self._polled = time.monotonic()
         self._closing = threading.Event()
         commands = transport.commands(config, hosts)
@@ -112,9 +114,10 @@ class Fleet:
     ) -> None:
         self._closing.set()
         self._take_leave()
+        if self._is_local:
+            self.left_behind = end_all(self._local_sessions, self._mark)
         for process in self._processes():
             process.kill()
-        self.left_behind = end_all(self._local_sessions, self._mark) if self._is_local else []
         for process in self._processes():
             process.reap()
         if self._callbacks is not None:
@@ -131,7 +134,7 @@ class Fleet:
         present = [m for m in self.members if m.is_there and m.facts is not None]
         self.tell(present, "quit")
         deadline = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline and not all(m.said_bye or m.lost for m in present):
+        while time.monotonic() < deadline and not all(map(_has_left, present)):
             self.poll(0.1)
 
     def _processes(self) -> list[Process]:
@@ -396,6 +399,12 @@ class Fleet:
                 sender = member.sender
                 if sender is not None:
                     sender.send(BEAT)
+
+
+def _has_left(member: Member) -> bool:
+    if member.process is not None:
+        return member.process.exit_code() is not None
+    return member.lost is not None or member.closed_at is not None
 
 
 def existing(folder: Path) -> Path:

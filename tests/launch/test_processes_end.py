@@ -174,8 +174,8 @@ def test_a_stop_that_takes_too_long_is_forced(launch):
 @pytest.mark.parametrize("moment", ["before the ranks", "before the first step"])
 def test_a_signal_while_starting_ends_at_once(launch, moment):
     job = launch("slow_start")
-    ready = "agent.log" if moment == "before the ranks" else "pid-1"
-    job.wait_for(lambda: list(job.run.rglob(f"*{ready}")), ready)
+    ready = "launch.json" if moment == "before the ranks" else "pid-1"
+    job.wait_for(lambda: list(job.run.rglob(ready)), ready)
     asked = time.monotonic()
     job.process.send_signal(signal.SIGINT)
     assert job.end() == 130
