@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from importlib.util import find_spec
 from typing import Literal
 
-from nanoscale.config import reference
+from nanoscale.config import hostnames, reference
 from nanoscale.config.compose import Composed
-from nanoscale.config.report import shown
+from nanoscale.config.report import override
 from nanoscale.config.schema import Config
 from nanoscale.errors import Violation
 
@@ -28,12 +28,34 @@ class Devices:
     """CPU cores that the ranks may use together"""
 
 
+@dataclass(frozen=True)
+class Host:
+    """One host of a job."""
+
+    name: str
+    """as in the hostfile: it may be `user@host`, or an IPv6 address"""
+    slots: int
+    """ranks to start there"""
+    devices: tuple[int, ...] | None = None
+    """which of its devices they take, where a filter chose some; None: the first ones"""
+    source: str = ""
+    """where it stands, as in `hosts:3`"""
+
+    @property
+    def address(self) -> str:
+        """The name without `user@` and without the brackets of IPv6."""
+        return hostnames.address(self.name)
+
+
 @dataclass
 class Case:
     """What was asked for, and what was found wrong with it so far."""
 
     composed: Composed
     devices: Devices
+    """of this machine"""
+    hosts: tuple[Host, ...] = ()
+    """those that the ranks are started on, where they are not simply this machine"""
     violations: list[Violation] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
@@ -41,19 +63,36 @@ class Case:
     def config(self) -> Config:
         return self.composed.config
 
+    @cached_property
+    def remote(self) -> bool:
+        """Whether ranks are started on other machines, whose devices are not known here."""
+        if self.config.launcher.name == "slurm":
+            return bool(self.hosts)
+        return any(not hostnames.is_here(host.name) for host in self.hosts)
+
+    @property
+    def slots(self) -> int:
+        """The ranks that the hosts take together."""
+        return sum(host.slots for host in self.hosts)
+
     def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
         """Record a violation of `key` as it was set."""
         value = reduce(getattr, key.split("."), self.config)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
-        self.violations.append(Violation(key, value, self.composed.source(key), message, proposals))
+        self.add(kind, Violation(key, value, self.composed.source(key), message, proposals))
+
+    def add(self, kind: str, violation: Violation) -> None:
+        self.violations.append(violation)
         self.kinds.add(kind)
 
-    def refuse_idle(self, kind: str, key: str, beside: str) -> None:
+    def refuse_idle(self, kind: str, key: str, beside: str, *instead: str | None) -> None:
         """Nothing is silently ignored: refuse a key that means nothing beside another's value."""
         usual = reference.declared()[key].default
         if reduce(getattr, key.split("."), self.config) != usual:
             message = f"does not concern {beside} and would be ignored"
-            self.refuse(kind, key, message, f"{key}={shown(usual)}")
+            # A mapping is merged into what is there: no override empties it.
+            usually = None if isinstance(usual, dict) else override(key, usual)
+            self.refuse(kind, key, message, usually, *instead)
 
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
