@@ -36,7 +36,6 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -367,7 +366,7 @@ _ENTERED = (("net", "net"), ("uts", "uts"), ("ipc", "ipc"), ("mount", "mnt"))
 @contextmanager
 def _children_in(namespace: str | None) -> Iterator[None]:
     """Children that this thread starts live in a PID namespace: an existing one, or with None a new one."""
-    own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/pid", os.O_RDONLY)
+    own = os.open("/proc/thread-self/ns/pid", os.O_RDONLY)
     try:
         if namespace is None:
             _system(_libc.unshare(CLONE_NEWPID))

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster.machines import wait_until
@@ -130,12 +131,13 @@ def test_a_preempted_job_that_ends_in_time_is_not_requeued(slurm, job):
 
 
 def test_a_killed_srun_takes_its_tasks_along(slurm, job):
+    """Its child notices and kills the step; with both killed at once the tasks would live on."""
     job.submit("-N2", afterwards="sleep 1000")
     job.wait_heard("s1.0 start", "s2.0 start")
-    for pid, line in slurm.processes("s1").items():
-        if line.startswith("srun "):
-            os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: slurm.processes("s2") == {}, "end of the tasks", 5)
+    sruns = {pid for pid, line in slurm.processes("s1").items() if line.startswith("srun ")}
+    (parent,) = [pid for pid in sruns if psutil.Process(pid).ppid() not in sruns]
+    os.kill(parent, signal.SIGKILL)
+    wait_until(lambda: slurm.processes("s2") == {}, "end of the tasks", 10)
     assert "s2.0 TERM" not in job.heard()
 
 
