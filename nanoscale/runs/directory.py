@@ -74,6 +74,14 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def submission(self) -> Path:
+        return self.path / "slurm.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "submit.sbatch"
+
+    @property
     def failure(self) -> Path:
         return self.path / "failure.json"
 
