@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import Outcome
-from nanoscale.launch.command import LaunchPlan, here, plan_launch
+from nanoscale.launch.command import here, plan_launch
 from nanoscale.launch.console import LiveView, duration, if_still_there, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import require_ready
@@ -57,15 +57,24 @@ def attempt(
     with LiveView(run, stream) as view:
         supervisor = Supervisor(run, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
-    if outcome.failure is not None:
-        _raise_users_error(outcome.failure)
-        _print_failure(run, outcome.failure)
-    _print_summary(run, supervisor.last_plan, outcome, stream)
+    report(run, outcome, stream)
     if as_json:
         with if_still_there(sys.stdout):
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code
+
+
+def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
+    """Say how a run ended, and what went wrong.
+
+    Raises:
+        UserError: a rank found that the request is wrong.
+    """
+    if outcome.failure is not None:
+        _raise_users_error(outcome.failure)
+        _print_failure(run, outcome.failure)
+    _print_summary(run, outcome, stream)
 
 
 def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -> None:
@@ -139,7 +148,7 @@ def _end_of_log(run: RunDirectory, cause: Failure) -> str:
     return "\n".join(lines[-_LOG_LINES:])
 
 
-def _print_summary(run: RunDirectory, plan: LaunchPlan, outcome: Outcome, stream: TextIO) -> None:
+def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     now = status.read(run)
     last = metrics.last(run)
     words: list[str] = [outcome.state]
@@ -154,7 +163,7 @@ def _print_summary(run: RunDirectory, plan: LaunchPlan, outcome: Outcome, stream
     lines = [" ".join(words), f"  run         {run.path}"]
     if checkpoints:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
-    lines.append(f"  logs        {run.attempt_logs(plan.attempt)}")
+    lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
     if outcome.state != "completed":
         lines.append(f"  go on       nanoscale resume {run.reference}")
     with if_still_there(stream):

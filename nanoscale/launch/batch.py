@@ -188,6 +188,8 @@ def _pattern(folder: Path) -> str:
     text = str(folder)
     if text.isprintable() and "\\" not in text:
         return text.replace("%", "%%")
-    message = "holds what jobs print, and SLURM writes to no path with a backslash or control character"
+    message = (
+        "holds what jobs print; SLURM cannot write to a path with a backslash or control character"
+    )
     violation = Violation("run.root", os.fspath(folder), "", message, ("run.root=/…",))
     raise UserError("run", "SLURM cannot write there", [violation])

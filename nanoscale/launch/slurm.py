@@ -84,7 +84,7 @@ def submit(script: Path) -> Submission:
     try:
         answer = _run(["sbatch", "--parsable", str(script)], wait_s=None)
     except FileNotFoundError as error:
-        message = "there is no sbatch here: `nanoscale submit` runs where SLURM's own commands do, on a login node"
+        message = "there is no sbatch here; `nanoscale submit` runs where it is, on a login node"
         raise UserError("slurm", message) from error
     job, _, cluster = answer.strip().splitlines()[-1].partition(";")
     return Submission(job, script=str(script), cluster=cluster or None)
@@ -101,7 +101,7 @@ def job_state(job: Submission) -> JobState | None:
 
 def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
     """The same of several jobs, by their numbers; those that SLURM does not know are left out."""
-    states = {}
+    states: dict[str, JobState] = {}
     by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
     for cluster, some in groupby(by_cluster, key=lambda job: job.cluster):
         numbers = [str(job) for job in some]
@@ -112,13 +112,17 @@ def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
     return states
 
 
-def cancel(job: Submission) -> None:
+def cancel(job: Submission, *, only_waiting: bool = False) -> None:
     """Take a job out of the queue, or end it.
+
+    Args:
+        only_waiting: leave it alone where it has begun meanwhile.
 
     Raises:
         SlurmError: SLURM refused.
     """
-    _ask(["scancel", *_on(job.cluster), str(job)])
+    waiting = ["--state=PENDING"] if only_waiting else []
+    _ask(["scancel", *_on(job.cluster), *waiting, str(job)])
 
 
 def signal_batch(job: Submission, name: str) -> None:
