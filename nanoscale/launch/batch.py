@@ -36,7 +36,10 @@ trap 'pass_on TERM' TERM
 
 FOLLOW = """\
 launcher=$!
-[ -z "$heard" ] || kill -s "$heard" "$launcher"
+if [ "$heard" ]; then
+    sleep 1 # until the new process has become the launcher, it is deaf
+    kill -s "$heard" "$launcher"
+fi
 while :; do
     interrupted=
     code=0
@@ -113,6 +116,7 @@ Option = tuple[str, str | None]
 
 def _script(config: Config, options: list[Option], choose: str, run: str) -> str:
     wanted = config.launcher.slurm
+    call = f"{shlex.join(_launcher(config))} resume {run} &\n"
     parts = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Handed to sbatch again, it goes on where the run stopped.\n",
@@ -120,7 +124,7 @@ def _script(config: Config, options: list[Option], choose: str, run: str) -> str
         "".join(f"{line}\n" for line in wanted.setup),
         choose,
         "".join(f"export {name}={value}\n" for name, value in _exports(config)),
-        f"{shlex.join(_launcher(config))} resume {run} &\n{FOLLOW}",
+        call + FOLLOW,
         f"max_requeues={wanted.max_requeues}\n{REQUEUE}",
     ]
     return "\n".join(part for part in parts if part)
