@@ -151,13 +151,14 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.errors import Violation
+    from nanoscale.launch.hosts import read_hosts
 
     name = composed.config.backend.name
     if name != "deepspeed":
         source = composed.source("backend.name")
         message = "is not configured by DeepSpeed's JSON"
         refuse([Violation("backend.name", name, source, message, ("backend=deepspeed",))])
-    return deepspeed_settings(check(composed, detect()))
+    return deepspeed_settings(check(composed, detect(), read_hosts(composed)))
 
 
 def _named(name: str) -> list[str]:

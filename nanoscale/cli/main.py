@@ -100,7 +100,9 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     if not isinstance(option, str):
         return UserError("usage", message)
     possible = sorted(getattr(error, "possibilities", None) or ())
-    suggestions = tuple(_as_overrides(option, arguments) or possible)
+    dashed = option.replace("_", "-")  # as in --num_nodes
+    suggestions = (dashed,) if dashed in possible else ()
+    suggestions = suggestions or tuple(_as_overrides(option, arguments) or possible)
     if not suggestions:
         return UserError("usage", message)
     violation = Violation(option, None, "command line", "is no option of this command", suggestions)

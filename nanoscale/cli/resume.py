@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.config import Overrides
+from nanoscale.cli.hosts import (
+    Exclude,
+    Hostfile,
+    Include,
+    NoPreflight,
+    NumGpus,
+    NumNodes,
+    as_settings,
+)
 from nanoscale.cli.output import DONE, AsJson, print_json
 from nanoscale.cli.train import DryRun
 
 if TYPE_CHECKING:
+    from nanoscale.config.compose import Setting
     from nanoscale.config.schema import Config
     from nanoscale.launch.prepare import Request
     from nanoscale.runs.directory import RunDirectory
@@ -32,6 +42,12 @@ IDENTITY = (
 def resume(
     run: Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")],
     overrides: Overrides = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> int:
@@ -44,14 +60,15 @@ def resume(
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
     directory = RunDirectory.open(run)
+    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     if dry_run:
         refuse_if_held(directory)
-        request = _request(directory, overrides or [])
+        request = _request(directory, overrides or [], options)
         _say_what_differs(load(directory.config), request.config)
         show_plan(directory, request, directory.last_attempt() + 1, as_json)
         return DONE
     with RunLock(directory), Signals() as signals:
-        request = _request(directory, overrides or [])
+        request = _request(directory, overrides or [], options)
         previous = load(directory.config)
         if _is_complete(directory, previous, request.config):
             _say_complete(directory, request.config, as_json)
@@ -64,8 +81,8 @@ def resume(
             return attempt(directory, request, last + 1, fleet, signals, as_json)
 
 
-def _request(run: RunDirectory, words: list[str]) -> Request:
-    """The frozen configuration with the changes, checked against this machine.
+def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -> Request:
+    """The frozen configuration with the changes, checked against the machines.
 
     Raises:
         UserError: the changes are wrong, or would make it another run.
@@ -74,19 +91,19 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
 
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
-    from nanoscale.config.provenance import COMMAND_LINE
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.errors import UserError, Violation
     from nanoscale.launch.foreign import check_extra
+    from nanoscale.launch.hosts import read_hosts
     from nanoscale.launch.prepare import Request
 
-    composed = compose(words, config_file=run.config)
-    devices = detect()
+    composed = compose(words, config_file=run.config, options=options)
+    devices, hosts = detect(), read_hosts(composed)
     old = load(run.config)
-    new = check(composed, devices)
+    new = check(composed, devices, hosts)
     check_extra(composed, new)
-    moved = [key for key in ("run.name", "run.root") if composed.source(key) == COMMAND_LINE]
+    moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     if not run.checkpoint_steps():
         other = []
@@ -106,7 +123,8 @@ def _request(run: RunDirectory, words: list[str]) -> Request:
     ]
     if violations:
         raise UserError("run", "that would be another run", violations)
-    return Request(composed, replace(new, run=old.run), devices, repeats=run.config)
+    named = replace(new, run=old.run)
+    return Request(composed, named, devices, repeats=run.config, hosts=hosts)
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale.cli.config import ConfigDir, Overrides
+from nanoscale.cli.hosts import (
+    Exclude,
+    Hostfile,
+    Include,
+    NoPreflight,
+    NumGpus,
+    NumNodes,
+    as_settings,
+)
 from nanoscale.cli.output import DONE, AsJson
 
 if TYPE_CHECKING:
+    from nanoscale.config.compose import Setting
     from nanoscale.launch.prepare import Request
 
 DryRun = Annotated[
@@ -30,6 +40,12 @@ def train(
         ),
     ] = None,
     config_dir: ConfigDir = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> int:
@@ -38,7 +54,8 @@ def train(
     from nanoscale.launch.prepare import new_run
     from nanoscale.launch.signals import Signals
 
-    request = compose_request(overrides or [], config, config_dir)
+    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    request = compose_request(overrides or [], config, config_dir, options)
     if dry_run:
         show_plan(request.run, request, 1, as_json)
         return DONE
@@ -46,17 +63,23 @@ def train(
         return attempt(run, request, 1, fleet, signals, as_json)
 
 
-def compose_request(words: list[str], config: Path | None, config_dir: Path | None) -> Request:
-    """What the words ask for, checked against this machine, with the run's name."""
+def compose_request(
+    words: list[str],
+    config: Path | None = None,
+    config_dir: Path | None = None,
+    options: dict[str, Setting] | None = None,
+) -> Request:
+    """What the words and options ask for, checked against the machines, with the run's name."""
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.launch.foreign import check_extra
+    from nanoscale.launch.hosts import read_hosts
     from nanoscale.launch.prepare import Request, name_run
 
-    composed = compose(words, config_dir=config_dir, config_file=config)
-    devices = detect()
-    checked = check(composed, devices)
+    composed = compose(words, config_dir=config_dir, config_file=config, options=options)
+    devices, hosts = detect(), read_hosts(composed)
+    checked = check(composed, devices, hosts)
     check_extra(composed, checked)
     named = name_run(composed, checked, repeats=config is not None)
-    return Request(composed, named, devices, repeats=config)
+    return Request(composed, named, devices, repeats=config, hosts=hosts)

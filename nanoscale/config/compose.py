@@ -7,21 +7,25 @@ set on the command line. `rules.check` then holds the result against the laws ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nanoscale.config import reference
 from nanoscale.config.convert import convert
-from nanoscale.config.library import RECIPE, ROOT, Library, is_path
+from nanoscale.config.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.provenance import COMMAND_LINE, DEFAULT, History, Layer, Setting, trace
-from nanoscale.config.report import refuse
+from nanoscale.config.report import refuse, shown
 from nanoscale.config.schema import Config
 from nanoscale.config.suggest import nearest_key
 from nanoscale.errors import Violation
+
+if TYPE_CHECKING:
+    from nanoscale.config.words import Words
 
 __all__ = ["Composed", "Setting", "compose"]
 
@@ -36,15 +40,30 @@ class Composed:
     recipe: str | None
     """a name to build the run's name from"""
     words: tuple[str, ...]
+    unasked: frozenset[str] = frozenset({DEFAULT})
+    """sources of what nobody decided for this job: defaults, usual options of groups, a frozen file"""
 
     def source(self, key: str) -> str:
         """Who set a key last."""
         settings = self.history.get(key)
         return settings[-1].source if settings else DEFAULT
 
+    def by_hand(self, key: str) -> bool:
+        """Whether the command line set a key."""
+        return self.source(key).startswith(COMMAND_LINE)
+
+    def asked_for(self, key: str) -> bool:
+        """Whether the command line or a recipe set a key, or chose the option that did."""
+        file = re.sub(r":[0-9]+$", "", self.source(key))
+        return file not in self.unasked
+
 
 def compose(
-    words: Sequence[str], *, config_dir: Path | None = None, config_file: Path | None = None
+    words: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    config_file: Path | None = None,
+    options: Mapping[str, Setting] | None = None,
 ) -> Composed:
     """Compose the configuration that the override words ask for.
 
@@ -52,6 +71,7 @@ def compose(
         words: overrides in Hydra's grammar, as in ``["recipe=llama-8b", "train.steps=10"]``.
         config_dir: a folder of the user's with groups and recipes that come before ours.
         config_file: a frozen configuration to take in the place of a recipe.
+        options: dotted key → what an option of the command line sets it to; no grammar applies.
 
     Raises:
         UserError: with everything that is wrong in the words and the files.
@@ -64,17 +84,34 @@ def compose(
     library = Library(config_dir, config_file)
     with searching(library), initialize_config_dir(str(Path.cwd()), version_base="1.3"):
         asked = read_words(words, library)
+        settings = [(key, Setting(value, COMMAND_LINE)) for key, value in asked.settings]
+        settings += _take_options(options or {}, asked)
         if config_file is not None:
             asked.violations += _take_file(library, asked.choices)
         library.choices, library.touched = asked.choices, asked.touched()
         merged, layers = _merge(library, asked.for_hydra())
-    history = trace(layers, asked.settings)
+    history = trace(layers, settings)
     raw, broken = _resolve(merged, history)
-    composed = Composed(Config(), history, _recipe_name(library), tuple(words))
+    unasked = library.unasked() | {DEFAULT}
+    composed = Composed(Config(), history, _recipe_name(library), tuple(words), unasked)
     config, mistyped = convert(raw, composed.source)
     if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
         refuse(violations)
     return replace(composed, config=config)
+
+
+def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tuple[str, Setting]]:
+    """Set what the options say, as if it were the command line's last words."""
+    given = dict(asked.settings)
+    for key, setting in options.items():
+        value, problem = setting.value, misplaced(key, setting.value)
+        if key in given and given[key] != value:
+            problem = f"and {key}={shown(given[key])} are both given; one of them must go"
+        if problem:
+            asked.violations.append(Violation(key, value, setting.source, problem))
+        else:
+            asked.settings.append((key, value))
+            yield key, setting
 
 
 def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violation]:

@@ -130,6 +130,18 @@ class Library:
             self.served[config] = self._load(config)
         return self.served[config]
 
+    def unasked(self) -> frozenset[str]:
+        """The names of served files that nobody chose: usual options of groups, a frozen file."""
+        chosen = {RECIPE, *self.choices}
+        for document in self.served.values():
+            chosen.update(_overridden(document))
+        frozen = f"{RECIPE}/{self.config_file}"
+        return frozenset(
+            document.name
+            for config, document in self.served.items()
+            if config == frozen or config.partition("/")[0] not in chosen
+        )
+
     def circle(self) -> str:
         """The name of a served file that is based on itself, however indirectly; empty if none."""
         for start, document in self.served.items():
@@ -314,6 +326,14 @@ def display(path: Path) -> str:
             return f"nanoscale/{folder.name}/{absolute.relative_to(folder).as_posix()}"
     here = Path.cwd()
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
+
+
+def _overridden(document: Document) -> Iterator[str]:
+    """The groups that a served recipe chooses from."""
+    for entry in document.content.get("defaults", []):
+        for name in entry if isinstance(entry, dict) else ():
+            if name.startswith("override /"):
+                yield name.removeprefix("override /")
 
 
 def _is_recipe(entry: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoscale.config import reference
@@ -11,6 +11,7 @@ from nanoscale.config.document import Document
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
+"""also how the source of an option's value begins"""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Setting:
 
     value: object
     source: str
-    """`nanoscale/conf/model/llama-8b.yaml:7`, `recipes/mine.yaml:12`, `command line`, `default`"""
+    """`nanoscale/conf/model/llama-8b.yaml:7`, `command line`, `command line: --hostfile`, `default`"""
 
 
 History = dict[str, list[Setting]]
@@ -33,18 +34,19 @@ class Layer:
     section: str
 
 
-def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Any]]) -> History:
+def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> History:
     """The writers of every key, the last one being who holds it; then the command line's words."""
     history: History = {}
     for layer in layers:
         for path, value in _leaves(layer.document.content, "", layer.section):
             key = f"{layer.section}.{path}" if layer.section else path
             _write(history, key, Setting(value, layer.document.source(path)))
-    for key, value in settings:
+    for key, setting in settings:
         mapping = reference.mapping_around(key)
         if mapping is not None:
-            value, key = _nested(key.removeprefix(f"{mapping}."), value), mapping
-        _write(history, key, Setting(value, COMMAND_LINE))
+            nested = _nested(key.removeprefix(f"{mapping}."), setting.value)
+            setting, key = replace(setting, value=nested), mapping
+        _write(history, key, setting)
     return history
 
 

@@ -10,14 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoscale.config.nodes import elastic
+
+_HOSTS = (
+    "launcher.hostfile",
+    "launcher.include",
+    "launcher.exclude",
+    "launcher.nodes",
+)
 _LAYOUT = ("parallel.dp", "parallel.dp_replicate", "parallel.tp", "parallel.pp", "parallel.cp")
 
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "model.kv_heads": ("model.heads",),
     "model.head_dim": ("model.heads", "model.hidden"),
-    "launcher.devices": (*_LAYOUT, "launcher.device"),
-    "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device"),
-    "launcher.threads": ("launcher.devices", "launcher.device"),
+    "launcher.name": _HOSTS,
+    "launcher.device": ("launcher.name", *_HOSTS),
+    "launcher.devices": (*_LAYOUT, "launcher.device", "launcher.name", *_HOSTS),
+    "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
+    "launcher.threads": ("launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
     "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
     "backend.compile": (
         "launcher.device",
@@ -54,6 +64,8 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     if not isinstance(asked, dict):
         return content
     changed = set(touched)
+    if _is_elastic(content):
+        changed.add("launcher.nodes")  # its layout is that of the hosts that are there this time
     for key in FOLLOWS:
         if key in asked and key not in touched and changed.intersection(FOLLOWS[key]):
             content = _set(content, key, asked[key])
@@ -61,6 +73,11 @@ def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any
     if "run.name" in asked and "run.name" not in touched:
         content = _set(content, "run.name", asked["run.name"])
     return content
+
+
+def _is_elastic(content: Mapping[str, Any]) -> bool:
+    launcher = content.get("launcher")
+    return isinstance(launcher, dict) and elastic(launcher.get("nodes"))
 
 
 def _set(content: dict[str, Any], key: str, value: object) -> dict[str, Any]:

@@ -349,8 +349,12 @@ class Launcher:
     threads: int | Literal["auto"] = key(
         "auto", "CPU threads a rank; auto: the cores, divided", at_least=1
     )
-    hostfile: str | None = key(None, "file of hosts, each line `HOST slots=N`")
-    include: str | None = key(None, "use these hosts or slots only: `h1@h2:0,2`")
+    hostfile: str | None = key(
+        None, "file of hosts, each line `HOST slots=N`; it means ssh where no launcher was chosen"
+    )
+    include: str | None = key(
+        None, "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"
+    )
     exclude: str | None = key(None, "use all hosts and slots but these: `h1@h2:0,2`")
     nodes: int | str | None = key(
         None,

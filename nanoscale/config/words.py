@@ -25,6 +25,8 @@ from nanoscale.config.report import shown
 from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.errors import Violation
 
+_FILTERS = ("launcher.include", "launcher.exclude")
+"""keys whose values hold commas, by which Hydra divides several values"""
 _FEW = 10
 """as many options are listed, whatever is near"""
 
@@ -177,7 +179,13 @@ def _sweep(override: Override, text: str) -> Violation:
     first = raw.partition(",")[0]
     if key in reference.declared() and reference.declared()[key].takes_list:
         return Violation(key, raw, COMMAND_LINE, "takes a list in brackets", (f"'{key}=[{raw}]'",))
-    suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'") if "," in raw and "(" not in raw else ()
+    if "," not in raw or "(" in raw:
+        return Violation(key, raw, COMMAND_LINE, message)
+    if key in _FILTERS:
+        option = f"--{key.partition('.')[2]} {shlex.quote(raw)}"
+        message = "needs quotes of its own for its comma, inside those of the shell"
+        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'", option))
+    suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'")
     return Violation(key, raw, COMMAND_LINE, message, suggestions)
 
 
@@ -188,13 +196,15 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
         return Violation(
             word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
         )
-    quoted = f"{key}={_quoted(value)}"
     try:
-        parser.parse_override(quoted)
+        parser.parse_override(f"{key}={_quoted(value)}")
     except HydraException:
         names = tuple(f"{name}={value}" for name in nearest_key(key, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
     message = "has a value that needs quotes of its own, inside those of the shell"
+    if value[:1] + value[-1:] == "[]":
+        entries = ",".join(json.dumps(entry.strip()) for entry in value[1:-1].split(","))
+        return Violation(key, value, COMMAND_LINE, message, (shlex.quote(f"{key}=[{entries}]"),))
     return Violation(key, value, COMMAND_LINE, message, (_for_shell(key, value),))
 
 

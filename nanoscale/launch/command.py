@@ -108,7 +108,7 @@ def plan_launch(
         hosts: the hosts to use; none: this one alone.
         master_port: the port that the first host has reserved, once it has.
     """
-    local = not hosts
+    local = config.launcher.name == "local"
     hosts = hosts or (here(config),)
     commands = transport.commands(config, hosts)
     ranks = _ranks(hosts)

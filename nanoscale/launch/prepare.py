@@ -18,9 +18,7 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.document import read
 from nanoscale.config.frozen import dump
-from nanoscale.config.provenance import COMMAND_LINE
-from nanoscale.config.rules import Devices
-from nanoscale.config.rules.case import Host
+from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import Config
 from nanoscale.devices import cores
 from nanoscale.runs import status
@@ -49,7 +47,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Request:
-    """A job that may be started: what was asked for, and what it came to on these devices."""
+    """A job that may be started: what was asked for, and what it came to on these machines."""
 
     composed: Composed
     config: Config
@@ -58,7 +56,7 @@ class Request:
     repeats: Path | None = None
     """the frozen configuration that it was made from"""
     hosts: tuple[Host, ...] = ()
-    """where; none: on this machine"""
+    """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
 
     @property
     def asked(self) -> Config:
@@ -66,7 +64,7 @@ class Request:
         config = self.composed.config
         opened = read(self.repeats).content.get("resolved") if self.repeats else None
         for key, value in (opened or {}).items():
-            if self.composed.source(key) != COMMAND_LINE:
+            if not self.composed.by_hand(key):
                 section, name = key.split(".")
                 changed = replace(getattr(config, section), **{name: value})
                 config = replace(config, **{section: changed})
@@ -90,7 +88,7 @@ def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
     root = Path(config.run.root)
     check_root(root)
     name = config.run.name
-    if name is not None and (not repeats or composed.source("run.name") == COMMAND_LINE):
+    if name is not None and (not repeats or composed.by_hand("run.name")):
         check_name(name)
         check_free(root, name)
     elif repeats:

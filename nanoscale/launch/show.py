@@ -57,9 +57,7 @@ def settings(config: Config) -> dict[str, str]:
     layout, launcher = config.parallel, config.launcher
     words = {
         "backend": config.backend.name,
-        "device": "cuda"
-        if launcher.device == "cuda"
-        else f"cpu, {launcher.threads} thread{'s' if launcher.threads != 1 else ''} a rank",
+        "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
         "data": _data(config),
         "precision": _precision(config),
         "zero": _zero(config),
@@ -81,6 +79,12 @@ def settings(config: Config) -> dict[str, str]:
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words
+
+
+def _threads(threads: int | str) -> str:
+    if threads == "auto":
+        return "the cores of each host divided among its ranks"
+    return f"{threads} thread{'s' if threads != 1 else ''} a rank"
 
 
 def _data(config: Config) -> str:

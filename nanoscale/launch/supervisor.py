@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nanoscale.config.derive import derive
+from nanoscale.config.nodes import elastic, node_range
 from nanoscale.config.rules import check
 from nanoscale.config.rules.case import Host
-from nanoscale.config.rules.launcher import node_range
 from nanoscale.errors import UserError
 from nanoscale.launch.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
@@ -84,9 +84,10 @@ class Supervisor:
 
     def _members(self, number: int) -> list[Member]:
         """The hosts of this attempt; an elastic job does without those that are lost."""
-        least, most = node_range(self.request.config.launcher.nodes) or (None, None)
+        nodes = self.request.config.launcher.nodes
+        least, _ = node_range(nodes) or (0, 0)
         there = [member for member in self.fleet.members if member.is_there]
-        if least is None or least == most or len(there) < least:
+        if not elastic(nodes) or len(there) < least:
             return self.fleet.members
         for count in range(len(there), least - 1, -1):
             members = there[:count]

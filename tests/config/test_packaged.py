@@ -27,6 +27,8 @@ OPTIONS = sorted(
 
 NEEDS = {
     ("data", "stdlib-bpe"): ["model=llama-1b"],
+    ("launcher", "pdsh"): ["launcher.hostfile=hosts"],
+    ("launcher", "ssh"): ["launcher.hostfile=hosts"],
     ("parallel", "hsdp"): ["zero=stage3"],
     ("zero", "stage2-offload"): ["backend=deepspeed"],
     ("zero", "stage3-offload"): ["backend=deepspeed"],

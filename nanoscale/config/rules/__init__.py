@@ -6,7 +6,6 @@ the nearest legal values, and resolves what was left open (`auto`, null).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from nanoscale.config.compose import Composed
@@ -15,6 +14,7 @@ from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
 from nanoscale.config.rules.files import check_saving, resolve_data, resolve_run
+from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_layout
 from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.numbers import check_optimizer, check_precision
@@ -24,23 +24,31 @@ from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
 from nanoscale.devices import Devices
 
-__all__ = ["Devices", "check"]
+__all__ = ["Devices", "Host", "check"]
 
 
-def check(composed: Composed, devices: Devices, hosts: Sequence[Host] = ()) -> Config:
+def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
     """Hold the configuration against every law and resolve what was left open.
+
+    Args:
+        composed: what was asked for.
+        devices: what this machine has.
+        hosts: those of the hostfile or of SLURM, whose slots are then the world size; without
+            any, all ranks are on this machine.
 
     Returns:
         the configuration with integers for `parallel.dp`, `parallel.virtual_stages`,
-        `launcher.devices`, `launcher.threads`, `train.micro_batch`, `train.steps`,
-        `model.kv_heads`, `model.head_dim`, and for `scheduler.decay_steps` where the schedule has
-        a decay of its own; `launcher.device` is `cpu` or `cuda`, `backend.compile` is `on` or
-        `off`; paths of data are absolute.
+        `train.micro_batch`, `train.steps`, `model.kv_heads`, `model.head_dim`, and for
+        `scheduler.decay_steps` where the schedule has a decay of its own; `launcher.device` is
+        `cpu` or `cuda`, `backend.compile` is `on` or `off`; paths of data and of the hostfile are
+        absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on
+        hosts they stay as they were asked for.
 
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
     """
-    case, config = Case(composed, devices), composed.config
+    case, config = Case(composed, devices, hosts), composed.config
+    launcher = resolve_launcher(case)
     model = resolve_model(case)
     layout = resolve_layout(case, model)
     virtual_stages = resolve_virtual_stages(case, model)
@@ -52,7 +60,6 @@ def check(composed: Composed, devices: Devices, hosts: Sequence[Host] = ()) -> C
     check_backend(case)
     check_zero(case, layout.device, layout.dp)
     check_optimizer(case)
-    _check_hardware(case)
     data = resolve_data(case)
     check_saving(case)
     run = resolve_run(case)
@@ -64,16 +71,8 @@ def check(composed: Composed, devices: Devices, hosts: Sequence[Host] = ()) -> C
         model=model,
         parallel=replace(config.parallel, dp=layout.dp, virtual_stages=virtual_stages),
         backend=replace(config.backend, compile=compiled),
-        launcher=replace(
-            config.launcher, device=layout.device, devices=layout.ranks, threads=layout.threads
-        ),
+        launcher=resolve_ranks(case, launcher, layout.device, layout.ranks),
         train=train,
         scheduler=scheduler,
         data=data,
     )
-
-
-def _check_hardware(case: Case) -> None:
-    if case.config.cluster.peak_tflops == 0:
-        message = "must be above 0"
-        case.refuse("config", "cluster.peak_tflops", message, "cluster.peak_tflops=null")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from importlib.util import find_spec
 
-from nanoscale.config import reference
+from nanoscale.config import hostnames, reference
 from nanoscale.config.compose import Composed
-from nanoscale.config.report import shown
+from nanoscale.config.report import override
 from nanoscale.config.schema import Config
 from nanoscale.devices import Devices
 from nanoscale.errors import Violation
@@ -18,20 +18,21 @@ from nanoscale.errors import Violation
 
 @dataclass(frozen=True)
 class Host:
-    """A host that is to be used, and how much of it."""
+    """One host of a job."""
 
     name: str
-    """as ssh is given it: may be `user@host` or an IPv6 address"""
+    """as in the hostfile: it may be `user@host`, or an IPv6 address"""
     slots: int
     """ranks to start there"""
     devices: tuple[int, ...] | None = None
-    """which of its devices, where a filter chose some"""
+    """which of its devices they take, where a filter chose some; None: the first ones"""
     source: str = ""
-    """`hosts:3`, where it was named"""
+    """where it stands, as in `hosts:3`"""
 
     @property
     def address(self) -> str:
-        return self.name.rpartition("@")[2].strip("[]")
+        """The name without `user@` and without the brackets of IPv6."""
+        return hostnames.address(self.name)
 
 
 @dataclass
@@ -40,6 +41,9 @@ class Case:
 
     composed: Composed
     devices: Devices
+    """of this machine"""
+    hosts: tuple[Host, ...] = ()
+    """those that the ranks are started on, where they are not simply this machine"""
     violations: list[Violation] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
@@ -47,19 +51,36 @@ class Case:
     def config(self) -> Config:
         return self.composed.config
 
+    @cached_property
+    def remote(self) -> bool:
+        """Whether ranks are started on other machines, whose devices are not known here."""
+        if self.config.launcher.name == "slurm":
+            return bool(self.hosts)
+        return any(not hostnames.is_here(host.name) for host in self.hosts)
+
+    @property
+    def slots(self) -> int:
+        """The ranks that the hosts take together."""
+        return sum(host.slots for host in self.hosts)
+
     def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
         """Record a violation of `key` as it was set."""
         value = reduce(getattr, key.split("."), self.config)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
-        self.violations.append(Violation(key, value, self.composed.source(key), message, proposals))
+        self.add(kind, Violation(key, value, self.composed.source(key), message, proposals))
+
+    def add(self, kind: str, violation: Violation) -> None:
+        self.violations.append(violation)
         self.kinds.add(kind)
 
-    def refuse_idle(self, kind: str, key: str, beside: str) -> None:
+    def refuse_idle(self, kind: str, key: str, beside: str, *instead: str | None) -> None:
         """Nothing is silently ignored: refuse a key that means nothing beside another's value."""
         usual = reference.declared()[key].default
         if reduce(getattr, key.split("."), self.config) != usual:
             message = f"does not concern {beside} and would be ignored"
-            self.refuse(kind, key, message, f"{key}={shown(usual)}")
+            # A mapping is merged into what is there: no override empties it.
+            usually = None if isinstance(usual, dict) else override(key, usual)
+            self.refuse(kind, key, message, usually, *instead)
 
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""

@@ -24,11 +24,11 @@ def resolve_data(case: Case) -> Data:
     _tokenizer(case, data)
     return replace(
         data,
-        path=_absolute(data.path),
+        path=absolute(data.path),
         tokenizer=data.tokenizer
         if data.tokenizer in ("byte", "bpe")
-        else str(_absolute(data.tokenizer)),
-        cache_dir=_absolute(data.cache_dir),
+        else str(absolute(data.tokenizer)),
+        cache_dir=absolute(data.cache_dir),
     )
 
 
@@ -118,5 +118,6 @@ def _expanded(root: str) -> str:
         return root
 
 
-def _absolute(path: str | None) -> Any:
+def absolute(path: str | None) -> Any:
+    """A path that means the same in every folder."""
     return str(Path(path).expanduser().absolute()) if path else path

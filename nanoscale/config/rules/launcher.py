@@ -1,9 +1,149 @@
-"""Laws of the launch."""
+"""Laws of the launcher: where the ranks are started, and the keys that belong to each way."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from typing import Literal
+
+from nanoscale.config import hostnames, nodes, reference
+from nanoscale.config.compose import Composed
+from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.environment import check_environment
+from nanoscale.config.rules.files import absolute
+from nanoscale.config.rules.slurm import check_slurm
+from nanoscale.config.schema import Launcher, Slurm
+from nanoscale.errors import Violation
+
+_CONCERNS: dict[str, tuple[str, ...]] = {
+    "launcher.hostfile": ("ssh", "pdsh"),
+    "launcher.include": ("ssh", "pdsh"),
+    "launcher.exclude": ("ssh", "pdsh"),
+    "launcher.nodes": ("ssh", "pdsh", "slurm"),
+    "launcher.master_addr": ("ssh", "pdsh", "slurm"),
+    "launcher.ssh_args": ("ssh", "pdsh"),
+    "cluster.python": ("ssh", "pdsh", "slurm"),
+    "cluster.pythons": ("ssh", "pdsh"),
+    **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
+}
+"""keys that mean something to some launchers only"""
 
 
-def node_range(nodes: int | str | None) -> tuple[int, int] | None:
-    """`N` and `MIN:MAX` as the least and the most hosts; None: all that there are."""
-    if nodes is None:
-        return None
-    least, _, most = str(nodes).partition(":")
-    return int(least), int(most or least)
+def by_hostfile(composed: Composed) -> bool:
+    """Whether the hosts are those of `launcher.hostfile`."""
+    launcher = composed.config.launcher
+    return launcher.hostfile is not None and _way(composed) in ("ssh", "pdsh")
+
+
+def resolve_launcher(case: Case) -> Launcher:
+    """The launcher's name, and the hostfile with an absolute path."""
+    _check_concerns(case)
+    _check_nodes(case)
+    _check_master(case)
+    _check_cluster(case)
+    check_environment(case)
+    check_slurm(case)
+    launcher = case.config.launcher
+    return replace(launcher, name=_name(case), hostfile=absolute(launcher.hostfile))
+
+
+def resolve_ranks(
+    case: Case, launcher: Launcher, device: Literal["cpu", "cuda"], ranks: int
+) -> Launcher:
+    """What the ranks of this machine come to; elsewhere every host divides its own cores."""
+    if case.hosts and launcher.name != "local":
+        return replace(launcher, device=device)
+    threads = launcher.threads
+    if threads == "auto":
+        threads = max(1, case.devices.cores // ranks)
+    return replace(launcher, device=device, devices=ranks, threads=threads)
+
+
+def _way(composed: Composed) -> str:
+    """The launcher that is meant: a hostfile is for ssh, unless somebody asked for another."""
+    launcher = composed.config.launcher
+    unsaid = launcher.name == "local" and not composed.asked_for("launcher.name")
+    return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
+
+
+def _name(case: Case) -> Literal["local", "ssh", "pdsh", "slurm"]:
+    """A hostfile of this machine alone needs no ssh, unless it was asked for."""
+    asked = case.config.launcher.name
+    if asked == _way(case.composed):
+        return asked
+    if case.remote or not case.hosts:
+        return "ssh"
+    if len(case.hosts) > 1:
+        names = listed([f"{host.name} ({host.source})" for host in case.hosts])
+        one = f"{case.hosts[0].name} slots={case.slots}"
+        message = f"names this machine {len(case.hosts)} times, as {names}: one line is enough"
+        case.refuse("config", "launcher.hostfile", message, one, "launcher.name=ssh")
+    return "local"
+
+
+def _check_concerns(case: Case) -> None:
+    launcher, way = case.config.launcher, _way(case.composed)
+    if way in ("ssh", "pdsh") and launcher.hostfile is None:
+        message = (
+            f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
+        )
+        case.refuse(
+            "config", "launcher.hostfile", message, "--hostfile hosts", "launcher.name=local"
+        )
+    for key, ways in _CONCERNS.items():
+        if way not in ways:
+            others = "--hostfile hosts" if launcher.hostfile is None else "launcher.name=ssh"
+            instead = others if "ssh" in ways and way == "local" else None
+            for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
+            case.refuse_idle("config", key, f"launcher.name={way}", instead, for_slurm)
+
+
+def _check_nodes(case: Case) -> None:
+    wrong = nodes.violation(case.composed)
+    if wrong is not None:
+        case.add("config", wrong)
+    count, dp = case.config.launcher.nodes, case.config.parallel.dp
+    if nodes.elastic(count) and dp != "auto":
+        message = (
+            f"must be auto with launcher.nodes={count}: it follows from the hosts that are left"
+        )
+        most = str(count).partition(":")[2]
+        case.refuse("layout", "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}")
+
+
+def _check_master(case: Case) -> None:
+    """The other hosts must be able to reach the first one under the name they are given."""
+    key, given = "launcher.master_addr", case.config.launcher.master_addr
+    if given is not None:
+        problem = hostnames.problem(given) or ("holds a user" if "@" in given else "")
+        if problem:
+            address = hostnames.address(given)
+            fits = address != given and not hostnames.problem(address)
+            case.refuse("config", key, problem, f"{key}={address}" if fits else f"{key}=null")
+        return
+    if len(case.hosts) > 1 and case.remote and hostnames.is_loopback(case.hosts[0].name):
+        first = case.hosts[0]
+        message = (
+            f"is needed: {first.name} ({first.source}), where the ranks meet, is another machine "
+            "to every other host"
+        )
+        case.refuse("config", key, message, f"{key}={socket.gethostname()}")
+
+
+def _check_cluster(case: Case) -> None:
+    cluster = case.config.cluster
+    if cluster.peak_tflops == 0:
+        case.refuse("config", "cluster.peak_tflops", "must be above 0", "cluster.peak_tflops=null")
+    if cluster.python is not None and not _is_path(cluster.python):
+        message = "is no path of an interpreter"
+        case.refuse("config", "cluster.python", message, "cluster.python=null")
+    for name, python in cluster.pythons.items():
+        if not _is_path(python):
+            source, message = case.composed.source("cluster.pythons"), "must be a path, as a text"
+            example = f"'cluster.pythons={{{name}: /path/to/python}}'"
+            wrong = Violation(f"cluster.pythons.{name}", python, source, message, (example,))
+            case.add("config", wrong)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable() and value.strip("- ") != ""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from nanoscale.config import nodes
 from nanoscale.config.rules.case import (
     Case,
     counted,
@@ -14,6 +15,7 @@ from nanoscale.config.rules.case import (
     near_divisors,
     near_multiples,
 )
+from nanoscale.config.rules.hosts import check_slots, first_hosts, refuse_degree, slots_of
 from nanoscale.config.rules.pipeline import without_pipeline
 from nanoscale.config.schema import Model
 
@@ -23,36 +25,32 @@ _PADDING = 128
 
 @dataclass(frozen=True)
 class Layout:
-    """What the degrees come to on this host."""
+    """What the degrees come to."""
 
     device: Literal["cpu", "cuda"]
     dp: int
     ranks: int
-    """ranks on the one host of this version, which is the world size"""
-    threads: int
+    """the world size"""
 
 
 def resolve_layout(case: Case, model: Model) -> Layout:
     """Hold the axes against the devices and the model."""
     device = _device(case)
-    limit = case.devices.count if device == "cuda" and case.devices.kind == "cuda" else None
-    dp, ranks = _degrees(case, limit)
+    dp, ranks = _degrees_on_hosts(case, device) if case.hosts else _degrees(case, device)
     _replicas(case, dp)
     # Of a tp that must change, nothing follows for the sequence.
     tp = case.config.parallel.tp if _tensor(case, model) else 1
     shares = tp if case.config.parallel.sequence_parallel else 1
     _context(case, model, shares)
     _sequence(case, shares)
-    asked = case.config.launcher.threads
-    threads = max(1, case.devices.cores // ranks) if asked == "auto" else asked
-    return Layout(device, dp, ranks, threads)
+    return Layout(device, dp, ranks)
 
 
 def _device(case: Case) -> Literal["cpu", "cuda"]:
     asked = case.config.launcher.device
     if asked == "auto":
-        return case.devices.kind
-    if asked == "cuda" and case.devices.kind != "cuda":
+        return "cuda" if case.remote else case.devices.kind
+    if asked == "cuda" and case.devices.kind != "cuda" and not case.remote:
         case.refuse(
             "layout", "launcher.device", "is asked for, and no GPU is here", "launcher.device=cpu"
         )
@@ -62,9 +60,10 @@ def _device(case: Case) -> Literal["cpu", "cuda"]:
 # --- how many -------------------------------------------------------------------------------------
 
 
-def _degrees(case: Case, limit: int | None) -> tuple[int, int]:
-    """The data-parallel degree and the ranks; `limit`: the GPUs there are, none on cpu."""
+def _degrees(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """The data-parallel degree and the ranks, on this machine."""
     layout, asked = case.config.parallel, case.config.launcher.devices
+    limit = case.devices.count if device == "cuda" and case.devices.kind == "cuda" else None
     if limit is not None and asked != "auto" and asked > limit:
         message = f"is more than the {counted(limit, 'GPU')} of this host"
         fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"
@@ -76,15 +75,37 @@ def _degrees(case: Case, limit: int | None) -> tuple[int, int]:
     there = asked if asked != "auto" else limit
     if there is None:
         return layout.dp_replicate, layout.dp_replicate * copy
-    if there < copy or (asked != "auto" and there % copy):
-        _too_large(case, copy, there)
+    exact, on_cpu = asked != "auto", case.devices.kind == "cpu"
+    if there < copy or (exact and there % copy):
+        devices = "launcher.devices" if exact else "the GPUs of this host"
+        more = f"launcher.devices={copy}" if exact and on_cpu else None
+        instead = more if exact else "launcher.device=cpu"
+        _too_large(case, copy, there, devices, instead, exact=exact)
     dp = max(1, there // copy)
     return dp, dp * copy
 
 
-def _too_large(case: Case, copy: int, there: int) -> None:
-    """One copy of the model does not fit the devices that there are."""
-    layout, exact = case.config.parallel, case.config.launcher.devices != "auto"
+def _degrees_on_hosts(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """The same where hosts were given: every slot of theirs is a rank."""
+    layout, there = case.config.parallel, case.slots
+    check_slots(case, device)
+    copy = layout.tp * layout.pp * layout.cp
+    open_ended = layout.dp == "auto" or nodes.elastic(case.config.launcher.nodes)
+    dp = max(1, there // copy) if open_ended else layout.dp
+    assert isinstance(dp, int)
+    if there % copy:
+        fewer = first_hosts(case, lambda slots: slots % copy == 0)
+        _too_large(case, copy, there, slots_of(case), fewer, exact=True)
+    elif dp * copy != there:
+        refuse_degree(case, dp, copy)
+    return dp, dp * copy
+
+
+def _too_large(
+    case: Case, copy: int, there: int, devices: str, instead: str | None, *, exact: bool
+) -> None:
+    """One copy of the model does not fit the devices that there are; `exact`: all must be used."""
+    layout = case.config.parallel
     axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
     degree = getattr(layout, axis)
     rest = copy // degree
@@ -92,15 +113,13 @@ def _too_large(case: Case, copy: int, there: int) -> None:
     fits = [
         n for n in divisors(degree) if n * rest <= there and (not exact or there % (n * rest) == 0)
     ]
-    devices = "launcher.devices" if exact else "the GPUs of this host"
     case.refuse(
         "layout",
         f"parallel.{axis}",
         f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {there} is no "
         f"multiple of that",
         _with_degree(case, axis, fits[-1]) if fits else "parallel=dp",
-        f"launcher.devices={copy}" if exact and case.devices.kind == "cpu" else None,
-        None if exact else "launcher.device=cpu",
+        instead,
     )
 
 

@@ -63,7 +63,7 @@ def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
     weak = sorted({name for name in case.devices.names if not _HAS_FP8.search(name)})
     if device == "cpu":
         case.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
-    elif weak:
+    elif weak and not case.remote:
         case.refuse("config", key, f"{needed}, and here is {listed(weak)}", off)
     if compute != "bf16":
         message = f"needs precision.compute=bf16 around its products, which is {compute}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from nanoscale.config.provenance import COMMAND_LINE
 from nanoscale.config.rules.case import Case, counted, near_divisors
 from nanoscale.config.rules.pipeline import largest_micro_batch, micro_batches, near_batches
 from nanoscale.config.schema import Scheduler, Train
@@ -65,9 +64,7 @@ def _length(case: Case, train: Train) -> Train:
         return replace(train, steps=from_tokens or 1)
     if from_tokens is None or from_tokens == train.steps:
         return train
-    by_hand = {
-        key: case.composed.source(f"train.{key}") == COMMAND_LINE for key in ("steps", "tokens")
-    }
+    by_hand = {key: case.composed.by_hand(f"train.{key}") for key in ("steps", "tokens")}
     if by_hand["steps"] != by_hand["tokens"]:
         # The command line wins over the recipe, also where it says the same thing by another key.
         if by_hand["steps"]:

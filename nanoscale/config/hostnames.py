@@ -1,0 +1,108 @@
+"""Names of hosts: which may be handed to ssh, which are the same, which mean this machine.
+
+No name server is asked: its answer may take seconds, and may be another one tomorrow.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+
+_LONGEST = 253
+_FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
+"""what a shell, ssh or a file name could take for something else"""
+
+
+def address(name: str) -> str:
+    """A name without `user@` and without the brackets of IPv6."""
+    host = name.rpartition("@")[2]
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def canonical(name: str) -> str:
+    """The same text for two names of one host, as far as can be told from the names."""
+    host = address(name).lower()
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host
+
+
+def problem(name: str) -> str:
+    """What is wrong with a name, as a sentence without it; empty if nothing."""
+    user, at, host = name.rpartition("@")
+    if name.startswith("-") or host.startswith("-"):
+        return "begins with `-`, as an option of ssh does"
+    if at and (not user or _FOREIGN.search(user) or user.startswith("-")):
+        return "has no user before its `@` that a shell could not misread"
+    plain = address(name)
+    if not plain or len(plain) > _LONGEST:
+        return f"must have 1 to {_LONGEST} characters"
+    if ":" in plain or plain != host:
+        return _ipv6_problem(plain)
+    foreign = _FOREIGN.search(plain)
+    if foreign:
+        return f"holds {foreign[0]!r}; letters, digits, dots, dashes and underscores make a name"
+    return ""
+
+
+def is_here(name: str) -> bool:
+    """Whether a name is `localhost`, this machine's own, or one of its addresses.
+
+    Another user's account on it is no part of this job's machine.
+    """
+    user = name.rpartition("@")[0]
+    if user and user != _own_user():
+        return False
+    host, own = canonical(name), socket.gethostname().lower()
+    return is_loopback(name) or host in (own, own.partition(".")[0]) or host in _addresses(host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name means another machine on every machine."""
+    host = canonical(name)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _ipv6_problem(host: str) -> str:
+    plain, percent, zone = host.partition("%")
+    try:
+        ipaddress.IPv6Address(plain)
+    except ValueError:
+        return (
+            "is no IPv6 address, and no other name holds a colon or brackets; a port belongs in "
+            "~/.ssh/config or launcher.ssh_args"
+        )
+    if percent and (not zone or _FOREIGN.search(zone)):
+        return "has an IPv6 zone that names no interface"
+    return ""
+
+
+def _own_user() -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return ""
+
+
+def _addresses(host: str) -> set[str]:
+    """This machine's addresses, if `host` is an address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return set()
+    import psutil
+
+    return {
+        canonical(entry.address)
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }

@@ -1,0 +1,52 @@
+"""Laws of the variables that the ranks are given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nanoscale.config.rules.case import Case
+from nanoscale.errors import Violation
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
+_OURS = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|NANOSCALE)_.*"
+)
+"""variables by which a rank knows who it is"""
+
+
+def check_environment(case: Case) -> None:
+    """`launcher.env` and `launcher.pass_env`."""
+    source = case.composed.source("launcher.env")
+    for name, value in case.config.launcher.env.items():
+        for message, suggestions in _wrong(name, value):
+            # Not the value: it may be a secret.
+            wrong = Violation(f"launcher.env.{name}", None, source, message, suggestions)
+            case.add("config", wrong)
+    for entry in case.config.launcher.pass_env:
+        if not _PASSED.fullmatch(entry):
+            message = (
+                f"holds {entry!r}, which is neither a variable's name nor its beginning with `*`"
+            )
+            case.refuse("config", "launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
+
+
+def _wrong(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if not _NAME.fullmatch(name):
+        yield "is no name of a variable: letters, digits and underscores, no digit in front", ()
+    elif _OURS.fullmatch(name):
+        yield "is decided by the launcher for every rank", ()
+    elif name == "OMP_NUM_THREADS":
+        yield "is decided by launcher.threads", (f"launcher.threads={value}",)
+    elif _SECRET.search(name):
+        message = (
+            "looks like a secret, and would be written to the run directory; set it in your shell "
+            "and pass it on"
+        )
+        yield message, (f"'launcher.pass_env=[{name}]'",)
+    if not isinstance(value, (str, int, float)):
+        yield "must be a text, a number, true or false", ()
+    elif isinstance(value, str) and "\0" in value:
+        yield "holds a NUL character, which no variable can", ()

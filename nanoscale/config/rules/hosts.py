@@ -1,0 +1,80 @@
+"""Laws of the layout on the hosts that were given: the ranks are exactly their slots."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Literal
+
+from nanoscale.config import nodes
+from nanoscale.config.rules.case import Case, Host, counted
+from nanoscale.errors import Violation
+
+_MOST_ENTRIES = 8
+"""a longer filter would be no help"""
+
+
+def check_slots(case: Case, device: Literal["cpu", "cuda"]) -> None:
+    """This machine's GPUs are known; those of others are counted when they say hello."""
+    if case.remote or device == "cpu" or case.devices.kind == "cpu":
+        return
+    for host in case.hosts:
+        highest = max(host.devices) + 1 if host.devices else host.slots
+        if highest > case.devices.count:
+            there = counted(case.devices.count, "GPU")
+            message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {there}"
+            line = f"{host.name} slots={case.devices.count}"
+            case.add("layout", Violation("", host.name, host.source, message, (line,)))
+
+
+def refuse_degree(case: Case, dp: int, copy: int) -> None:
+    """A fixed data-parallel degree that makes more or fewer ranks than there are slots."""
+    layout, world = case.config.parallel, dp * copy
+    case.refuse(
+        "layout",
+        "parallel.dp",
+        f"makes dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks, and "
+        f"{slots_of(case)} = {case.slots} must be the same number",
+        f"parallel.dp={case.slots // copy}",
+        first_hosts(case, lambda slots: slots == world) or _part_of_hosts(case, world),
+    )
+
+
+def slots_of(case: Case) -> str:
+    """What the number of ranks is held against."""
+    return f"the slots of {counted(len(case.hosts), 'host')}"
+
+
+def first_hosts(case: Case, fits: Callable[[int], bool]) -> str | None:
+    """The option that takes fewer hosts: as many of the first ones as have slots that fit."""
+    if nodes.elastic(case.config.launcher.nodes):
+        return None
+    counts = [
+        n for n, slots in enumerate(accumulate(h.slots for h in case.hosts), 1) if fits(slots)
+    ]
+    return f"--num-nodes {counts[-1]}" if counts else None
+
+
+def _part_of_hosts(case: Case, world: int) -> str | None:
+    """The filter that leaves `world` slots, the first ones."""
+    launcher = case.config.launcher
+    counted_out = launcher.nodes is not None or launcher.devices != "auto"
+    if launcher.hostfile is None or launcher.exclude is not None or counted_out:
+        return None
+    entries = []
+    for host in case.hosts:
+        taken = min(host.slots, world)
+        if taken:
+            entries.append(_entry(host, taken))
+        world -= taken
+    fits = world == 0 and len(entries) <= _MOST_ENTRIES
+    return f"--include {shlex.quote('@'.join(entries))}" if fits else None
+
+
+def _entry(host: Host, taken: int) -> str:
+    name = f"[{host.address}]" if ":" in host.address else host.address
+    if taken == host.slots and host.devices is None:
+        return name
+    devices = host.devices or range(host.slots)
+    return f"{name}:{','.join(map(str, devices[:taken]))}"

@@ -1,0 +1,87 @@
+"""Laws of what SLURM is asked for: each value must stand in one line of a batch script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nanoscale.config.report import override
+from nanoscale.config.rules.case import Case
+
+_TIME = re.compile(
+    r"(?P<minutes>[0-9]+)"
+    r"|(?P<h>[0-9]+):(?P<m>[0-5]?[0-9]):(?P<s>[0-5]?[0-9])"
+    r"|(?P<days>[0-9]+)-(?P<dh>[01]?[0-9]|2[0-3])(:(?P<dm>[0-5]?[0-9])(:(?P<ds>[0-5]?[0-9]))?)?"
+)
+_SHORT_TIME = re.compile(r"([0-9]+):([0-9]+)")
+_LINES = ("partition", "account", "qos", "constraint", "gpus", "container")
+
+
+def time_limit_s(text: str) -> int | None:
+    """The seconds of a time limit: minutes, H:MM:SS or D-HH[:MM[:SS]]; None where it is none."""
+    parts = _TIME.fullmatch(text)
+    if parts is None:
+        return None
+    values = {name: int(part or 0) for name, part in parts.groupdict().items()}
+    hours = values["days"] * 24 + values["dh"] + values["h"]
+    minutes = hours * 60 + values["dm"] + values["m"] + values["minutes"]
+    return minutes * 60 + values["ds"] + values["s"]
+
+
+def check_slurm(case: Case) -> None:
+    """The shapes of its values, and the keys of a container where there is none."""
+    slurm = case.config.launcher.slurm
+    for name in _LINES:
+        value = getattr(slurm, name)
+        if value is not None and not _is_line(value):
+            key = f"launcher.slurm.{name}"
+            case.refuse("config", key, "must be one line of printable characters", f"{key}=null")
+    _check_directives(case)
+    _check_time(case)
+    if case.config.launcher.name == "slurm" and slurm.container is None:
+        for name in ("container_runtime", "container_mounts"):
+            case.refuse_idle("config", f"launcher.slurm.{name}", "launcher.slurm.container=null")
+    for mount in slurm.container_mounts:
+        if not _is_line(mount) or not all(mount.partition(":")):
+            message = f"holds {mount!r}; a mount is HOST:INSIDE"
+            key = "launcher.slurm.container_mounts"
+            case.refuse("config", key, message, override(key, ["/data:/data"]))
+
+
+def _check_directives(case: Case) -> None:
+    key, given = "launcher.slurm.directives", case.config.launcher.slurm.directives
+    wrong = [text for text in given if not text.startswith("--") or not _is_line(text)]
+    if wrong:
+        mended = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
+        message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
+        case.refuse("config", key, message, f"'{key}=[{mended}]'" if mended else None)
+
+
+def _check_time(case: Case) -> None:
+    key, text = "launcher.slurm.time", case.config.launcher.slurm.time
+    if text is None:
+        return
+    limit, before = time_limit_s(text), case.config.launcher.slurm.signal_before_s
+    if limit is None:
+        message = "must be minutes, H:MM:SS or D-HH:MM:SS"
+        case.refuse("config", key, message, *(f"{key}={time}" for time in _meant(text)))
+    elif limit == 0:
+        case.refuse("config", key, "must be above 0", f"{key}=null")
+    elif before >= limit:
+        message = f"is not shorter than the time limit, {limit} s ({key}={text})"
+        shorter = f"launcher.slurm.signal_before_s={limit // 2}"
+        case.refuse("config", "launcher.slurm.signal_before_s", message, shorter)
+
+
+def _meant(text: str) -> Iterator[str]:
+    """SLURM takes `1:30` for minutes and seconds, people for hours and minutes."""
+    short = _SHORT_TIME.fullmatch(text)
+    if short:
+        yield f"{int(short[1])}:{int(short[2]):02}:00"
+        yield f"0:{int(short[1]):02}:{int(short[2]):02}"
+    else:
+        yield from ("1:30:00", "2-00:00:00")
+
+
+def _is_line(text: str) -> bool:
+    return text.isprintable() and text.strip() != ""
