@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import Outcome
@@ -17,7 +18,7 @@ from nanoscale.launch.preflight import require_ready
 from nanoscale.launch.prepare import Request
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
-from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 
@@ -54,6 +55,7 @@ def attempt(
         UserError: a rank found that the request is wrong.
     """
     stream = sys.stderr if as_json else sys.stdout
+    submission.note(run)
     with LiveView(run, stream) as view:
         supervisor = Supervisor(run, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
@@ -165,6 +167,6 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
     lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
     if outcome.state != "completed":
-        lines.append(f"  go on       nanoscale resume {run.reference}")
+        lines.append(f"  go on       {way_on(run)}")
     with if_still_there(stream):
         print("\n".join(lines), file=stream, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -91,6 +92,15 @@ def output_of(run: RunDirectory, one: Submission) -> Path:
     if one.task is None or one.script is None:
         return run.logs / f"slurm-{one}.out"
     return Path(one.script).parent / f"slurm-{one}.out"
+
+
+def way_on(run: RunDirectory) -> str:
+    """What to type to go on with a run that has ended."""
+    one = submission.read(run)
+    if one is None or one.script is None:
+        return f"nanoscale resume {run.reference}"
+    task = [] if one.task is None else [f"--array={one.task}"]
+    return shlex.join(["sbatch", *task, one.script])
 
 
 def job_of(run: RunDirectory) -> Job | None:

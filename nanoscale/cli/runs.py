@@ -195,7 +195,7 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
         "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
     }
     if job is not None:
-        rows["job"] = job.sentence()
+        rows["slurm"] = job.sentence()
         rows["its output"] = str(output_of(run, job.submission))
     if document["metrics"]:
         rows |= figures(document["metrics"])

@@ -54,7 +54,7 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     """Show all that the run does until nobody works on it; what became of its job."""
     from nanoscale.cli.jobs import ASK_S, job_of
-    from nanoscale.runs import lock
+    from nanoscale.runs import lock, status
 
     said = ""
     while True:
@@ -66,7 +66,8 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
         job = job_of(run)
         if job is None or not job.is_there:
             return job
-        if job.sentence() != said:
+        has_run = status.read(run).state in status.ENDED
+        if job.sentence() != said and (job.waits or not has_run):
             said = job.sentence()
             view.line(said)
         deadline = time.monotonic() + ASK_S
@@ -116,13 +117,13 @@ def _outcome(run: RunDirectory) -> Outcome | None:
 
 def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
     """Nobody wrote down how the run ended, or it never began."""
-    from nanoscale.cli.jobs import in_words, output_of
+    from nanoscale.cli.jobs import in_words, output_of, way_on
     from nanoscale.runs import status
 
     lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
     if job is not None:
         lines.append(f"  job         {job.sentence()}")
         lines.append(f"  its output  {output_of(run, job.submission)}")
-    lines.append(f"  go on       nanoscale resume {run.reference}")
+    lines.append(f"  go on       {way_on(run)}")
     print("\n".join(lines), file=stream, flush=True)
     return FAILED

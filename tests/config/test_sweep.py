@@ -30,7 +30,9 @@ def test_every_combination_is_a_run_and_the_last_word_varies_fastest() -> None:
 
 
 def test_groups_lists_quotes_and_prefixes() -> None:
-    runs = expand(["model=tiny,debug", "++data.path='a,b',\"c d\"", "parallel.layers_per_stage=[1,3],null"])
+    runs = expand(
+        ["model=tiny,debug", "++data.path='a,b',\"c d\"", "parallel.layers_per_stage=[1,3],null"]
+    )
     assert runs[0].words == ("model=tiny", "++data.path='a,b'", "parallel.layers_per_stage=[1,3]")
     assert runs[-1].words == ("model=debug", '++data.path="c d"', "parallel.layers_per_stage=null")
     assert set(runs[0].chosen) == {"model", "data.path", "parallel.layers_per_stage"}

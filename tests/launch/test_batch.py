@@ -20,7 +20,7 @@ from nanoscale.runs.directory import RunDirectory
 
 LIMIT_S = 20
 STAND_IN = Path(__file__).parent / "stand_in_launcher.py"
-NASTY = "it's \"$(touch x)\" `touch x`; touch x & %j # é"
+NASTY = 'it\'s "$(touch x)" `touch x`; touch x & %j # é'
 
 
 def config(root: Path = Path("/runs"), python: str | None = None, **slurm: Any) -> Config:
@@ -99,7 +99,7 @@ def test_gpus_are_asked_for_once(slurm: dict[str, Any], expected: list[str]) -> 
 
 def test_names_of_any_kind_are_quoted_as_sbatch_reads_them() -> None:
     """tests/cluster/test_submit.py asks the real one."""
-    folder = Path("/runs") / 'a"b%\'#'
+    folder = Path("/runs") / "a\"b%'#"
     found = options(batch_script(config(), RunDirectory(folder)))
     assert found[0] == '--job-name="a\\"b%\'#"'
     assert found[1] == '--output="/runs/a\\"b%%\'#/logs/slurm-%j.out"'
@@ -257,7 +257,9 @@ def test_a_launcher_too_young_to_listen_counts_as_stopped(
 
 
 def test_a_signal_during_the_setup_is_passed_on_later(tmp_path: Path, batch: Any) -> None:
-    asked = config(python=str(STAND_IN), setup=["touch ready", "while [ ! -e go ]; do sleep 0.05; done"])
+    asked = config(
+        python=str(STAND_IN), setup=["touch ready", "while [ ! -e go ]; do sleep 0.05; done"]
+    )
     job = batch(batch_script(asked, RunDirectory(tmp_path / "run")))
     deadline = time.monotonic() + LIMIT_S
     while not (job.folder / "ready").exists():
