@@ -57,13 +57,15 @@ class Job:
     def end(self) -> str:
         """How it ended, in words."""
         if self.state is None:
-            return "gone" if not self.problem else "unknown"
+            return "gone" if self.submission.cancelled is None else "cancelled"
         return _ENDS.get(self.state.state, self.state.state.lower())
 
     def sentence(self) -> str:
         """All that is known of it, in one line."""
         if self.problem:
             return f"{self}: SLURM cannot be asked here: {self.problem}"
+        if self.state is None and self.submission.cancelled is not None:
+            return f"{self}: taken out of the queue at {clock(self.submission.cancelled)}"
         if self.state is None:
             return f"{self}: SLURM does not know it any more"
         state = self.state

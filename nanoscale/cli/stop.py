@@ -42,6 +42,8 @@ def stop_run(
     owner, job = lock.owner(directory), job_of(directory)
     if owner is None and job is not None and job.waits:
         job = _leave_queue(directory, job)
+        if job is None:
+            return DONE
     if owner is None and (job is None or not job.is_there):
         typer.echo(f"{directory.name} is not going on")
         return DONE
@@ -50,18 +52,22 @@ def stop_run(
 
 
 def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
-    """Cancel a job that waits; what has become of it."""
+    """Cancel a job that waits; the job where it has begun meanwhile."""
+    from dataclasses import replace
+
     from nanoscale.cli.jobs import job_of
     from nanoscale.launch.slurm import cancel
-    from nanoscale.runs import events
+    from nanoscale.runs import events, submission
 
     with _refused(run, job):
         cancel(job.submission, only_waiting=True)
     after = job_of(run)
-    if after is None or not after.is_there:
-        typer.echo(f"{job} was taken out of the queue", err=True)
-        events.append(run, "cancelled", f"{job} was taken out of the queue")
-    return after
+    if after is not None and after.is_there:
+        return after
+    submission.write(run, replace(job.submission, cancelled=time.time()))
+    events.append(run, "cancelled", f"{job} was taken out of the queue")
+    typer.echo(f"{job} was taken out of the queue")
+    return None
 
 
 def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from nanoscale.launch.submit import Batch
     from nanoscale.runs.submission import Submission
 
+_PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
+_NODES = "sinfo --Node --Format=NodeHost,CPUs,Memory,Gres,Features"
 _BLAMED = (
-    (r"time limit", "launcher.slurm.time"),
-    (r"qos", "launcher.slurm.qos"),
-    (r"account", "launcher.slurm.account"),
-    (r"partition", "launcher.slurm.partition"),
-    (r"feature", "launcher.slurm.constraint"),
-    (r"gres|generic resource", "launcher.slurm.gpus"),
-    (r"node (count|configuration)", "launcher.nodes"),
-    (r"invalid option|unrecognized option|unknown option", "launcher.slurm.directives"),
+    (r"time limit", "launcher.slurm.time", _PARTITIONS),
+    (r"qos", "launcher.slurm.qos", _ASSOCIATIONS),
+    (r"account", "launcher.slurm.account", _ASSOCIATIONS),
+    (r"partition", "launcher.slurm.partition", _PARTITIONS),
+    (r"feature", "launcher.slurm.constraint", _NODES),
+    (r"gres|generic resource", "launcher.slurm.gpus", _NODES),
+    (r"node (count|configuration)", "launcher.nodes", _NODES),
+    (r"unrecognized option|ambiguous", "launcher.slurm.directives", "sbatch --help"),
 )
-"""what sbatch complains of, and the key that says it"""
+"""what sbatch complains of, the key that it may be about, and what tells more"""
 
 _ALIKE = ("launcher.", "cluster.python", "run.root")
 """keys that the script of an array follows from"""
@@ -221,13 +223,13 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
 
     from nanoscale.errors import UserError, Violation
 
-    message = f"SLURM does not take the job: {error}"
-    for pattern, key in _BLAMED:
-        if re.search(pattern, str(error), re.IGNORECASE):
+    said = str(error).replace("Batch job submission failed: ", "")
+    for pattern, key, command in _BLAMED:
+        if re.search(pattern, said, re.IGNORECASE):
             value = reduce(getattr, key.split("."), composed.config)
-            cause = Violation(key, value, composed.source(key), str(error), ("sinfo --summarize",))
+            cause = Violation(key, value, composed.source(key), said, (command,))
             return UserError("slurm", "SLURM does not take the job", [cause])
-    return UserError("slurm", message)
+    return UserError("slurm", f"SLURM does not take the job: {said}")
 
 
 # --- what is shown --------------------------------------------------------------------------------

@@ -116,12 +116,13 @@ def cancel(job: Submission, *, only_waiting: bool = False) -> None:
     """Take a job out of the queue, or end it.
 
     Args:
-        only_waiting: leave it alone where it has begun meanwhile.
+        only_waiting: leave it alone where it has begun meanwhile, unless it is of an array.
 
     Raises:
         SlurmError: SLURM refused.
     """
-    waiting = ["--state=PENDING"] if only_waiting else []
+    # With a state, scancel takes all tasks of an array that wait for the one that is named.
+    waiting = ["--state=PENDING"] if only_waiting and job.task is None else []
     _ask(["scancel", *_on(job.cluster), *waiting, str(job)])
 
 

@@ -24,6 +24,8 @@ class Submission:
     """which of several clusters; null where SLURM named none"""
     time: float = field(default_factory=time.time)
     """UNIX seconds: when it was handed in, or was first seen"""
+    cancelled: float | None = None
+    """when we took it out of the queue: SLURM may forget it at once"""
 
     def __str__(self) -> str:
         return self.job if self.task is None else f"{self.job}_{self.task}"
