@@ -18,6 +18,7 @@ from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
 from nanoscale.channel import Message
 from nanoscale.devices import cores
+from nanoscale.lifeline import end_group
 from nanoscale.ports import ReservedPort
 from nanoscale.worker import Job
 
@@ -46,6 +47,7 @@ def main(link: Link, job: Job | None = None) -> int:
             _prepare(link, order, port, job)
         elif order["kind"] == "launch":
             last = attempt(link, order, job)  # noqa: F841 - its store serves the other hosts' ranks
+    end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
     link.close()
     return 0

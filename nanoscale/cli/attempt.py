@@ -23,6 +23,8 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 
 _LOG_LINES = 12
+_NOISE = ("The hostname of the client socket cannot be retrieved",)
+"""what torch prints of any network without names for addresses"""
 
 
 @contextmanager
@@ -147,7 +149,8 @@ def _end_of_log(run: RunDirectory, cause: Failure) -> str:
         lines = (run.path / cause.log).read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_LOG_LINES:])
+    telling = [line for line in lines if not any(noise in line for noise in _NOISE)]
+    return "\n".join(telling[-_LOG_LINES:])
 
 
 def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:

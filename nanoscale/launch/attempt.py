@@ -22,6 +22,7 @@ from nanoscale.runs.failure import (
     Failure,
     RankFailure,
     absent_ranks,
+    agent_failure,
     is_consequence,
     waited_in_vain,
 )
@@ -233,6 +234,9 @@ class Attempt:
         elif waited_in_vain(found) and (silent := self._silent()):
             limit = self.launcher.collective_timeout_s
             found.append(absent_ranks(silent, limit))
+        elif not found:
+            host = self.plan.hosts[0].host
+            found = [agent_failure(host, "the ranks ended, and none said why", "look at the logs")]
         cause = failure.digest(
             self.run, self.plan.attempt, found, self.evidence, self.fleet.common_log
         )

@@ -221,13 +221,14 @@ class Fleet:
         there = [m for m in self.members if m.is_there] or self.members
         return given or ("127.0.0.1" if self._is_local else there[0].name)
 
-    def gather(self) -> None:
-        """Wait until every host has answered or is lost."""
-        deadline = time.monotonic() + self._launcher.connect_timeout_s
+    def gather(self, limit_s: float | None = None) -> None:
+        """Wait until every host has answered or is lost; so long at most, or launcher.connect_timeout_s."""
+        limit_s = limit_s or self._launcher.connect_timeout_s
+        deadline = time.monotonic() + limit_s
         while waiting := [m for m in self.members if m.is_there and m.facts is None]:
             if time.monotonic() > deadline:
                 for member in waiting:
-                    self._lose(member, *self._explain(member, None))
+                    self._lose(member, *self._explain(member, None, limit_s))
             self.poll(0.1)
         self._hide_probe()
 
@@ -353,9 +354,8 @@ class Fleet:
         with suppress(OSError):
             member.process.stdin.close()
 
-    def _explain(self, member: Member, code: int | None) -> tuple[str, str]:
-        words = member.words.decode(errors="replace")
-        return explain(member.host, code, words, self._launcher.connect_timeout_s)
+    def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
+        return explain(member.host, code, member.words.decode(errors="replace"), limit_s)
 
     def _note(self, member: Member | None, data: bytes) -> None:
         """Keep what an agent, or the command that started all of them, printed."""

@@ -124,7 +124,10 @@ class Supervisor:
         lost = [member for member in self.fleet.members if not member.is_there]
         if lost:
             self.fleet.connect(lost)
-        prepare(self.fleet, self.request, self.run)
+        launcher = self.request.config.launcher
+        # An elastic job has no time to lose on a host that is down.
+        patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
+        prepare(self.fleet, self.request, self.run, patience_s)
 
     # --- what is written down -------------------------------------------------------------------------
 
@@ -172,9 +175,11 @@ class Supervisor:
         return outcome
 
 
-def prepare(fleet: Fleet, request: Request, run: RunDirectory) -> None:
+def prepare(
+    fleet: Fleet, request: Request, run: RunDirectory, limit_s: float | None = None
+) -> None:
     """Let the hosts get ready and say what they are like; returns when all have, or are lost."""
     config = request.config
     plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
     fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)
-    fleet.gather()
+    fleet.gather(limit_s)
