@@ -48,7 +48,7 @@ class LiveView:
     def __enter__(self) -> LiveView:
         return self
 
-    def begin(self, plan: LaunchPlan, steps: int) -> None:
+    def begin(self, plan: LaunchPlan, steps: int, doing: str = "starting") -> None:
         """Show an attempt from its start."""
         self._flush_outputs()
         self.running = False
@@ -56,10 +56,28 @@ class LiveView:
         self._began = time.monotonic()
         self._outputs = _outputs(self._run, plan)
         ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
-        self._screen.line(f"starting {ranks} on {_names([host.host for host in plan.hosts])}")
+        self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
         for line in mesh.lines(plan.mesh):
             self._screen.line(line)
         self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
+
+    def join(self, plan: LaunchPlan, steps: int) -> None:
+        """Show an attempt that goes on already: what happened in it, its last step, and then all."""
+        self.begin(plan, steps, "watching")
+        for tail in self._outputs.values():
+            tail.poll()  # the logs have what was printed so far
+        self._events = events.follow(self._run)
+        past = self._events.poll()
+        start = {"kind": "attempt", "attempt": plan.attempt}
+        starts = [n for n, event in enumerate(past) if start.items() <= event.items()]
+        for event in self._heed(past[starts[-1] :] if starts else []):
+            self._event(event)
+        for record in self._new_records()[-1:]:
+            self._step(record)
+
+    def line(self, text: str) -> None:
+        """Show one line."""
+        self._screen.line(text)
 
     def __exit__(self, *_: object) -> None:
         self._flush_outputs()
@@ -71,7 +89,7 @@ class LiveView:
             for line in tail.poll():
                 self._output(name, line)
         news: list[tuple[Object, Callable[[Object], None]]]
-        news = [(event, self._event) for event in self._new_events()]
+        news = [(event, self._event) for event in self._heed(self._events.poll())]
         news += [(record, self._step) for record in self._new_records()]
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
@@ -83,8 +101,8 @@ class LiveView:
             if rest:
                 self._output(name, rest)
 
-    def _new_events(self) -> list[Object]:
-        new = self._events.poll()
+    def _heed(self, new: list[Object]) -> list[Object]:
+        """Events, once what they tell of the attempt is known."""
         for event in new:
             if event.get("kind") == "resumed":
                 self._first_step = int(event.get("step", 0))

@@ -37,6 +37,11 @@ class Owner:
     def me(cls) -> Owner:
         return cls(socket.gethostname(), os.getpid(), _user(), time.time(), shlex.join(sys.argv))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether its process can be reached from this host."""
+        return self.host == socket.gethostname() and self.pid > 0
+
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} of {self.user} on {self.host} since {since} ({self.command})"
@@ -101,7 +106,7 @@ def refuse_if_held(run: RunDirectory) -> None:
 
 def require_here(run: RunDirectory, holder: Owner) -> None:
     """Raise a UserError where the launcher cannot be reached from this host."""
-    if holder.host == socket.gethostname() and holder.pid > 0:
+    if holder.is_here:
         return
     raise UserError(
         "run",
