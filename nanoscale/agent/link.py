@@ -11,6 +11,7 @@ import queue
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
 from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
+_CONNECT_S = 30.0
 
 
 class Link:
@@ -55,17 +57,25 @@ class Link:
 
     @classmethod
     def over_network(cls, address: str, key_file: Path) -> Link:
-        """Call the launcher back; both ends prove that they can read the key file."""
-        from multiprocessing.connection import Client
+        """Call the launcher back; both ends prove that they can read the key file.
 
+        Raises:
+            OSError: the launcher cannot be reached, or the key file not be read.
+        """
+        from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+
+        key = key_file.read_bytes()
         host, _, port = address.rpartition(":")
-        connection = Client((host, int(port)), authkey=key_file.read_bytes())
-        connection.send_bytes(
-            json.dumps({"names": names(), "addresses": list(addresses())}).encode()
-        )
-        link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
+        stream = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
+        stream.settimeout(None)
+        connection = Connection(os.dup(stream.fileno()))
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        hello = {"names": names(), "addresses": list(addresses())}
+        connection.send_bytes(json.dumps(hello).encode())
         connection.close()
-        return link
+        descriptor = stream.detach()
+        return cls(descriptor, descriptor)
 
     def open(self) -> None:
         """Begin to listen, and to be heard."""

@@ -24,8 +24,8 @@ _PATIENCE_S = 10.0
 class Caller:
     """An agent that has proved itself, and what it says it is."""
 
-    def __init__(self, descriptor: int, hello: dict[str, Any]) -> None:
-        self.descriptor = descriptor
+    def __init__(self, stream: socket.socket, hello: dict[str, Any]) -> None:
+        self.stream = stream
         self._names = set(hello["names"])
         self._addresses = set(hello["addresses"])
 
@@ -40,7 +40,7 @@ class Caller:
         return None
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        self.stream.close()
 
 
 class Callbacks:
@@ -49,7 +49,11 @@ class Callbacks:
     def __init__(self, key: bytes, towards: str) -> None:
         self._key = key
         self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
         self.address = f"{own_address(towards)}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._listen, name="callbacks", daemon=True).start()
 
@@ -85,7 +89,7 @@ class Callbacks:
             answer_challenge(connection, self._key)
             hello = json.loads(connection.recv_bytes(1 << 16))
             hangs_up.cancel()
-            self._callers.put(Caller(os.dup(accepted.fileno()), hello))
+            self._callers.put(Caller(accepted.dup(), hello))
         hangs_up.cancel()
         connection.close()
         accepted.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import selectors
+import socket
 import threading
 import time
 import uuid
@@ -15,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.channel import BEAT, BEAT_S, MARK, Message, Sender, Unpacker
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
 from nanoscale.launch.callback import Callbacks
-from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all
+from nanoscale.launch.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.reach import explain
+from nanoscale.launch.sweeps import Sweeps
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 
@@ -31,8 +34,11 @@ _FAREWELL_S = 5.0
 """for agents to leave in good order before they are ended"""
 _LAST_WORDS_S = 2.0
 """for the process of a connection that has broken to say why"""
+_STARTER_S = 1.0
+"""for the command that has started all agents to see that they have ended"""
 _STALL_S = 1.0
 _KEPT_BYTES = 1 << 16
+_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
@@ -42,13 +48,25 @@ class Member:
     host: Host
     command: tuple[str, ...]
     process: Process | None = None
-    """what carries the channel; None where the agent called back"""
+    """what carries the channel; None where the agent calls back"""
+    starter: Process | None = None
+    """where it calls back: the command that starts it, and others"""
+    code: int | None = None
+    """what that command says of how it ended on this host"""
+    order: Message | None = None
+    """what an agent that has not called back yet is to be told"""
+    mark: str = ""
+    """in the environment of all that its agent starts"""
+    answered: bool = False
+    """whether anything was heard of the agent"""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
     facts: Message | None = None
     lost: RankFailure | None = None
     said_bye: bool = False
+    stream: socket.socket | None = None
+    """the connection of an agent that has called back"""
     closed_at: float | None = None
     """when the stream from it ended"""
     words: bytes = b""
@@ -80,10 +98,11 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
-        self._fan_out: Process | None = None
         self._retired: list[Process] = []
+        self._streams: list[socket.socket] = []
+        self._sweeps = Sweeps(config, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
-        self._local_sessions: list[int] = []
+        self._sessions: list[int] = []
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
         self._polled = time.monotonic()
@@ -114,14 +133,17 @@ class Fleet:
     ) -> None:
         self._closing.set()
         self._take_leave()
-        if self._is_local:
-            self.left_behind = end_all(self._local_sessions, self._mark)
+        self._sweeps.finish()
+        if self._launcher.name != "ssh":
+            self.left_behind = end_all(self._sessions, self._mark)
         for process in self._processes():
             process.kill()
         for process in self._processes():
             process.reap()
         if self._callbacks is not None:
             self._callbacks.close()
+        for stream in self._streams:
+            stream.close()
         self._selector.close()
         self._hide_probe()
 
@@ -136,19 +158,34 @@ class Fleet:
         deadline = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline and not all(map(_has_left, present)):
             self.poll(0.1)
+        for member in self.members:
+            if member.is_there and not member.said_bye:
+                self._sweep(member)
+        starters = [m.starter for m in self.members if m.starter is not None]
+        deadline = time.monotonic() + (_STARTER_S if len(present) == len(self.members) else 0.0)
+        while time.monotonic() < deadline and any(s.exit_code() is None for s in starters):
+            self.poll(0.1)
+
+    def _sweep(self, member: Member) -> None:
+        """End what its agent may have left; nothing can be left where it never spoke."""
+        if member.answered:
+            self._sweeps.begin(member.host, member.mark)
 
     def _processes(self) -> list[Process]:
-        own = [m.process for m in self.members if m.process is not None]
-        return [*own, *self._retired, *([self._fan_out] if self._fan_out is not None else [])]
+        own = [process for m in self.members for process in (m.process, m.starter)]
+        return [*dict.fromkeys(filter(None, own)), *self._retired]
 
     # --- connecting -----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[Member]) -> None:
         """Start the agents of these hosts, anew where one was lost."""
+        self._sweeps.finish()
         self._show_probe()
         for member in members:
             member.lost, member.facts, member.closed_at = None, None, None
-            member.said_bye, member.words = False, b""
+            member.said_bye, member.answered, member.words = False, False, b""
+            member.code, member.order, member.unpacker = None, None, Unpacker()
+            member.mark = self._mark if self._is_local else uuid.uuid4().hex
             member.heard = time.monotonic()
         if self._callbacks is not None:
             self._start_all(members)
@@ -166,26 +203,35 @@ class Fleet:
         try:
             member.process = Process(member.command, words)
         except OSError as error:
-            member.lost = agent_failure(
-                member.name, f"{member.command[0]} cannot be started: {error}", "install it"
-            )
+            member.lost = _not_started(member, error)
             return
-        if self._is_local:
-            self._local_sessions.append(member.process.pid)
+        self._sessions.append(member.process.pid)
         member.sender = Sender(member.process.stdin.fileno())
         self._selector.register(member.process.stdout, selectors.EVENT_READ, (member, "messages"))
         self._selector.register(member.process.stderr, selectors.EVENT_READ, (member, "words"))
 
     def _start_all(self, members: Sequence[Member]) -> None:
         assert self._callbacks is not None
-        (command,) = set(transport.commands(self._config, [m.host for m in members]))
-        real = {
-            transport.CONNECT_ADDRESS: self._callbacks.address,
-            transport.KEY_FILE: str(self._root / self._probe),
-        }
-        words = [_with_values(word, real) for word in command]
-        self._fan_out = Process(words, transport.environment(self._config, os.environ))
-        for stream in (self._fan_out.stdout, self._fan_out.stderr):
+        hosts, key_file = [m.host for m in members], str(self._root / self._probe)
+        commands = transport.commands(self._config, hosts, self._callbacks.address, key_file)
+        for command in dict.fromkeys(commands):
+            chosen = [m for m, own in zip(members, commands, strict=True) if own == command]
+            self._start_group(chosen, command)
+
+    def _start_group(self, members: Sequence[Member], command: Sequence[str]) -> None:
+        words = {**transport.environment(self._config, os.environ), MARK: self._mark}
+        try:
+            starter = Process(command, words)
+        except OSError as error:
+            for member in members:
+                member.lost = _not_started(member, error)
+            return
+        self._sessions.append(starter.pid)
+        for member in members:
+            if member.starter is not None and member.starter not in self._retired:
+                self._retired.append(member.starter)  # it may still have other hosts' agents
+            member.starter = starter
+        for stream in (starter.stdout, starter.stderr):
             self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
 
     def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
@@ -197,22 +243,21 @@ class Fleet:
         port = self._launcher.master_port
         for member in self.members:
             member.facts = None
-            own = {MARK: self._mark}
+            own = {MARK: member.mark}
             if member.host.devices is not None:
                 own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
-            self.tell(
-                [member],
-                "prepare",
-                environment={**environment, **own},
-                slots=member.host.slots,
-                silence_s=None if self._is_local else self._launcher.lost_after_s,
-                will_launch=will_launch,
-                root=str(self._root),
-                probe=self._probe,
-                master_addr=self.master_addr,
-                master_port=None if port == "auto" else port,
-                time=time.time(),
-            )
+            member.order = {
+                "environment": {**environment, **own},
+                "slots": member.host.slots,
+                "silence_s": None if self._is_local else self._launcher.lost_after_s,
+                "will_launch": will_launch,
+                "root": str(self._root),
+                "probe": self._probe,
+                "master_addr": self.master_addr,
+                "master_port": None if port == "auto" else port,
+                "time": time.time(),
+            }
+            self.tell([member], "prepare", **member.order)
 
     @property
     def master_addr(self) -> str:
@@ -256,7 +301,7 @@ class Fleet:
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
-            data = os.read(key.fd, _READ_BYTES)
+            data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)
             if what == "words":
@@ -272,6 +317,7 @@ class Fleet:
 
     def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
         member.heard = time.monotonic()
+        member.answered = True
         news = []
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
@@ -289,14 +335,17 @@ class Fleet:
         if self._callbacks is None:
             return
         for caller in self._callbacks.new():
-            waiting = [m for m in self.members if m.sender is None]
+            waiting = [m for m in self.members if m.is_there and m.sender is None]
             member = caller.find(waiting)
             if member is None:
                 caller.close()
                 continue
-            member.sender = Sender(caller.descriptor)
-            member.heard = time.monotonic()
-            self._selector.register(caller.descriptor, selectors.EVENT_READ, (member, "messages"))
+            self._streams.append(caller.stream)
+            member.sender = Sender(caller.stream.fileno())
+            member.stream, member.heard = caller.stream, time.monotonic()
+            self._selector.register(caller.stream, selectors.EVENT_READ, (member, "messages"))
+            if member.order is not None:
+                self.tell([member], "prepare", **member.order)
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
@@ -304,12 +353,11 @@ class Fleet:
             for member in self.members:
                 member.heard = max(member.heard, now)
         limit = self._launcher.lost_after_s
-        all_started = self._fan_out.exit_code() if self._fan_out is not None else None
         for member in self.members:
             if not member.is_there or member.said_bye:
                 continue
-            code = member.process.exit_code() if member.process is not None else all_started
-            if self._fan_out is not None and code is not None and member.sender is None:
+            code = _code(member)
+            if member.process is None and member.sender is None and code is not None:
                 member.closed_at = member.closed_at or now
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
@@ -334,10 +382,9 @@ class Fleet:
                 self._note(member, data)
 
     def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
-        code = member.process.exit_code() if member.process is not None else None
-        member.lost = agent_failure(member.name, diagnosis, remedy, code)
-
+        member.lost = agent_failure(member.name, diagnosis, remedy, _code(member))
         self._hang_up(member)
+        self._sweep(member)
 
     def give_up(self, member: Member) -> None:
         """Part with a host whose agent does not do what it is told."""
@@ -345,7 +392,15 @@ class Fleet:
 
     def _hang_up(self, member: Member) -> None:
         """End the connection, upon which the agent ends everything there."""
+        if member.sender is not None:
+            member.sender.close()
         member.sender = None
+        if member.stream is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(member.stream)
+            with suppress(OSError):
+                member.stream.shutdown(socket.SHUT_RDWR)
+            member.stream = None
         if member.process is None:
             return
         for stream in (member.process.stdout, member.process.stderr):
@@ -369,9 +424,12 @@ class Fleet:
         """Give each host's lines to its member; both pdsh and srun put the host before them."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
+            ended = _PDSH_ENDED.match(line)
             for member in self.members:
                 if f"{member.name}:".encode() in labels:
                     member.words = (member.words + line)[-_KEPT_BYTES:]
+                if ended and ended[1].decode(errors="replace") == member.name:
+                    member.code = int(ended[2])
 
     def _write(self, log: str, data: bytes) -> None:
         if self._logs is None or not data:
@@ -401,6 +459,27 @@ class Fleet:
                     sender.send(BEAT)
 
 
+def _code(member: Member) -> int | None:
+    """How what carries the channel, or what starts the agent, has ended; None where it has not."""
+    if member.process is not None:
+        return member.process.exit_code()
+    if member.code is not None or member.starter is None:
+        return member.code
+    return member.starter.exit_code()
+
+
+def _not_started(member: Member, error: OSError) -> RankFailure:
+    text = f"{member.command[0]} cannot be started here: {error.strerror}"
+    return agent_failure(member.name, text, f"install {member.command[0]}")
+
+
+def _read(descriptor: int) -> bytes:
+    """What has come; nothing where the connection has ended, in whatever way."""
+    with suppress(OSError):
+        return os.read(descriptor, _READ_BYTES)
+    return b""
+
+
 def _has_left(member: Member) -> bool:
     if member.process is not None:
         return member.process.exit_code() is not None
@@ -418,9 +497,3 @@ def _allow_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _with_values(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word

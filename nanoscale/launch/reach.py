@@ -9,6 +9,11 @@ from nanoscale.runs.failure import signal_name
 
 _CAUSES = (
     (
+        r"cannot call the launcher at .* back",
+        "its agent cannot reach the launcher, which listens where this machine is reached from there",
+        "let the hosts connect to any port of this machine, or use launcher.name=ssh",
+    ),
+    (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
         "its ssh host key is not the one that is known: it changed, or was never accepted",
         "make sure that it is the right machine, then `ssh-keygen -R {host}` and `ssh {name}` once",
