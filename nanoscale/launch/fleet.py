@@ -83,6 +83,7 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
+        self._preparation: Message = {"environment": {}, "will_launch": False}
         self._processes: list[Process] = []
         """all that were ever started"""
         self._logs: tuple[RunDirectory, int] | None = None
@@ -203,25 +204,30 @@ class Fleet:
         Args:
             environment: what its ranks are to have on top of what the host has.
         """
-        port = self._launcher.master_port
+        self._preparation = {"environment": environment, "will_launch": will_launch}
         for member in self.members:
             member.facts = None
-            own = {MARK: self._mark}
-            if member.host.devices is not None:
-                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
-            self.tell(
-                [member],
-                "prepare",
-                environment={**environment, **own},
-                slots=member.host.slots,
-                silence_s=None if self._is_local else self._launcher.lost_after_s,
-                will_launch=will_launch,
-                root=str(self._root),
-                probe=self._probe,
-                master_addr=self.master_addr,
-                master_port=None if port == "auto" else port,
-                time=time.time(),
-            )
+            self._prepare(member)
+
+    def _prepare(self, member: Member) -> None:
+        """Send the order, unless the agent has yet to call back."""
+        own = {MARK: self._mark}
+        if member.host.devices is not None:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+        port = self._launcher.master_port
+        self.tell(
+            [member],
+            "prepare",
+            environment={**self._preparation["environment"], **own},
+            slots=member.host.slots,
+            silence_s=None if self._is_local else self._launcher.lost_after_s,
+            will_launch=self._preparation["will_launch"],
+            root=str(self._root),
+            probe=self._probe,
+            master_addr=self.master_addr,
+            master_port=None if port == "auto" else port,
+            time=time.time(),
+        )
 
     @property
     def master_addr(self) -> str:
@@ -307,6 +313,7 @@ class Fleet:
             member.sender = Sender(caller.socket.fileno())
             member.heard = time.monotonic()
             self._selector.register(caller.socket, selectors.EVENT_READ, (member, "messages"))
+            self._prepare(member)
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
