@@ -29,6 +29,7 @@ LARGEST_FILE = 1 << 24
 _SLOTS = re.compile(r"slots=([0-9]{1,18})")
 _MEANT = re.compile(r"(?:slots *[=:]? *-?)?([0-9]{1,18})")
 """a number of slots that was written otherwise"""
+_PORT = re.compile(r"(?<=[^:]):[0-9]+$")
 _FEW = 3
 """as many hosts are named where the same is wrong with many"""
 
@@ -73,14 +74,15 @@ def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
         source = f"{name}:{number}"
         wrong = _line_problem(words)
         host = Host(words[0], 0, source=source)
-        first = found.setdefault(hostnames.canonical(host.name), host)
+        same = hostnames.canonical(host.name)
+        first = found.setdefault(same, host)
         if wrong is None and first is not host:
             wrong = f"names {host.name} again, which is in {first.source}", f"# {text_of_line}"
         if wrong is not None:
             message, meant = wrong
             violations.append(Violation("", text_of_line, source, message, (meant,)))
         else:
-            found[hostnames.canonical(host.name)] = replace(host, slots=int(words[1][6:]))
+            found[same] = replace(host, slots=int(words[1][6:]))
     if not found:
         message = "holds no host; each line is `HOST slots=N`"
         violations.append(Violation("", name, name, message, ("localhost slots=8",)))
@@ -96,7 +98,7 @@ def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
     proposed = f"slots={count if 1 <= count <= MOST_SLOTS else 'N'}"
     problem = hostnames.problem(name)
     if problem:
-        plain = name.partition(":")[0]
+        plain = _PORT.sub("", name)
         return f"{name!r} {problem}", f"{'HOST' if hostnames.problem(plain) else plain} {proposed}"
     if slots is None:
         wrong = f"has {' '.join(rest)!r} after {name}" if rest else f"says no slots of {name}"

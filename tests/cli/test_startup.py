@@ -43,7 +43,9 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
         ["runs", "ls"],
         ["train", "recipe=llama-8b", "--dry-run"],
         ["train", "recipe=llama-8b", "--dry-run", "--json"],
+        ["train", "recipe=debug", "--hostfile", "hosts", "--dry-run"],
     ]
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
     assert imported(commands, tmp_path) == ""
 
 

@@ -108,7 +108,7 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
     failure.write_rank_failure(run.rank_failure(1, "h", 0), said)
     heard = failure.read_rank_failure(run.rank_failure(1, "h", 0))
     assert heard == said
-    failure.write(run, digest(run, 1, [heard], Evidence()))
+    failure.write(run, digest(run, 1, [heard], {}))
     assert failure.user_error(failure.read(run)) == error
 
 
