@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -25,7 +26,7 @@ from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
 from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
-_CONNECT_S = 30.0
+_CALL_S = 5.0
 
 
 class Link:
@@ -56,26 +57,22 @@ class Link:
         return cls(reader, writer)
 
     @classmethod
-    def over_network(cls, address: str, key_file: Path) -> Link:
-        """Call the launcher back; both ends prove that they can read the key file.
-
-        Raises:
-            OSError: the launcher cannot be reached, or the key file not be read.
-        """
+    def over_network(cls, where: str, key_file: Path) -> Link:
+        """Call the launcher back at one of its addresses; both prove that they can read the key file."""
         from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-        key = key_file.read_bytes()
-        host, _, port = address.rpartition(":")
-        stream = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-        stream.settimeout(None)
-        connection = Connection(os.dup(stream.fileno()))
+        try:
+            key = key_file.read_bytes()
+        except OSError as error:
+            sys.exit(f"nanoscale.agent: does not see the launcher's folder of runs: {error}")
+        connection = Connection(_call(where.split(",")))
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         hello = {"names": names(), "addresses": list(addresses())}
         connection.send_bytes(json.dumps(hello).encode())
+        link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
         connection.close()
-        descriptor = stream.detach()
-        return cls(descriptor, descriptor)
+        return link
 
     def open(self) -> None:
         """Begin to listen, and to be heard."""
@@ -145,3 +142,15 @@ class Link:
         self.close()
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the fork server's socket
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call(addresses: Sequence[str]) -> int:
+    """A connection to the first address that answers."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError):
+            connected = socket.create_connection((host, int(port)), timeout=_CALL_S)
+            connected.settimeout(None)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connected.detach()
+    sys.exit(f"nanoscale.agent: no answer of the launcher at {', '.join(addresses)}")

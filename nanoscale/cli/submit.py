@@ -14,7 +14,6 @@ from nanoscale.cli.output import DONE, AsJson, console, print_json
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Composed, Setting
-    from nanoscale.config.rules import Host
     from nanoscale.config.sweep import Variant
     from nanoscale.errors import UserError
     from nanoscale.launch.prepare import Request
@@ -97,13 +96,14 @@ def _request(
     from nanoscale.config.provenance import COMMAND_LINE
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
+    from nanoscale.launch.allocation import wanted_nodes
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
     _refuse_other_launchers(composed)
-    devices, hosts = detect(), _nodes(composed)
+    devices, hosts = detect(), wanted_nodes(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
     resolved = replace(
@@ -125,48 +125,6 @@ def _refuse_other_launchers(composed: Composed) -> None:
         message = "is chosen, and submit launches through SLURM"
         value, source = before[-1].value, before[-1].source
         refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])
-
-
-def _nodes(composed: Composed) -> tuple[Host, ...]:
-    """Nodes such as SLURM is asked for, the most that an elastic job can have.
-
-    Raises:
-        UserError: how many there are to be, or how many ranks on each, cannot be known here.
-    """
-    from nanoscale.config import nodes
-    from nanoscale.config.report import refuse
-    from nanoscale.config.rules import Host
-
-    wrong = nodes.violation(composed)
-    if wrong is not None:
-        refuse([wrong])
-    _, most = nodes.node_range(composed.config.launcher.nodes) or (1, 1)
-    slots = _ranks_a_node(composed, most)
-    return tuple(Host(f"node{number + 1}", slots) for number in range(most))
-
-
-def _ranks_a_node(composed: Composed, nodes: int) -> int:
-    from math import lcm
-
-    from nanoscale.config.report import refuse
-    from nanoscale.errors import Violation
-
-    launcher, layout = composed.config.launcher, composed.config.parallel
-    if launcher.devices != "auto":
-        return launcher.devices
-    if launcher.device != "cpu":
-        gpus = re.findall(r"(?:^|:)([0-9]+)(?=,|$)", launcher.slurm.gpus or "")
-        if gpus:
-            return sum(map(int, gpus))
-        key = "launcher.devices"
-        message = "must be known here, to ask SLURM for nodes with as many GPUs"
-        ways = ("--num-gpus 8", "launcher.device=cpu")
-        refuse([Violation(key, "auto", composed.source(key), message, ways)])
-    copies = layout.dp_replicate if layout.dp == "auto" else layout.dp
-    ranks = copies * layout.tp * layout.pp * layout.cp
-    if layout.dp == "auto":
-        ranks = lcm(ranks, nodes)
-    return -(-ranks // nodes)
 
 
 def _batch(requests: list[Request], at_once: int | None) -> Batch:

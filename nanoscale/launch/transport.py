@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import nanoscale
+from nanoscale.config.nodes import elastic
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
+from nanoscale.launch.allocation import cpus_a_node
+from nanoscale.launch.slurm import container_prefix, srun_options
 
 _AGENT = ("-P", "-m", "nanoscale.agent")
 
@@ -26,16 +29,16 @@ _SWEEP_CONNECT_S = 2
 def commands(
     config: Config,
     hosts: Sequence[Host],
-    address: str = _CONNECT_ADDRESS,
+    addresses: str = _CONNECT_ADDRESS,
     key_file: str = _KEY_FILE,
 ) -> list[tuple[str, ...]]:
     """What is run here for each host; pdsh and srun take many hosts in one command.
 
     Args:
-        address: HOST:PORT where agents that such a command starts call the launcher back.
+        addresses: where agents that such a command starts call the launcher back.
         key_file: by which they prove who they are.
     """
-    call = ("--connect", address, key_file)
+    call = ("--connect", addresses, key_file)
     match config.launcher.name:
         case "local":
             return [(sys.executable, *_AGENT) for _ in hosts]
@@ -148,18 +151,27 @@ def _pdsh(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tu
 
 
 def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
+    """One task a node, which gets all that the allocation has there."""
     count = len(hosts)
     nodes = ",".join(host.name for host in hosts)
+    cpus = cpus_a_node(os.environ)
     return (
         "srun",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
         f"--nodelist={nodes}",
-        "--kill-on-bad-exit=0",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        "--cpu-bind=none",
+        "--mem=0",
+        "--overlap",  # another step, as of a monitor, keeps nobody waiting
+        "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows why
+        *(["--no-kill"] if elastic(config.launcher.nodes) else []),
         "--input=none",
         "--label",
         "--export=ALL",
+        *srun_options(config),
+        *container_prefix(config),
         interpreter(config, hosts[0]),
         *_AGENT,
         *arguments,
