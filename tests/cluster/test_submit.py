@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoscale.launch.batch import batch_script
-from nanoscale.runs import events, status, submission
+from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import LOGIN, Slurm
-from tests.launch.test_batch import NASTY, config
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 90
