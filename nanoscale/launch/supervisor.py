@@ -167,7 +167,7 @@ class Supervisor:
         )
 
     def _make_logs(self, plan: LaunchPlan) -> None:
-        """Empty files, so that who looks for one finds it; of very many ranks only those that print have one."""
+        """Empty files, so that who looks for one finds it; of very many ranks only those that print."""
         if plan.world_size > _MOST_EMPTY_LOGS:
             return
         for host in plan.hosts:

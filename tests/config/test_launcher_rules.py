@@ -40,7 +40,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _allocation(monkeypatch):
     """What a job of SLURM finds in its environment."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "s1,s2")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
 
 
 def asked(line: str, config_file: Path | None = None) -> Composed:
