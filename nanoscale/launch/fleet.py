@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import selectors
+import socket
 import threading
 import time
 import uuid
@@ -42,7 +43,9 @@ class Member:
     host: Host
     command: tuple[str, ...]
     process: Process | None = None
-    """what carries the channel; None where the agent called back"""
+    """what started the agent, and carries the channel unless the agent called back"""
+    socket: socket.socket | None = None
+    """by which the agent called back"""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
@@ -80,10 +83,10 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
-        self._fan_out: Process | None = None
-        self._retired: list[Process] = []
+        self._preparation: Message = {"environment": {}, "will_launch": False}
+        self._processes: list[Process] = []
+        """all that were ever started"""
         self._logs: tuple[RunDirectory, int] | None = None
-        self._local_sessions: list[int] = []
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
         self._polled = time.monotonic()
@@ -98,7 +101,7 @@ class Fleet:
         _allow_files(_FILES_A_HOST * len(self.members) + 256)
         try:
             if transport.starts_all_at_once(self._config):
-                self._callbacks = Callbacks(self._key, self.members[0].name)
+                self._callbacks = Callbacks(self._key)
             self.connect(self.members)
         except BaseException:
             self.__exit__(None, None, None)
@@ -115,10 +118,11 @@ class Fleet:
         self._closing.set()
         self._take_leave()
         if self._is_local:
-            self.left_behind = end_all(self._local_sessions, self._mark)
-        for process in self._processes():
-            process.kill()
-        for process in self._processes():
+            self.left_behind = end_all([process.pid for process in self._processes], self._mark)
+        for process in self._processes:
+            # srun's other half tells SLURM that it is gone, so that the tasks end.
+            process.kill(alone=self._calls_back)
+        for process in self._processes:
             process.reap()
         if self._callbacks is not None:
             self._callbacks.close()
@@ -129,6 +133,10 @@ class Fleet:
     def _is_local(self) -> bool:
         return self._launcher.name == "local"
 
+    @property
+    def _calls_back(self) -> bool:
+        return self._callbacks is not None
+
     def _take_leave(self) -> None:
         """Let agents that do nothing any more end by themselves: they remove what they have made."""
         present = [m for m in self.members if m.is_there and m.facts is not None]
@@ -136,10 +144,6 @@ class Fleet:
         deadline = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline and not all(map(_has_left, present)):
             self.poll(0.1)
-
-    def _processes(self) -> list[Process]:
-        own = [m.process for m in self.members if m.process is not None]
-        return [*own, *self._retired, *([self._fan_out] if self._fan_out is not None else [])]
 
     # --- connecting -----------------------------------------------------------------------------------
 
@@ -160,7 +164,6 @@ class Fleet:
         if member.process is not None:
             self._hang_up(member)
             member.process.kill()
-            self._retired.append(member.process)
         extra = {MARK: self._mark} if self._is_local else {}
         words = {**transport.environment(self._config, os.environ), **extra}
         try:
@@ -170,22 +173,29 @@ class Fleet:
                 member.name, f"{member.command[0]} cannot be started: {error}", "install it"
             )
             return
-        if self._is_local:
-            self._local_sessions.append(member.process.pid)
+        self._processes.append(member.process)
         member.sender = Sender(member.process.stdin.fileno())
         self._selector.register(member.process.stdout, selectors.EVENT_READ, (member, "messages"))
         self._selector.register(member.process.stderr, selectors.EVENT_READ, (member, "words"))
 
     def _start_all(self, members: Sequence[Member]) -> None:
         assert self._callbacks is not None
-        (command,) = set(transport.commands(self._config, [m.host for m in members]))
-        real = {
-            transport.CONNECT_ADDRESS: self._callbacks.address,
-            transport.KEY_FILE: str(self._root / self._probe),
-        }
-        words = [_with_values(word, real) for word in command]
-        self._fan_out = Process(words, transport.environment(self._config, os.environ))
-        for stream in (self._fan_out.stdout, self._fan_out.stderr):
+        hosts = [member.host for member in members]
+        where, key_file = self._callbacks.addresses(hosts), str(self._root / self._probe)
+        words = transport.with_callback(transport.commands(self._config, hosts)[0], where, key_file)
+        try:
+            process = Process(words, transport.environment(self._config, os.environ))
+        except OSError as error:
+            for member in members:
+                member.lost = agent_failure(
+                    member.name, f"{words[0]} cannot be started: {error}", "install it"
+                )
+            return
+        self._processes.append(process)
+        for member in members:
+            self._hang_up(member)
+            member.process = process
+        for stream in (process.stdout, process.stderr):
             self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
 
     def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
@@ -194,25 +204,30 @@ class Fleet:
         Args:
             environment: what its ranks are to have on top of what the host has.
         """
-        port = self._launcher.master_port
+        self._preparation = {"environment": environment, "will_launch": will_launch}
         for member in self.members:
             member.facts = None
-            own = {MARK: self._mark}
-            if member.host.devices is not None:
-                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
-            self.tell(
-                [member],
-                "prepare",
-                environment={**environment, **own},
-                slots=member.host.slots,
-                silence_s=None if self._is_local else self._launcher.lost_after_s,
-                will_launch=will_launch,
-                root=str(self._root),
-                probe=self._probe,
-                master_addr=self.master_addr,
-                master_port=None if port == "auto" else port,
-                time=time.time(),
-            )
+            self._prepare(member)
+
+    def _prepare(self, member: Member) -> None:
+        """Send the order, unless the agent has yet to call back."""
+        own = {MARK: self._mark}
+        if member.host.devices is not None:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+        port = self._launcher.master_port
+        self.tell(
+            [member],
+            "prepare",
+            environment={**self._preparation["environment"], **own},
+            slots=member.host.slots,
+            silence_s=None if self._is_local else self._launcher.lost_after_s,
+            will_launch=self._preparation["will_launch"],
+            root=str(self._root),
+            probe=self._probe,
+            master_addr=self.master_addr,
+            master_port=None if port == "auto" else port,
+            time=time.time(),
+        )
 
     @property
     def master_addr(self) -> str:
@@ -249,7 +264,7 @@ class Fleet:
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, where one command has started them."""
-        return self._launcher.name if self._callbacks is not None else None
+        return self._launcher.name if self._calls_back else None
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Whatever has come, waiting so long at most; members that are lost are marked as such."""
@@ -289,14 +304,16 @@ class Fleet:
         if self._callbacks is None:
             return
         for caller in self._callbacks.new():
-            waiting = [m for m in self.members if m.sender is None]
+            waiting = [m for m in self.members if m.sender is None and m.is_there]
             member = caller.find(waiting)
             if member is None:
                 caller.close()
                 continue
-            member.sender = Sender(caller.descriptor)
+            member.socket = caller.socket
+            member.sender = Sender(caller.socket.fileno())
             member.heard = time.monotonic()
-            self._selector.register(caller.descriptor, selectors.EVENT_READ, (member, "messages"))
+            self._selector.register(caller.socket, selectors.EVENT_READ, (member, "messages"))
+            self._prepare(member)
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
@@ -304,13 +321,12 @@ class Fleet:
             for member in self.members:
                 member.heard = max(member.heard, now)
         limit = self._launcher.lost_after_s
-        all_started = self._fan_out.exit_code() if self._fan_out is not None else None
         for member in self.members:
             if not member.is_there or member.said_bye:
                 continue
-            code = member.process.exit_code() if member.process is not None else all_started
-            if self._fan_out is not None and code is not None and member.sender is None:
-                member.closed_at = member.closed_at or now
+            code = member.process.exit_code() if member.process is not None else None
+            if self._calls_back and code is not None and member.sender is None:
+                member.closed_at = member.closed_at or now  # it will not call any more
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
                     self._drain(member)
@@ -324,7 +340,7 @@ class Fleet:
 
     def _drain(self, member: Member) -> None:
         """Read what a process that has ended left in its standard error."""
-        if member.process is None:
+        if member.process is None or self._calls_back:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(member.process.stderr)
@@ -346,7 +362,12 @@ class Fleet:
     def _hang_up(self, member: Member) -> None:
         """End the connection, upon which the agent ends everything there."""
         member.sender = None
-        if member.process is None:
+        if member.socket is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(member.socket)
+            member.socket.close()
+            member.socket = None
+        if member.process is None or self._calls_back:
             return
         for stream in (member.process.stdout, member.process.stderr):
             with suppress(KeyError, ValueError):
@@ -369,8 +390,9 @@ class Fleet:
         """Give each host's lines to its member; both pdsh and srun put the host before them."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
-            for member in self.members:
-                if f"{member.name}:".encode() in labels:
+            for number, member in enumerate(self.members):
+                label = str(number) if self._launcher.name == "slurm" else member.name
+                if f"{label}:".encode() in labels:
                     member.words = (member.words + line)[-_KEPT_BYTES:]
 
     def _write(self, log: str, data: bytes) -> None:
@@ -402,9 +424,8 @@ class Fleet:
 
 
 def _has_left(member: Member) -> bool:
-    if member.process is not None:
-        return member.process.exit_code() is not None
-    return member.lost is not None or member.closed_at is not None
+    gone = member.process is not None and member.process.exit_code() is not None
+    return gone or member.lost is not None
 
 
 def existing(folder: Path) -> Path:
@@ -418,9 +439,3 @@ def _allow_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _with_values(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word

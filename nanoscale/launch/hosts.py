@@ -21,7 +21,7 @@ from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.suggest import nearest
 from nanoscale.errors import Violation
 from nanoscale.launch import filters
-from nanoscale.launch.allocation import given_nodes
+from nanoscale.launch.allocation import given_hosts
 
 MOST_SLOTS = 4096
 """more on one host is a slip of the finger"""
@@ -35,15 +35,14 @@ _FEW = 3
 
 
 def read_hosts(composed: Composed) -> tuple[Host, ...]:
-    """The hosts that the configuration asks for: of the hostfile, in its order, or of SLURM's job.
-
-    None where it is this machine alone.
+    """The hosts that the configuration asks for, in the hostfile's order, or SLURM's; else none.
 
     Raises:
-        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
+        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it;
+            or there is no allocation of SLURM.
     """
     if composed.config.launcher.name == "slurm":
-        return given_nodes(composed)
+        return given_hosts(composed)
     if not by_hostfile(composed):
         return ()
     text, name = _read(composed)

@@ -68,11 +68,11 @@ class Process:
                 self._code = ended.si_status if exited else -ended.si_status
         return self._code
 
-    def kill(self) -> None:
-        """End it, and what it has started in its session."""
+    def kill(self, *, alone: bool = False) -> None:
+        """End it, and unless `alone` what it has started in its session."""
         if self.exit_code() is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
         """Let go of it once it has ended."""

@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nanoscale
+from nanoscale.config.nodes import elastic
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
+from nanoscale.launch.allocation import cpus_a_node
+from nanoscale.launch.slurm import container_prefix, srun_options
 
 _AGENT = ("-P", "-m", "nanoscale.agent")
 
@@ -31,6 +34,19 @@ def commands(config: Config, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
             return [_pdsh(config, hosts)] * len(hosts)
         case "slurm":
             return [_srun(config, hosts)] * len(hosts)
+
+
+def with_callback(command: Sequence[str], addresses: str, key_file: str) -> list[str]:
+    """A command for all hosts, now that it is known where the launcher listens."""
+    quoted = {CONNECT_ADDRESS: addresses, KEY_FILE: shlex.quote(key_file)}
+    plain = {CONNECT_ADDRESS: addresses, KEY_FILE: key_file}
+    return [plain[word] if word in plain else _replaced(word, quoted) for word in command]
+
+
+def _replaced(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
 
 
 def starts_all_at_once(config: Config) -> bool:
@@ -101,18 +117,27 @@ def _pdsh(config: Config, hosts: Sequence[Host]) -> tuple[str, ...]:
 
 
 def _srun(config: Config, hosts: Sequence[Host]) -> tuple[str, ...]:
+    """One task a node, which gets all that the allocation has there."""
     count = len(hosts)
     nodes = ",".join(host.name for host in hosts)
+    cpus = cpus_a_node(os.environ)
     return (
         "srun",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
         f"--nodelist={nodes}",
-        "--kill-on-bad-exit=0",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        "--cpu-bind=none",
+        "--mem=0",
+        "--overlap",  # another step, as of a monitor, keeps nobody waiting
+        "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows why
+        *(["--no-kill"] if elastic(config.launcher.nodes) else []),
         "--input=none",
         "--label",
         "--export=ALL",
+        *srun_options(config),
+        *container_prefix(config),
         interpreter(config, hosts[0]),
         *_AGENT,
         "--connect",
