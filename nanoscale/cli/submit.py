@@ -96,14 +96,14 @@ def _request(
     from nanoscale.config.provenance import COMMAND_LINE
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
-    from nanoscale.launch.allocation import wanted_hosts
+    from nanoscale.launch.allocation import wanted_nodes
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
     _refuse_other_launchers(composed)
-    devices, hosts = detect(), wanted_hosts(composed)
+    devices, hosts = detect(), wanted_nodes(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
     resolved = replace(

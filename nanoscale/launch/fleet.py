@@ -32,7 +32,9 @@ _FAREWELL_S = 5.0
 """for agents to leave in good order before they are ended"""
 _LAST_WORDS_S = 2.0
 """for the process of a connection that has broken to say why"""
-_STALL_S = 1.0
+_LOOK_S = 0.1
+"""between two looks at all hosts, however much comes from some of them"""
+_STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
 
 
@@ -83,13 +85,14 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
-        self._preparation: Message = {"environment": {}, "will_launch": False}
+        self._preparation: Message = {"environment": {}}
+        """what all hosts are asked alike"""
         self._processes: list[Process] = []
         """all that were ever started"""
         self._logs: tuple[RunDirectory, int] | None = None
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
-        self._polled = time.monotonic()
+        self._looked = time.monotonic()
         self._closing = threading.Event()
         commands = transport.commands(config, hosts)
         self.members = [Member(h, c) for h, c in zip(hosts, commands, strict=True)]
@@ -142,8 +145,10 @@ class Fleet:
         present = [m for m in self.members if m.is_there and m.facts is not None]
         self.tell(present, "quit")
         deadline = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline and not all(map(_has_left, present)):
+        while present and time.monotonic() < deadline:
             self.poll(0.1)
+            while present and _has_left(present[-1]):
+                present.pop()
 
     # --- connecting -----------------------------------------------------------------------------------
 
@@ -204,7 +209,11 @@ class Fleet:
         Args:
             environment: what its ranks are to have on top of what the host has.
         """
-        self._preparation = {"environment": environment, "will_launch": will_launch}
+        self._preparation = {
+            "environment": environment,
+            "will_launch": will_launch,
+            "master_addr": self.master_addr,
+        }
         for member in self.members:
             member.facts = None
             self._prepare(member)
@@ -218,13 +227,11 @@ class Fleet:
         self.tell(
             [member],
             "prepare",
-            environment={**self._preparation["environment"], **own},
+            **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
             slots=member.host.slots,
             silence_s=None if self._is_local else self._launcher.lost_after_s,
-            will_launch=self._preparation["will_launch"],
             root=str(self._root),
             probe=self._probe,
-            master_addr=self.master_addr,
             master_port=None if port == "auto" else port,
             time=time.time(),
         )
@@ -233,18 +240,21 @@ class Fleet:
     def master_addr(self) -> str:
         """Where the first host is reached by the others."""
         given = self._launcher.master_addr
-        there = [m for m in self.members if m.is_there] or self.members
-        return given or ("127.0.0.1" if self._is_local else there[0].name)
+        first = next((m for m in self.members if m.is_there), self.members[0])
+        return given or ("127.0.0.1" if self._is_local else first.name)
 
     def gather(self, limit_s: float | None = None) -> None:
         """Wait until every host has answered or is lost; so long at most, or launcher.connect_timeout_s."""
         limit_s = limit_s or self._launcher.connect_timeout_s
         deadline = time.monotonic() + limit_s
-        while waiting := [m for m in self.members if m.is_there and m.facts is None]:
+        waiting = list(self.members)
+        while waiting:
             if time.monotonic() > deadline:
-                for member in waiting:
+                for member in filter(_has_yet_to_answer, waiting):
                     self._lose(member, *self._explain(member, None, limit_s))
             self.poll(0.1)
+            while waiting and not _has_yet_to_answer(waiting[-1]):
+                waiting.pop()
         self._hide_probe()
 
     # --- talking --------------------------------------------------------------------------------------
@@ -281,8 +291,9 @@ class Fleet:
             else:
                 news += self._heard(member, data)
         self._welcome()
-        self._look_for_losses()
-        self._polled = time.monotonic()
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._look_for_losses()
+            self._looked = time.monotonic()
         return news
 
     def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
@@ -317,7 +328,7 @@ class Fleet:
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
-        if now - self._polled > _STALL_S + 0.5:  # we were away, not they
+        if now - self._looked > _STALL_S:  # we were away, not they
             for member in self.members:
                 member.heard = max(member.heard, now)
         limit = self._launcher.lost_after_s
@@ -421,6 +432,10 @@ class Fleet:
                 sender = member.sender
                 if sender is not None:
                     sender.send(BEAT)
+
+
+def _has_yet_to_answer(member: Member) -> bool:
+    return member.is_there and member.facts is None
 
 
 def _has_left(member: Member) -> bool:

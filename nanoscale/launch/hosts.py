@@ -21,7 +21,7 @@ from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.suggest import nearest
 from nanoscale.errors import Violation
 from nanoscale.launch import filters
-from nanoscale.launch.allocation import given_hosts
+from nanoscale.launch.allocation import given_nodes
 
 MOST_SLOTS = 4096
 """more on one host is a slip of the finger"""
@@ -35,14 +35,15 @@ _FEW = 3
 
 
 def read_hosts(composed: Composed) -> tuple[Host, ...]:
-    """The hosts that the configuration asks for, in the hostfile's order, or SLURM's; else none.
+    """The hosts that the configuration asks for: of the hostfile, in its order, or of SLURM's job.
+
+    None where it is this machine alone.
 
     Raises:
-        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it;
-            or there is no allocation of SLURM.
+        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
     """
     if composed.config.launcher.name == "slurm":
-        return given_hosts(composed)
+        return given_nodes(composed)
     if not by_hostfile(composed):
         return ()
     text, name = _read(composed)
