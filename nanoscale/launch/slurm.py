@@ -135,6 +135,15 @@ def signal_batch(job: Submission, name: str) -> None:
     _ask(["scancel", *_on(job.cluster), "--batch", f"--signal={name}", str(job)])
 
 
+def host_names(nodes: str) -> list[str]:
+    """What `node[1-4]` stands for.
+
+    Raises:
+        SlurmError: SLURM does not say.
+    """
+    return _ask(["scontrol", "show", "hostnames", nodes]).split()
+
+
 def srun_options(config: Config) -> list[str]:
     """What srun needs so that the agents run in the image of launcher.slurm.container (pyxis)."""
     wanted = config.launcher.slurm

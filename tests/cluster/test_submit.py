@@ -17,7 +17,7 @@ from nanoscale.runs import events, submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import LOGIN, Slurm
-from tests.launch.test_batch import NASTY, config
+from tests.launch.test_batch import NASTY, STAND_IN, config
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 90
@@ -143,6 +143,7 @@ def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: U
         "launcher.slurm.signal_before_s=50",
         "launcher.slurm.max_requeues=1",
     )
+    wait_step(run, 1)
     user.slurm.hasten(job)
     last = user.slurm.wait_state(job, "FAILED", limit_s=90)
     assert (last["Restarts"], last["ExitCode"]) == ("1", "75:0")
@@ -219,12 +220,15 @@ def test_what_a_job_leaves_in_the_environment_is_no_option_of_the_next(user: Use
 def test_sbatch_reads_every_value_as_it_is(user: User) -> None:
     folder = user.folder / NASTY
     (folder / "logs").mkdir(parents=True)
-    marked = config(directives=["--hold", f"--comment={NASTY}"])
+    marked = config(python=str(STAND_IN), directives=[f"--comment={NASTY}"])
     script = user.folder / "script"
     script.write_text(batch_script(marked, RunDirectory(folder)))
-    job = user.slurm.sbatch(script, cwd=user.folder)
-    form = "--Format=Name:200,Comment:200,STDOUT:500"
-    shown = user.slurm.command("squeue", "--noheader", f"--jobs={job}", form)
-    assert [shown[:200].strip(), shown[200:400].strip()] == [NASTY, NASTY]
-    assert shown[400:].strip() == f"{folder}/logs/slurm-{job}.out"
-    assert not (user.folder / "x").exists()
+    stand_in = {"STAND_IN_DIR": str(user.folder), "STAND_IN_CODE": "0"}
+    job = user.slurm.sbatch(script, cwd=user.folder, env=os.environ | stand_in)
+    user.slurm.wait_state(job, "COMPLETED")
+    asked = ["squeue", "--noheader", "--states=all", f"--jobs={job}"]
+    for field in ("Name", "Comment"):
+        assert user.slurm.command(*asked, f"--Format={field}:200").strip() == NASTY
+    assert (folder / f"logs/slurm-{job}.out").exists()
+    assert json.loads((user.folder / "called").read_text())["argv"][-1] == str(folder)
+    assert not list(user.folder.rglob("x"))
