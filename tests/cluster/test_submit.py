@@ -232,3 +232,20 @@ def test_sbatch_reads_every_value_as_it_is(user: User) -> None:
     assert (folder / f"logs/slurm-{job}.out").exists()
     assert json.loads((user.folder / "called").read_text())["argv"][-1] == str(folder)
     assert not list(user.folder.rglob("x"))
+
+
+def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
+    programs = user.folder / "bin"
+    programs.mkdir()
+    (programs / "nanoscale").write_text(f'#!/bin/sh\nexec {sys.executable} -m nanoscale "$@"\n')
+    (programs / "nanoscale").chmod(0o755)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
+    script = SOURCE / "scripts" / "sbatch" / "train.sbatch"
+    words = ("-N2", script, *WORDS, "train.steps=100000")
+    job = user.slurm.sbatch(*words, cwd=user.folder, env=os.environ | path)
+    run = RunDirectory(user.folder / "runs" / f"job-{job}")
+    wait_step(run, 3)
+    assert f"job {job}: RUNNING, on s[1-2]" in user.types("runs", "show", run.name)
+    assert f"asked job {job} to stop" in user.types("runs", "stop", run.name)
+    assert user.slurm.wait_state(job, "FAILED")["ExitCode"] == "75:0"
+    assert run.checkpoint_steps() == [steps(run)[-1]]
