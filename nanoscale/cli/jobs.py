@@ -89,11 +89,12 @@ class Job:
         return about | {"slurm": state, "problem": self.problem or None}
 
 
-def output_of(run: RunDirectory, one: Submission) -> Path:
-    """Where the batch script of a job prints to."""
-    if one.task is None or one.script is None:
-        return run.logs / f"slurm-{one}.out"
-    return Path(one.script).parent / f"slurm-{one}.out"
+def output_of(run: RunDirectory, one: Submission) -> Path | None:
+    """What the batch script of a job printed; None where it is not one of `nanoscale submit`."""
+    if one.script is None:
+        return None
+    folder = run.logs if one.task is None else Path(one.script).parent
+    return folder / f"slurm-{one}.out"
 
 
 def way_on(run: RunDirectory) -> str:

@@ -123,7 +123,7 @@ def test_no_value_ends_a_line() -> None:
 class Batch:
     """A batch script that runs."""
 
-    def __init__(self, folder: Path, script: str, **environment: str) -> None:
+    def __init__(self, folder: Path, script: str, *words: str, **environment: str) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         (folder / "bin").mkdir(exist_ok=True)
@@ -135,7 +135,7 @@ class Batch:
         scontrol.chmod(0o755)
         (folder / "script").write_text(script)
         self.process = subprocess.Popen(
-            ["bash", folder / "script"],
+            ["bash", folder / "script", *words],
             cwd=folder,
             env={
                 "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",

@@ -141,6 +141,7 @@ def test_what_ranks_print_carries_host_and_rank(run):
     with shown(run, PLAN, 6, stream) as view:
         run.log(1, "h", 1, "out").write_bytes(b"hello\n\xff no end")
         run.log(1, "h", 0, "err").write_text("for the log only\n")
+        view.wrote("h", 1)
         view.poll()
     assert "h:1 │ hello\n" in stream.getvalue()
     assert "h:1 │ � no end\n" in stream.getvalue()
