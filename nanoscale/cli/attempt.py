@@ -20,6 +20,7 @@ from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
+from nanoscale.runs.lock import RunLock
 
 _LOG_LINES = 12
 
@@ -41,7 +42,7 @@ def ready_fleet(request: Request) -> Iterator[Fleet]:
 
 
 def attempt(
-    run: RunDirectory,
+    lock: RunLock,
     request: Request,
     number: int,
     fleet: Fleet,
@@ -52,10 +53,12 @@ def attempt(
 
     Raises:
         UserError: a rank found that the request is wrong.
+        TakenOverError: another launcher has the run now.
     """
+    run = lock.run
     stream = sys.stderr if as_json else sys.stdout
     with LiveView(run, stream) as view:
-        supervisor = Supervisor(run, request, fleet, signals, view)
+        supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
     if outcome.failure is not None:
         _raise_users_error(outcome.failure)
