@@ -306,6 +306,10 @@ class Fleet:
         for member in self.members if first else ():
             self._write(member.name, member.words)
 
+    def write_no_logs(self) -> None:
+        """What agents print is kept for an error's text only."""
+        self._logs = None
+
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, where one command has started them."""
