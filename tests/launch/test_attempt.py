@@ -43,7 +43,8 @@ def attempt(tmp_path):
     run = RunDirectory.create(tmp_path, "x")
     members = [Member(Host(name, 2), ("x",)) for name in ("a", "b")]
     view = SimpleNamespace(running=True)
-    return Attempt(run, PLAN, members, Fleet(), Launcher(), Signals(), view)
+    lock = SimpleNamespace(run=run, lost=False)
+    return Attempt(lock, PLAN, members, Fleet(), Launcher(), Signals(), view)
 
 
 def ended(attempt, host, outcome, *failures):
