@@ -186,6 +186,10 @@ class Attempt:
             self.lock.require()
 
     def _mind_signals(self) -> None:
+        if self.signals.suspended:
+            self.signals.suspended = False
+            why = "Ctrl-Z is not heeded: the ranks would take a suspended launcher for lost"
+            events.append(self.run, "note", why)
         if self.signals.first is None or self.killing_since is not None:
             return
         if self.stopping_since is None:
