@@ -11,7 +11,8 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.S
 class Signals:
     """Listens for Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 from `with` to its end. Main thread only.
 
-    Ctrl-Z does not suspend the launcher meanwhile: the hosts would take it for lost. A signal that was ignored before stays ignored, as under nohup.
+    Ctrl-Z does not suspend the launcher meanwhile: the hosts would take it for lost. A signal that
+    was ignored before stays ignored, as under nohup.
     """
 
     def __init__(self) -> None:
