@@ -49,6 +49,9 @@ class View(Protocol):
     def poll(self) -> None:
         """Show what is new."""
 
+    def wrote(self, host: str, rank: int) -> None:
+        """The standard output of a rank has grown."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -112,6 +115,8 @@ class Attempt:
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
             with suppress(OSError), path.open("ab") as log:
                 log.write(as_bytes(message["text"]))
+            if message["stream"] == "out":
+                self.view.wrote(member.name, message["rank"])
         elif message.get("attempt") != self.plan.attempt:
             pass  # of an attempt that was given up
         elif message["kind"] == "failing":

@@ -27,8 +27,8 @@ _PATIENCE_S = 10.0
 class Caller:
     """An agent that has proved itself, and what it says it is."""
 
-    def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
-        self.socket = accepted
+    def __init__(self, stream: socket.socket, hello: dict[str, Any]) -> None:
+        self.stream = stream
         self._names = set(hello["names"])
         self._addresses = set(hello["addresses"])
 
@@ -43,7 +43,7 @@ class Caller:
         return None
 
     def close(self) -> None:
-        self.socket.close()
+        self.stream.close()
 
 
 class Callbacks:
@@ -52,7 +52,11 @@ class Callbacks:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
         threading.Thread(target=self._listen, name="callbacks", daemon=True).start()
 
     def addresses(self, hosts: Sequence[Host]) -> str:

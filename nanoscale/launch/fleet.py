@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import selectors
 import socket
@@ -16,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.channel import BEAT, BEAT_S, MARK, Message, Sender, Unpacker
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
 from nanoscale.launch.callback import Callbacks
-from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all
+from nanoscale.launch.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.reach import explain
+from nanoscale.launch.sweeps import Sweeps
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 
@@ -32,10 +34,13 @@ _FAREWELL_S = 5.0
 """for agents to leave in good order before they are ended"""
 _LAST_WORDS_S = 2.0
 """for the process of a connection that has broken to say why"""
+_STARTER_S = 1.0
+"""for the command that has started all agents to see that they have ended"""
 _LOOK_S = 0.1
 """between two looks at all hosts, however much comes from some of them"""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
+_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
@@ -45,15 +50,25 @@ class Member:
     host: Host
     command: tuple[str, ...]
     process: Process | None = None
-    """what started the agent, and carries the channel unless the agent called back"""
-    socket: socket.socket | None = None
-    """by which the agent called back"""
+    """what carries the channel; None where the agent calls back"""
+    starter: Process | None = None
+    """where it calls back: the command that starts it, and others"""
+    code: int | None = None
+    """what that command says of how it ended on this host"""
+    order: Message | None = None
+    """what an agent that has not called back yet is to be told"""
+    mark: str = ""
+    """in the environment of all that its agent starts"""
+    answered: bool = False
+    """whether anything was heard of the agent"""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
     facts: Message | None = None
     lost: RankFailure | None = None
     said_bye: bool = False
+    stream: socket.socket | None = None
+    """the connection of an agent that has called back"""
     closed_at: float | None = None
     """when the stream from it ended"""
     words: bytes = b""
@@ -85,11 +100,11 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
-        self._preparation: Message = {"environment": {}}
-        """what all hosts are asked alike"""
-        self._processes: list[Process] = []
-        """all that were ever started"""
+        self._retired: list[Process] = []
+        self._streams: list[socket.socket] = []
+        self._sweeps = Sweeps(config, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
+        self._sessions: list[int] = []
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
         self._looked = time.monotonic()
@@ -120,15 +135,18 @@ class Fleet:
     ) -> None:
         self._closing.set()
         self._take_leave()
-        if self._is_local:
-            self.left_behind = end_all([process.pid for process in self._processes], self._mark)
-        for process in self._processes:
-            # srun's other half tells SLURM that it is gone, so that the tasks end.
-            process.kill(alone=self._calls_back)
-        for process in self._processes:
+        self._sweeps.finish()
+        if self._launcher.name in ("local", "pdsh"):
+            self.left_behind = end_all(self._sessions, self._mark)
+        for process in self._processes():
+            # srun's other half notices that it is gone and ends the tasks, which nobody else would.
+            process.kill(alone=self._launcher.name == "slurm")
+        for process in self._processes():
             process.reap()
         if self._callbacks is not None:
             self._callbacks.close()
+        for stream in self._streams:
+            stream.close()
         self._selector.close()
         self._hide_probe()
 
@@ -136,28 +154,44 @@ class Fleet:
     def _is_local(self) -> bool:
         return self._launcher.name == "local"
 
-    @property
-    def _calls_back(self) -> bool:
-        return self._callbacks is not None
-
     def _take_leave(self) -> None:
         """Let agents that do nothing any more end by themselves: they remove what they have made."""
         present = [m for m in self.members if m.is_there and m.facts is not None]
         self.tell(present, "quit")
         deadline = time.monotonic() + _FAREWELL_S
-        while present and time.monotonic() < deadline:
+        waiting = list(present)
+        while waiting and time.monotonic() < deadline:
             self.poll(0.1)
-            while present and _has_left(present[-1]):
-                present.pop()
+            while waiting and _has_left(waiting[-1]):
+                waiting.pop()
+        for member in self.members:
+            if member.is_there and not member.said_bye:
+                self._sweep(member)
+        starters = [m.starter for m in self.members if m.starter is not None]
+        deadline = time.monotonic() + (_STARTER_S if len(present) == len(self.members) else 0.0)
+        while time.monotonic() < deadline and any(s.exit_code() is None for s in starters):
+            self.poll(0.1)
+
+    def _sweep(self, member: Member) -> None:
+        """End what its agent may have left; nothing can be left where it never spoke."""
+        if member.answered:
+            self._sweeps.begin(member.host, member.mark)
+
+    def _processes(self) -> list[Process]:
+        own = [process for m in self.members for process in (m.process, m.starter)]
+        return [*dict.fromkeys(filter(None, own)), *self._retired]
 
     # --- connecting -----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[Member]) -> None:
         """Start the agents of these hosts, anew where one was lost."""
+        self._sweeps.finish()
         self._show_probe()
         for member in members:
             member.lost, member.facts, member.closed_at = None, None, None
-            member.said_bye, member.words = False, b""
+            member.said_bye, member.answered, member.words = False, False, b""
+            member.code, member.order, member.unpacker = None, None, Unpacker()
+            member.mark = self._mark if self._is_local else uuid.uuid4().hex
             member.heard = time.monotonic()
         if self._callbacks is not None:
             self._start_all(members)
@@ -169,38 +203,43 @@ class Fleet:
         if member.process is not None:
             self._hang_up(member)
             member.process.kill()
+            self._retired.append(member.process)
         extra = {MARK: self._mark} if self._is_local else {}
         words = {**transport.environment(self._config, os.environ), **extra}
         try:
             member.process = Process(member.command, words)
         except OSError as error:
-            member.lost = agent_failure(
-                member.name, f"{member.command[0]} cannot be started: {error}", "install it"
-            )
+            member.lost = _not_started(member, error)
             return
-        self._processes.append(member.process)
+        self._sessions.append(member.process.pid)
         member.sender = Sender(member.process.stdin.fileno())
         self._selector.register(member.process.stdout, selectors.EVENT_READ, (member, "messages"))
         self._selector.register(member.process.stderr, selectors.EVENT_READ, (member, "words"))
 
     def _start_all(self, members: Sequence[Member]) -> None:
         assert self._callbacks is not None
-        hosts = [member.host for member in members]
-        where, key_file = self._callbacks.addresses(hosts), str(self._root / self._probe)
-        words = transport.with_callback(transport.commands(self._config, hosts)[0], where, key_file)
+        hosts, key_file = [m.host for m in members], str(self._root / self._probe)
+        commands = transport.commands(
+            self._config, hosts, self._callbacks.addresses(hosts), key_file
+        )
+        for command in dict.fromkeys(commands):
+            chosen = [m for m, own in zip(members, commands, strict=True) if own == command]
+            self._start_group(chosen, command)
+
+    def _start_group(self, members: Sequence[Member], command: Sequence[str]) -> None:
+        words = {**transport.environment(self._config, os.environ), MARK: self._mark}
         try:
-            process = Process(words, transport.environment(self._config, os.environ))
+            starter = Process(command, words)
         except OSError as error:
             for member in members:
-                member.lost = agent_failure(
-                    member.name, f"{words[0]} cannot be started: {error}", "install it"
-                )
+                member.lost = _not_started(member, error)
             return
-        self._processes.append(process)
+        self._sessions.append(starter.pid)
         for member in members:
-            self._hang_up(member)
-            member.process = process
-        for stream in (process.stdout, process.stderr):
+            if member.starter is not None and member.starter not in self._retired:
+                self._retired.append(member.starter)  # it may still have other hosts' agents
+            member.starter = starter
+        for stream in (starter.stdout, starter.stderr):
             self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
 
     def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
@@ -209,32 +248,24 @@ class Fleet:
         Args:
             environment: what its ranks are to have on top of what the host has.
         """
-        self._preparation = {
-            "environment": environment,
-            "will_launch": will_launch,
-            "master_addr": self.master_addr,
-        }
+        port, master_addr = self._launcher.master_port, self.master_addr
         for member in self.members:
             member.facts = None
-            self._prepare(member)
-
-    def _prepare(self, member: Member) -> None:
-        """Send the order, unless the agent has yet to call back."""
-        own = {MARK: self._mark}
-        if member.host.devices is not None:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
-        port = self._launcher.master_port
-        self.tell(
-            [member],
-            "prepare",
-            **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
-            slots=member.host.slots,
-            silence_s=None if self._is_local else self._launcher.lost_after_s,
-            root=str(self._root),
-            probe=self._probe,
-            master_port=None if port == "auto" else port,
-            time=time.time(),
-        )
+            own = {MARK: member.mark}
+            if member.host.devices is not None:
+                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+            member.order = {
+                "environment": {**environment, **own},
+                "slots": member.host.slots,
+                "silence_s": None if self._is_local else self._launcher.lost_after_s,
+                "will_launch": will_launch,
+                "root": str(self._root),
+                "probe": self._probe,
+                "master_addr": master_addr,
+                "master_port": None if port == "auto" else port,
+                "time": time.time(),
+            }
+            self.tell([member], "prepare", **member.order)
 
     @property
     def master_addr(self) -> str:
@@ -274,14 +305,14 @@ class Fleet:
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, where one command has started them."""
-        return self._launcher.name if self._calls_back else None
+        return self._launcher.name if self._callbacks is not None else None
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Whatever has come, waiting so long at most; members that are lost are marked as such."""
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
-            data = os.read(key.fd, _READ_BYTES)
+            data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)
             if what == "words":
@@ -298,6 +329,7 @@ class Fleet:
 
     def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
         member.heard = time.monotonic()
+        member.answered = True
         news = []
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
@@ -315,16 +347,17 @@ class Fleet:
         if self._callbacks is None:
             return
         for caller in self._callbacks.new():
-            waiting = [m for m in self.members if m.sender is None and m.is_there]
+            waiting = [m for m in self.members if m.is_there and m.sender is None]
             member = caller.find(waiting)
             if member is None:
                 caller.close()
                 continue
-            member.socket = caller.socket
-            member.sender = Sender(caller.socket.fileno())
-            member.heard = time.monotonic()
-            self._selector.register(caller.socket, selectors.EVENT_READ, (member, "messages"))
-            self._prepare(member)
+            self._streams.append(caller.stream)
+            member.sender = Sender(caller.stream.fileno())
+            member.stream, member.heard = caller.stream, time.monotonic()
+            self._selector.register(caller.stream, selectors.EVENT_READ, (member, "messages"))
+            if member.order is not None:
+                self.tell([member], "prepare", **member.order)
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
@@ -335,9 +368,9 @@ class Fleet:
         for member in self.members:
             if not member.is_there or member.said_bye:
                 continue
-            code = member.process.exit_code() if member.process is not None else None
-            if self._calls_back and code is not None and member.sender is None:
-                member.closed_at = member.closed_at or now  # it will not call any more
+            code = _code(member)
+            if member.process is None and member.sender is None and code is not None:
+                member.closed_at = member.closed_at or now
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
                     self._drain(member)
@@ -351,7 +384,7 @@ class Fleet:
 
     def _drain(self, member: Member) -> None:
         """Read what a process that has ended left in its standard error."""
-        if member.process is None or self._calls_back:
+        if member.process is None:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(member.process.stderr)
@@ -361,10 +394,9 @@ class Fleet:
                 self._note(member, data)
 
     def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
-        code = member.process.exit_code() if member.process is not None else None
-        member.lost = agent_failure(member.name, diagnosis, remedy, code)
-
+        member.lost = agent_failure(member.name, diagnosis, remedy, _code(member))
         self._hang_up(member)
+        self._sweep(member)
 
     def give_up(self, member: Member) -> None:
         """Part with a host whose agent does not do what it is told."""
@@ -372,13 +404,16 @@ class Fleet:
 
     def _hang_up(self, member: Member) -> None:
         """End the connection, upon which the agent ends everything there."""
+        if member.sender is not None:
+            member.sender.close()
         member.sender = None
-        if member.socket is not None:
+        if member.stream is not None:
             with suppress(KeyError, ValueError):
-                self._selector.unregister(member.socket)
-            member.socket.close()
-            member.socket = None
-        if member.process is None or self._calls_back:
+                self._selector.unregister(member.stream)
+            with suppress(OSError):
+                member.stream.shutdown(socket.SHUT_RDWR)
+            member.stream = None
+        if member.process is None:
             return
         for stream in (member.process.stdout, member.process.stderr):
             with suppress(KeyError, ValueError):
@@ -401,10 +436,13 @@ class Fleet:
         """Give each host's lines to its member; both pdsh and srun put the host before them."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
+            ended = _PDSH_ENDED.match(line)
             for number, member in enumerate(self.members):
                 label = str(number) if self._launcher.name == "slurm" else member.name
                 if f"{label}:".encode() in labels:
                     member.words = (member.words + line)[-_KEPT_BYTES:]
+                if ended and ended[1].decode(errors="replace") == member.name:
+                    member.code = int(ended[2])
 
     def _write(self, log: str, data: bytes) -> None:
         if self._logs is None or not data:
@@ -434,13 +472,35 @@ class Fleet:
                     sender.send(BEAT)
 
 
+def _code(member: Member) -> int | None:
+    """How what carries the channel, or what starts the agent, has ended; None where it has not."""
+    if member.process is not None:
+        return member.process.exit_code()
+    if member.code is not None or member.starter is None:
+        return member.code
+    return member.starter.exit_code()
+
+
+def _not_started(member: Member, error: OSError) -> RankFailure:
+    text = f"{member.command[0]} cannot be started here: {error.strerror}"
+    return agent_failure(member.name, text, f"install {member.command[0]}")
+
+
+def _read(descriptor: int) -> bytes:
+    """What has come; nothing where the connection has ended, in whatever way."""
+    with suppress(OSError):
+        return os.read(descriptor, _READ_BYTES)
+    return b""
+
+
 def _has_yet_to_answer(member: Member) -> bool:
     return member.is_there and member.facts is None
 
 
 def _has_left(member: Member) -> bool:
-    gone = member.process is not None and member.process.exit_code() is not None
-    return gone or member.lost is not None
+    if member.process is not None:
+        return member.process.exit_code() is not None
+    return member.lost is not None or member.closed_at is not None
 
 
 def existing(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from nanoscale.errors import UserError, Violation
 
 Stream = Literal["out", "err"]
+STREAMS: tuple[Stream, ...] = ("out", "err")
 
 DEFAULT_ROOT = Path("runs")
 ARRAY = ".array"

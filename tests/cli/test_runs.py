@@ -107,7 +107,7 @@ def test_show_tells_what_happened(runs, capsys):
     events.append(run, "checkpoint", "step-00000007 saved")
     (run.checkpoint(7)).mkdir()
     killed = RankFailure(1, 1, "h", 1.0, exit_code=-9)
-    failure.write(run, failure.digest(run, 1, [killed], {"h": Evidence(oom_kills=1)}))
+    failure.write(run, failure.digest(run, 1, [killed], {killed.host: Evidence(oom_kills=1)}))
     assert nanoscale(["runs", "show", "a"]) == 0
     text = capsys.readouterr().out
     assert "out-of-memory killer" in text and "rank 1 on h" in text
