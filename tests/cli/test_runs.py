@@ -260,6 +260,10 @@ def test_without_slurm_a_submitted_run_is_still_shown(runs, capsys, monkeypatch,
     assert "job 12: SLURM cannot be asked here: there is no squeue here" in capsys.readouterr().out
     assert nanoscale(["runs", "ls", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
+    assert (row["job"]["job"], row["job"]["problem"]) == ("12", None)  # it is completed anyway
+    status.write(runs[0], status.prepared())
+    assert nanoscale(["runs", "ls", "--json"]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["job"]]
     assert (row["job"]["job"], row["job"]["problem"]) == ("12", "there is no squeue here")
 
 
