@@ -76,7 +76,7 @@ def explained(workspace: Path) -> Iterator[None]:
 
 
 def _take_away(workspace: Path) -> None:
-    """Piece by piece: another host may still know the folder, by its handle, and rename out of it or into it."""
+    """Piece by piece: another host may still know the folder by its handle, and rename into it or out of it."""
     while workspace.exists():  # a rank may still be filling it
         for thing in list(workspace.iterdir()):
             with suppress(FileNotFoundError):  # it was published at the last moment
