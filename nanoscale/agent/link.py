@@ -11,10 +11,12 @@ import queue
 import select
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
@@ -24,6 +26,7 @@ from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
 from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
+_CALL_S = 5.0
 
 
 class Link:
@@ -54,15 +57,19 @@ class Link:
         return cls(reader, writer)
 
     @classmethod
-    def over_network(cls, address: str, key_file: Path) -> Link:
-        """Call the launcher back; both ends prove that they can read the key file."""
-        from multiprocessing.connection import Client
+    def over_network(cls, where: str, key_file: Path) -> Link:
+        """Call the launcher back at one of its addresses; both prove that they can read the key file."""
+        from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-        host, _, port = address.rpartition(":")
-        connection = Client((host, int(port)), authkey=key_file.read_bytes())
-        connection.send_bytes(
-            json.dumps({"names": names(), "addresses": list(addresses())}).encode()
-        )
+        try:
+            key = key_file.read_bytes()
+        except OSError as error:
+            sys.exit(f"nanoscale.agent: does not see the launcher's folder of runs: {error}")
+        connection = Connection(_call(where.split(",")))
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        hello = {"names": names(), "addresses": list(addresses())}
+        connection.send_bytes(json.dumps(hello).encode())
         link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
         connection.close()
         return link
@@ -135,3 +142,15 @@ class Link:
         self.close()
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the fork server's socket
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call(addresses: Sequence[str]) -> int:
+    """A connection to the first address that answers."""
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        with suppress(OSError):
+            connected = socket.create_connection((host, int(port)), timeout=_CALL_S)
+            connected.settimeout(None)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connected.detach()
+    sys.exit(f"nanoscale.agent: no answer of the launcher at {', '.join(addresses)}")

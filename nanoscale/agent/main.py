@@ -23,7 +23,7 @@ from nanoscale.ports import ReservedPort
 from nanoscale.worker import Job
 
 # torch._dynamo is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
-_PRELOADED = ["nanoscale.worker", "torch", "torch._dynamo"]
+_PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch", "torch._dynamo"]
 
 _PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 

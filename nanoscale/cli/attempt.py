@@ -7,22 +7,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import Outcome
-from nanoscale.launch.command import LaunchPlan, here, plan_launch
+from nanoscale.launch.command import here, plan_launch
 from nanoscale.launch.console import LiveView, duration, if_still_there, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import require_ready
 from nanoscale.launch.prepare import Request
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
-from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 
 _LOG_LINES = 12
+_NOISE = ("The hostname of the client socket cannot be retrieved",)
+"""what torch prints of any network without names for addresses"""
 
 
 @contextmanager
@@ -57,18 +60,28 @@ def attempt(
     """
     run = lock.run
     stream = sys.stderr if as_json else sys.stdout
+    submission.note(run)
     with LiveView(run, stream) as view:
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
-    if outcome.failure is not None:
-        _raise_users_error(outcome.failure)
-        _print_failure(run, outcome.failure)
-    _print_summary(run, supervisor.last_plan, outcome, stream)
+    report(run, outcome, stream)
     if as_json:
         with if_still_there(sys.stdout):
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code
+
+
+def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
+    """Say how a run ended, and what went wrong.
+
+    Raises:
+        UserError: a rank found that the request is wrong.
+    """
+    if outcome.failure is not None:
+        _raise_users_error(outcome.failure)
+        _print_failure(run, outcome.failure)
+    _print_summary(run, outcome, stream)
 
 
 def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -> None:
@@ -139,10 +152,11 @@ def _end_of_log(run: RunDirectory, cause: Failure) -> str:
         lines = (run.path / cause.log).read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\n".join(lines[-_LOG_LINES:])
+    telling = [line for line in lines if not any(noise in line for noise in _NOISE)]
+    return "\n".join(telling[-_LOG_LINES:])
 
 
-def _print_summary(run: RunDirectory, plan: LaunchPlan, outcome: Outcome, stream: TextIO) -> None:
+def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     now = status.read(run)
     last = metrics.last(run)
     words: list[str] = [outcome.state]
@@ -157,8 +171,8 @@ def _print_summary(run: RunDirectory, plan: LaunchPlan, outcome: Outcome, stream
     lines = [" ".join(words), f"  run         {run.path}"]
     if checkpoints:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
-    lines.append(f"  logs        {run.attempt_logs(plan.attempt)}")
+    lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
     if outcome.state != "completed":
-        lines.append(f"  go on       nanoscale resume {run.reference}")
+        lines.append(f"  go on       {way_on(run)}")
     with if_still_there(stream):
         print("\n".join(lines), file=stream, flush=True)

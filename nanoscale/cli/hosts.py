@@ -89,4 +89,4 @@ def as_settings(
 
 def _number(text: str | None) -> int | str | None:
     """What YAML would make of it."""
-    return int(text) if text is not None and text.isdecimal() and len(text) < 7 else text
+    return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 7 else text

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.cli.stop import Run, stop_run
+from nanoscale.cli.watch import watch_run
 
 if TYPE_CHECKING:
+    from nanoscale.cli.jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="Look at runs, and stop them.")
+app = typer.Typer(no_args_is_help=True, help="Look at runs, follow them, and stop them.")
+app.command("stop")(stop_run)
+app.command("watch")(watch_run)
 
-Run = Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")]
-
-_STOP_MARGIN_S = 30.0
 _LOOK_S = 0.1
 
 
@@ -27,9 +29,12 @@ def list_runs(
     as_json: AsJson = False,
 ) -> None:
     """List the runs, the oldest first."""
+    from nanoscale.cli.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
 
-    summaries = [summary(run) for run in RunDirectory.all(root)]
+    runs = RunDirectory.all(root)
+    jobs = jobs_of(runs)
+    summaries = [summary(run, jobs.get(run)) for run in runs]
     if as_json:
         print_json(summaries)
         return
@@ -42,13 +47,15 @@ def list_runs(
 @app.command("show")
 def show_run(run: Run, as_json: AsJson = False) -> None:
     """Show where a run stands, what it is, and what happened to it."""
+    from nanoscale.cli.jobs import job_of
     from nanoscale.runs import events, failure, metrics
     from nanoscale.runs.directory import RunDirectory
 
     directory = RunDirectory.open(run)
     cause = failure.read(directory)
+    job = job_of(directory)
     document = {
-        **summary(directory),
+        **summary(directory, job),
         "checkpoints": directory.checkpoint_steps(),
         "metrics": metrics.last(directory),
         "failure": failure.document(cause) if cause else None,
@@ -57,7 +64,7 @@ def show_run(run: Run, as_json: AsJson = False) -> None:
     if as_json:
         print_json(document)
     else:
-        _print_run(directory, document)
+        _print_run(directory, document, job)
 
 
 @app.command("logs")
@@ -70,69 +77,56 @@ def show_logs(
     stream: Annotated[
         Literal["out", "err"] | None, typer.Option(help="Only this stream.", show_default="both")
     ] = None,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="What the batch script of its SLURM job printed.")
+    ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
     ] = False,
 ) -> None:
     """Print what the ranks printed, each line with its host and rank."""
-    from nanoscale.runs import lock
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.tail import LineTail
 
     directory = RunDirectory.open(run)
-    number = attempt if attempt is not None else directory.last_attempt()
     tails: dict[Path, LineTail] = {}
+    going_on = _GoingOn(directory)
     while True:
-        going_on = follow and lock.owner(directory) is not None
-        for path in _log_files(directory, number, rank, stream):
-            _print_lines(path, tails.setdefault(path, LineTail(path)), last=not going_on)
-        if not going_on:
+        more = follow and going_on()
+        ranks = () if batch else _log_files(directory, attempt, rank, stream)
+        for path in _batch_logs(directory) if batch else ranks:
+            _print_lines(path, tails.setdefault(path, LineTail(path)), last=not more)
+        if not more:
             break
         time.sleep(_LOOK_S)
     if not tails:
-        _refuse_logs(directory, number, rank)
+        _refuse_logs(directory, attempt, rank, batch)
 
 
-@app.command("stop")
-def stop_run(
-    run: Run,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            help="Seconds to wait for its end.", show_default="launcher.stop_grace_s and a little"
-        ),
-    ] = None,
-) -> int:
-    """Ask a run to save and stop, and wait until it has ended."""
-    import os
-    import signal
+class _GoingOn:
+    """Tells whether a run goes on, or waits in SLURM's queue."""
 
-    from nanoscale.config.frozen import load
-    from nanoscale.runs import lock, status
-    from nanoscale.runs.directory import RunDirectory
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._asked = float("-inf")
+        self._queued = False
 
-    directory = RunDirectory.open(run)
-    owner = lock.owner(directory)
-    if owner is None:
-        typer.echo(f"{directory.name} is not going on")
-        return DONE
-    lock.require_here(directory, owner)
-    os.kill(owner.pid, signal.SIGTERM)
-    typer.echo(f"asked {owner} to stop", err=True)
-    if timeout is None:
-        timeout = load(directory.config).launcher.stop_grace_s + _STOP_MARGIN_S
-    deadline = time.monotonic() + timeout
-    while lock.owner(directory) == owner:
-        if time.monotonic() > deadline:
-            typer.echo(f"{directory.name} is still going on after {timeout:g} s", err=True)
-            return FAILED
-        time.sleep(_LOOK_S)
-    typer.echo(f"{directory.name} is {status.read(directory).state}")
-    return DONE
+    def __call__(self) -> bool:
+        from nanoscale.cli.jobs import ASK_S, job_of
+        from nanoscale.runs import lock
+
+        if lock.owner(self._run) is not None:
+            self._asked = float("-inf")
+            return True
+        if time.monotonic() - self._asked > ASK_S:
+            job = job_of(self._run)
+            self._asked, self._queued = time.monotonic(), job is not None and job.is_there
+        return self._queued
 
 
-def summary(run: RunDirectory) -> dict[str, Any]:
+def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """One run in a few values."""
+    from nanoscale.cli.jobs import in_words
     from nanoscale.config.frozen import load
     from nanoscale.errors import UserError
     from nanoscale.runs import lock, metrics, status
@@ -143,11 +137,14 @@ def summary(run: RunDirectory) -> dict[str, Any]:
         config = load(run.config)
     except UserError:
         config = None
+    going_on = lock.owner(run) is not None
     return {
         "name": run.name,
         "path": str(run.path),
         "state": now.state,
-        "going_on": lock.owner(run) is not None,
+        "going_on": going_on,
+        "said": in_words(now.state, going_on, job),
+        "job": job.document() if job else None,
         "attempt": now.attempt,
         "exit_code": now.exit_code,
         "step": last["step"] if last else 0,
@@ -160,15 +157,10 @@ def summary(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def _state(entry: dict[str, Any]) -> str:
-    """The state in words: a launcher that was killed could not write how it ended."""
-    if entry["state"] in ("starting", "running") and not entry["going_on"]:
-        return f"{entry['state']}, then lost"
-    return str(entry["state"])
-
-
 def _print_table(summaries: list[dict[str, Any]]) -> None:
     from rich.table import Table
+
+    from nanoscale.cli.jobs import clock
 
     table = Table("run", "state", "step", "loss", "model", "attempt", "created", box=None)
     for entry in summaries:
@@ -176,12 +168,12 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
         steps = "?" if entry["steps"] is None else entry["steps"]
         table.add_row(
             entry["name"],
-            _state(entry),
+            entry["said"],
             f"{entry['step']}/{steps}",
             loss,
             entry["model"] or "?",
             str(entry["attempt"]),
-            _when(entry["created"]),
+            clock(entry["created"]),
         )
     screen = console()
     if not screen.is_terminal:
@@ -189,18 +181,24 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
     screen.print(table)
 
 
-def _print_run(run: RunDirectory, document: dict[str, Any]) -> None:
+def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
+    from nanoscale.cli.jobs import clock, output_of
     from nanoscale.launch.console import figures
 
     steps = "?" if document["steps"] is None else document["steps"]
     rows = {
         "run": str(run.path),
-        "state": f"{_state(document)} (attempt {document['attempt']})",
+        "state": f"{document['said']} (attempt {document['attempt']})",
         "model": document["model"] or "?",
-        "created": _when(document["created"]),
+        "created": clock(document["created"]),
         "step": f"{document['step']}/{steps}",
         "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
     }
+    if job is not None:
+        rows["slurm"] = job.sentence()
+        output = output_of(run, job.submission)
+        if output is not None:
+            rows["its output"] = str(output)
     if document["metrics"]:
         rows |= figures(document["metrics"])
     if document["failure"]:
@@ -210,13 +208,27 @@ def _print_run(run: RunDirectory, document: dict[str, Any]) -> None:
     for label, value in rows.items():
         typer.echo(f"{label:<12} {value}")
     for event in document["events"]:
-        typer.echo(f"{_when(event['time'])}  {event['kind']:<10} {event['message']}")
+        typer.echo(f"{clock(event['time'])}  {event['kind']:<10} {event['message']}")
+
+
+def _batch_logs(run: RunDirectory) -> list[Path]:
+    """What the batch script of the run's job printed."""
+    from nanoscale.cli.jobs import output_of
+    from nanoscale.runs import submission
+
+    one = submission.read(run)
+    path = output_of(run, one) if one is not None else None
+    return [path] if path is not None and path.exists() else []
 
 
 def _log_files(
-    run: RunDirectory, attempt: int, rank: int | None, stream: Literal["out", "err"] | None
+    run: RunDirectory,
+    attempt: int | None,
+    rank: int | None,
+    stream: Literal["out", "err"] | None,
 ) -> list[Path]:
-    """The attempt's log files, by rank, then host, then stream."""
+    """The log files of an attempt, the last if None, by rank, then host, then stream."""
+    attempt = run.last_attempt() if attempt is None else attempt
     files = []
     for path in run.attempt_logs(attempt).glob("*.rank-*"):
         who, _, kind = path.name.rpartition(".")
@@ -228,25 +240,24 @@ def _log_files(
 
 
 def _print_lines(path: Path, tail: Any, last: bool) -> None:
-    host, _, rank = path.stem.rpartition(".rank-")
+    host, ranks, rank = path.stem.rpartition(".rank-")
+    prefix = f"{host}:{rank} │ " if ranks else ""
     lines = tail.poll()
     if last and (rest := tail.rest()):
         lines.append(rest)
     for line in lines:
-        typer.echo(f"{host}:{rank} │ {line.decode(errors='replace').rstrip()}")
+        typer.echo(f"{prefix}{line.decode(errors='replace').rstrip()}")
 
 
-def _refuse_logs(run: RunDirectory, attempt: int, rank: int | None) -> None:
+def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
     from nanoscale.errors import UserError, Violation
 
     have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]
     message = f"{run.name} has no such log; its attempts: {', '.join(have) or 'none'}"
-    wanted = f"attempt {attempt}" + ("" if rank is None else f", rank {rank}")
-    violation = Violation("logs", wanted, "command line", "does not exist")
+    wanted = f"attempt {run.last_attempt() if attempt is None else attempt}"
+    wanted += "" if rank is None else f", rank {rank}"
+    what = "output of a batch script" if batch else wanted
+    printed = not batch and _batch_logs(run)
+    other = (f"nanoscale runs logs {run.reference} --batch",) if printed else ()
+    violation = Violation("logs", what, "command line", "does not exist", other)
     raise UserError("run", message, [violation])
-
-
-def _when(seconds: float | None) -> str:
-    if not seconds:
-        return "?"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

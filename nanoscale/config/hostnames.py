@@ -24,10 +24,8 @@ def address(name: str) -> str:
 def canonical(name: str) -> str:
     """The same text for two names of one host, as far as can be told from the names."""
     host = address(name).lower()
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host
+    number = _number(host)
+    return host if number is None else str(number)
 
 
 def problem(name: str) -> str:
@@ -62,11 +60,19 @@ def is_here(name: str) -> bool:
 
 def is_loopback(name: str) -> bool:
     """Whether a name means another machine on every machine."""
-    host = canonical(name)
+    host = address(name).lower()
+    number = _number(host)
+    return host == "localhost" if number is None else number.is_loopback
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name is, if it is one; thousands of other names are told at a glance."""
+    if ":" not in host and not host[-1:].isdecimal():
+        return None
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return None
 
 
 def _ipv6_problem(host: str) -> str:
@@ -94,9 +100,7 @@ def _own_user() -> str:
 
 def _addresses(host: str) -> set[str]:
     """This machine's addresses, if `host` is an address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
+    if _number(host) is None:
         return set()
     import psutil
 

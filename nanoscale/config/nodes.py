@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nanoscale.errors import Violation
@@ -47,8 +48,13 @@ def violation(composed: Composed) -> Violation | None:
     try:
         node_range(nodes)
     except ValueError as law:
-        # `4-2` and `2..4` mean a range, and 0 means the fewest.
-        numbers = sorted(max(1, int(part)) for part in re.findall(r"[0-9]{1,6}", str(nodes))[:2])
-        meant = (f"{key}={':'.join(map(str, numbers))}",) if numbers else ()
-        return Violation(key, nodes, composed.source(key), str(law), meant)
+        return Violation(key, nodes, composed.source(key), str(law), tuple(_meant(str(nodes))))
     return None
+
+
+def _meant(text: str) -> Iterator[str]:
+    """`2-4`, `2..4` and `4:2` mean a range, and 0 the fewest."""
+    parts = [part for part in re.split(r"[^0-9A-Za-z]+", text) if part]
+    if 1 <= len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts):
+        numbers = sorted(max(1, int(part)) for part in parts)
+        yield f"launcher.nodes={':'.join(map(str, numbers))}"

@@ -22,6 +22,7 @@ from nanoscale.runs.failure import (
     Failure,
     RankFailure,
     absent_ranks,
+    agent_failure,
     is_consequence,
     waited_in_vain,
 )
@@ -48,6 +49,9 @@ class View(Protocol):
 
     def poll(self) -> None:
         """Show what is new."""
+
+    def wrote(self, host: str, rank: int) -> None:
+        """The standard output of a rank has grown."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,8 @@ class Attempt:
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
             with suppress(OSError), path.open("ab") as log:
                 log.write(as_bytes(message["text"]))
+            if message["stream"] == "out":
+                self.view.wrote(member.name, message["rank"])
         elif message.get("attempt") != self.plan.attempt:
             pass  # of an attempt that was given up
         elif message["kind"] == "failing":
@@ -180,6 +186,10 @@ class Attempt:
             self.lock.require()
 
     def _mind_signals(self) -> None:
+        if self.signals.suspended:
+            self.signals.suspended = False
+            why = "Ctrl-Z is not heeded: the ranks would take a suspended launcher for lost"
+            events.append(self.run, "note", why)
         if self.signals.first is None or self.killing_since is not None:
             return
         if self.stopping_since is None:
@@ -251,6 +261,9 @@ class Attempt:
         elif waited_in_vain(found) and (silent := self._silent()):
             limit = self.launcher.collective_timeout_s
             found.append(absent_ranks(silent, limit))
+        elif not found:
+            host = self.plan.hosts[0].host
+            found = [agent_failure(host, "the ranks ended, and none said why", "look at the logs")]
         cause = failure.digest(
             self.run, self.plan.attempt, found, self.evidence, self.fleet.common_log
         )

@@ -15,6 +15,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import TYPE_CHECKING, Any
 
+from nanoscale.config import hostnames
+from nanoscale.config.rules import Host
+
 if TYPE_CHECKING:
     from nanoscale.launch.fleet import Member
 
@@ -24,8 +27,8 @@ _PATIENCE_S = 10.0
 class Caller:
     """An agent that has proved itself, and what it says it is."""
 
-    def __init__(self, descriptor: int, hello: dict[str, Any]) -> None:
-        self.descriptor = descriptor
+    def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
+        self.socket = accepted
         self._names = set(hello["names"])
         self._addresses = set(hello["addresses"])
 
@@ -40,18 +43,29 @@ class Caller:
         return None
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        self.socket.close()
 
 
 class Callbacks:
     """Listens on every interface until closed."""
 
-    def __init__(self, key: bytes, towards: str) -> None:
+    def __init__(self, key: bytes) -> None:
         self._key = key
         self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-        self._socket = socket.create_server(("", 0), backlog=1024)
-        self.address = f"{own_address(towards)}:{self._socket.getsockname()[1]}"
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
         threading.Thread(target=self._listen, name="callbacks", daemon=True).start()
+
+    def addresses(self, hosts: Sequence[Host]) -> str:
+        """Where these hosts may reach this machine, the likeliest first: `A:PORT,B:PORT`."""
+        port = self._socket.getsockname()[1]
+        elsewhere = [host for host in hosts if not hostnames.is_here(host.name)]
+        towards = own_address((elsewhere or hosts)[0].address)
+        names = dict.fromkeys([towards, socket.gethostname(), *_own_addresses()])
+        return ",".join(f"{name}:{port}" for name in names)
 
     def new(self) -> list[Caller]:
         """Those who have come since the last look."""
@@ -85,7 +99,7 @@ class Callbacks:
             answer_challenge(connection, self._key)
             hello = json.loads(connection.recv_bytes(1 << 16))
             hangs_up.cancel()
-            self._callers.put(Caller(os.dup(accepted.fileno()), hello))
+            self._callers.put(Caller(accepted.dup(), hello))
         hangs_up.cancel()
         connection.close()
         accepted.close()
@@ -99,6 +113,15 @@ def own_address(towards: str) -> str:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     return socket.gethostname()
+
+
+def _own_addresses() -> list[str]:
+    """IPv4 addresses of this machine's interfaces, without the loopback."""
+    import psutil
+
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return [address for address in found if not address.startswith("127.")]
 
 
 def _resolve(name: str) -> list[str]:

@@ -12,8 +12,8 @@ from typing import Any
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
-from nanoscale.launch.mesh import Mesh, arrange
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.launch.mesh import Mesh, Place, arrange
+from nanoscale.runs.directory import RunDirectory, read_json
 
 _PASSED_ON = (
     "CUDA",
@@ -75,6 +75,23 @@ class LaunchPlan:
     def document(self) -> dict[str, Any]:
         """launch.json."""
         return asdict(self)
+
+
+def read_plan(run: RunDirectory) -> LaunchPlan | None:
+    """The plan of the newest attempt, from launch.json; None where there is none that can be read."""
+    try:
+        document = read_json(run.launch)
+        hosts = tuple(HostPlan(**_tuples(host)) for host in document.pop("hosts"))
+        mesh = document.pop("mesh")
+        places = tuple(Place(**place) for place in mesh["ranks"])
+        return LaunchPlan(hosts=hosts, mesh=Mesh(mesh["axes"], places), **_tuples(document))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only."""
+    return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 
 
 def plan_launch(

@@ -39,6 +39,8 @@ class LiveView:
         self._events.poll()  # what earlier attempts did
         self._metrics: Tail | None = None
         self._outputs: dict[str, LineTail] = {}
+        self._written: set[str] = set()
+        self._looks_everywhere = False
         self._first_step = 0
         self._began = time.monotonic()
         self._step_times: list[float] = []
@@ -48,7 +50,7 @@ class LiveView:
     def __enter__(self) -> LiveView:
         return self
 
-    def begin(self, plan: LaunchPlan, steps: int) -> None:
+    def begin(self, plan: LaunchPlan, steps: int, doing: str = "starting") -> None:
         """Show an attempt from its start."""
         self._flush_outputs()
         self.running = False
@@ -56,10 +58,29 @@ class LiveView:
         self._began = time.monotonic()
         self._outputs = _outputs(self._run, plan)
         ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
-        self._screen.line(f"starting {ranks} on {_names([host.host for host in plan.hosts])}")
+        self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
         for line in mesh.lines(plan.mesh):
             self._screen.line(line)
         self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
+
+    def join(self, plan: LaunchPlan, steps: int) -> None:
+        """Show an attempt that goes on already: what happened in it, its last step, and then all."""
+        self.begin(plan, steps, "watching")
+        for tail in self._outputs.values():
+            tail.poll()  # the logs have what was printed so far
+        self._looks_everywhere = True
+        self._events = events.follow(self._run)
+        past = self._events.poll()
+        start = {"kind": "attempt", "attempt": plan.attempt}
+        starts = [n for n, event in enumerate(past) if start.items() <= event.items()]
+        for event in self._heed(past[starts[-1] :] if starts else []):
+            self._event(event)
+        for record in self._new_records()[-1:]:
+            self._step(record)
+
+    def line(self, text: str) -> None:
+        """Show one line."""
+        self._screen.line(text)
 
     def __exit__(self, *_: object) -> None:
         self._flush_outputs()
@@ -67,15 +88,23 @@ class LiveView:
 
     def poll(self) -> None:
         """Show what came since the last look."""
-        for name, tail in self._outputs.items():
-            for line in tail.poll():
-                self._output(name, line)
+        self._show_outputs()
         news: list[tuple[Object, Callable[[Object], None]]]
-        news = [(event, self._event) for event in self._new_events()]
+        news = [(event, self._event) for event in self._heed(self._events.poll())]
         news += [(record, self._step) for record in self._new_records()]
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
         self._screen.refresh(self._panel)
+
+    def wrote(self, host: str, rank: int) -> None:
+        """A rank's output has grown; of thousands, only those that are named here are looked at."""
+        self._written.add(f"{host}:{rank}")
+
+    def _show_outputs(self) -> None:
+        names, self._written = self._written & self._outputs.keys(), set()
+        for name in self._outputs if self._looks_everywhere else sorted(names):
+            for line in self._outputs[name].poll():
+                self._output(name, line)
 
     def _flush_outputs(self) -> None:
         for name, tail in self._outputs.items():
@@ -83,8 +112,8 @@ class LiveView:
             if rest:
                 self._output(name, rest)
 
-    def _new_events(self) -> list[Object]:
-        new = self._events.poll()
+    def _heed(self, new: list[Object]) -> list[Object]:
+        """Events, once what they tell of the attempt is known."""
         for event in new:
             if event.get("kind") == "resumed":
                 self._first_step = int(event.get("step", 0))

@@ -24,6 +24,8 @@ Chosen = dict[str, set[int] | None]
 _ENTRY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([^:\[\]]*))?")
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _SLOT = re.compile(r"[0-9]{1,9}")
+_FEW = 8
+"""as many hosts are listed, whatever is near"""
 _MOST_GUESSES = 8
 """so that a filter for another hostfile is refused at once"""
 
@@ -92,7 +94,8 @@ def read_filter(
             _read_entry(entry, known, chosen)
             meant.append(entry)
         except _UnknownHostError as unknown:
-            problems.append(f"names {unknown.name or 'no host'}, which is not in {file}")
+            there = f" ({', '.join(host.address for host in hosts)})" if len(hosts) <= _FEW else ""
+            problems.append(f"names {unknown.name or 'no host'}, which is not in {file}{there}")
             guess = len(problems) <= _MOST_GUESSES
             meant.append(_guess(entry, unknown.name, hosts) if guess else None)
         except _WrongEntryError as wrong:

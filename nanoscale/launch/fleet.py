@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import selectors
+import socket
 import threading
 import time
 import uuid
@@ -15,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.channel import BEAT, BEAT_S, MARK, Message, Sender, Unpacker
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
 from nanoscale.launch.callback import Callbacks
-from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all
+from nanoscale.launch.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.reach import explain
+from nanoscale.launch.sweeps import Sweeps
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 
@@ -31,8 +34,11 @@ _FAREWELL_S = 5.0
 """for agents to leave in good order before they are ended"""
 _LAST_WORDS_S = 2.0
 """for the process of a connection that has broken to say why"""
-_STALL_S = 1.0
+_LOOK_S = 0.1
+"""between two looks at all hosts, however much comes from some of them"""
+_STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
+_PDSH_ENDED = re.compile(rb"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
@@ -42,7 +48,15 @@ class Member:
     host: Host
     command: tuple[str, ...]
     process: Process | None = None
-    """what carries the channel; None where the agent called back"""
+    """what started the agent, and carries the channel unless the agent called back"""
+    code: int | None = None
+    """how it ended for this host, where it has started the agents of others too"""
+    mark: str = ""
+    """in the environment of all that its agent starts"""
+    answered: bool = False
+    """whether anything was heard of the agent"""
+    socket: socket.socket | None = None
+    """by which the agent called back"""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
@@ -80,13 +94,15 @@ class Fleet:
         self._mark = uuid.uuid4().hex
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
-        self._fan_out: Process | None = None
-        self._retired: list[Process] = []
+        self._preparation: Message = {"environment": {}}
+        """what all hosts are asked alike"""
+        self._processes: list[Process] = []
+        """all that were ever started"""
+        self._sweeps = Sweeps(config, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
-        self._local_sessions: list[int] = []
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
-        self._polled = time.monotonic()
+        self._looked = time.monotonic()
         self._closing = threading.Event()
         commands = transport.commands(config, hosts)
         self.members = [Member(h, c) for h, c in zip(hosts, commands, strict=True)]
@@ -98,7 +114,7 @@ class Fleet:
         _allow_files(_FILES_A_HOST * len(self.members) + 256)
         try:
             if transport.starts_all_at_once(self._config):
-                self._callbacks = Callbacks(self._key, self.members[0].name)
+                self._callbacks = Callbacks(self._key)
             self.connect(self.members)
         except BaseException:
             self.__exit__(None, None, None)
@@ -114,11 +130,13 @@ class Fleet:
     ) -> None:
         self._closing.set()
         self._take_leave()
-        if self._is_local:
-            self.left_behind = end_all(self._local_sessions, self._mark)
-        for process in self._processes():
-            process.kill()
-        for process in self._processes():
+        self._sweeps.finish()
+        if self._launcher.name in ("local", "pdsh"):  # pdsh's own processes have left its session
+            self.left_behind = end_all([process.pid for process in self._processes], self._mark)
+        for process in self._processes:
+            # srun's other half tells SLURM that it is gone, so that the tasks end.
+            process.kill(alone=self._calls_back)
+        for process in self._processes:
             process.reap()
         if self._callbacks is not None:
             self._callbacks.close()
@@ -129,27 +147,45 @@ class Fleet:
     def _is_local(self) -> bool:
         return self._launcher.name == "local"
 
+    @property
+    def _calls_back(self) -> bool:
+        return self._callbacks is not None
+
     def _take_leave(self) -> None:
         """Let agents that do nothing any more end by themselves: they remove what they have made."""
         present = [m for m in self.members if m.is_there and m.facts is not None]
         self.tell(present, "quit")
         deadline = time.monotonic() + _FAREWELL_S
-        while time.monotonic() < deadline and not all(map(_has_left, present)):
+        while present and time.monotonic() < deadline:
             self.poll(0.1)
+            while present and self._has_left(present[-1]):
+                present.pop()
+        for member in self.members:
+            if member.is_there and not member.said_bye:
+                self._sweep(member)
 
-    def _processes(self) -> list[Process]:
-        own = [m.process for m in self.members if m.process is not None]
-        return [*own, *self._retired, *([self._fan_out] if self._fan_out is not None else [])]
+    def _has_left(self, member: Member) -> bool:
+        gone = member.process is not None and member.process.exit_code() is not None
+        # The command that has started its agent may wait for another one that is lost.
+        alone = self._calls_back and any(not other.is_there for other in self.members)
+        return gone or not member.is_there or (alone and member.said_bye)
+
+    def _sweep(self, member: Member) -> None:
+        """End what its agent may have left; nothing can be left where it never spoke."""
+        if member.answered:
+            self._sweeps.begin(member.host, member.mark)
 
     # --- connecting -----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[Member]) -> None:
         """Start the agents of these hosts, anew where one was lost."""
+        self._sweeps.finish()
         self._show_probe()
         for member in members:
-            member.lost, member.facts, member.closed_at = None, None, None
-            member.said_bye, member.words = False, b""
-            member.heard = time.monotonic()
+            member.lost, member.facts, member.closed_at, member.code = None, None, None, None
+            member.said_bye, member.answered, member.words = False, False, b""
+            member.unpacker, member.heard = Unpacker(), time.monotonic()
+            member.mark = self._mark if self._is_local else uuid.uuid4().hex
         if self._callbacks is not None:
             self._start_all(members)
             return
@@ -160,7 +196,6 @@ class Fleet:
         if member.process is not None:
             self._hang_up(member)
             member.process.kill()
-            self._retired.append(member.process)
         extra = {MARK: self._mark} if self._is_local else {}
         words = {**transport.environment(self._config, os.environ), **extra}
         try:
@@ -170,22 +205,37 @@ class Fleet:
                 member.name, f"{member.command[0]} cannot be started: {error}", "install it"
             )
             return
-        if self._is_local:
-            self._local_sessions.append(member.process.pid)
+        self._processes.append(member.process)
         member.sender = Sender(member.process.stdin.fileno())
         self._selector.register(member.process.stdout, selectors.EVENT_READ, (member, "messages"))
         self._selector.register(member.process.stderr, selectors.EVENT_READ, (member, "words"))
 
     def _start_all(self, members: Sequence[Member]) -> None:
         assert self._callbacks is not None
-        (command,) = set(transport.commands(self._config, [m.host for m in members]))
-        real = {
-            transport.CONNECT_ADDRESS: self._callbacks.address,
-            transport.KEY_FILE: str(self._root / self._probe),
-        }
-        words = [_with_values(word, real) for word in command]
-        self._fan_out = Process(words, transport.environment(self._config, os.environ))
-        for stream in (self._fan_out.stdout, self._fan_out.stderr):
+        hosts, key_file = [member.host for member in members], str(self._root / self._probe)
+        addresses = self._callbacks.addresses(hosts)
+        commands = transport.commands(self._config, hosts, addresses, key_file)
+        groups: dict[tuple[str, ...], list[Member]] = {}
+        for member, command in zip(members, commands, strict=True):
+            groups.setdefault(command, []).append(member)
+        for command, group in groups.items():
+            self._start_group(group, command)
+
+    def _start_group(self, members: Sequence[Member], command: Sequence[str]) -> None:
+        words = transport.environment(self._config, os.environ)
+        try:
+            process = Process(command, {**words, MARK: self._mark})
+        except OSError as error:
+            for member in members:
+                member.lost = agent_failure(
+                    member.name, f"{command[0]} cannot be started: {error}", "install it"
+                )
+            return
+        self._processes.append(process)
+        for member in members:
+            self._hang_up(member)
+            member.process = process
+        for stream in (process.stdout, process.stderr):
             self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
 
     def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
@@ -194,42 +244,52 @@ class Fleet:
         Args:
             environment: what its ranks are to have on top of what the host has.
         """
-        port = self._launcher.master_port
+        self._preparation = {
+            "environment": environment,
+            "will_launch": will_launch,
+            "master_addr": self.master_addr,
+        }
         for member in self.members:
             member.facts = None
-            own = {MARK: self._mark}
-            if member.host.devices is not None:
-                own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
-            self.tell(
-                [member],
-                "prepare",
-                environment={**environment, **own},
-                slots=member.host.slots,
-                silence_s=None if self._is_local else self._launcher.lost_after_s,
-                will_launch=will_launch,
-                root=str(self._root),
-                probe=self._probe,
-                master_addr=self.master_addr,
-                master_port=None if port == "auto" else port,
-                time=time.time(),
-            )
+            self._prepare(member)
+
+    def _prepare(self, member: Member) -> None:
+        """Send the order, unless the agent has yet to call back."""
+        own = {MARK: member.mark}
+        if member.host.devices is not None:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
+        port = self._launcher.master_port
+        self.tell(
+            [member],
+            "prepare",
+            **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
+            slots=member.host.slots,
+            silence_s=None if self._is_local else self._launcher.lost_after_s,
+            root=str(self._root),
+            probe=self._probe,
+            master_port=None if port == "auto" else port,
+            time=time.time(),
+        )
 
     @property
     def master_addr(self) -> str:
         """Where the first host is reached by the others."""
         given = self._launcher.master_addr
-        there = [m for m in self.members if m.is_there] or self.members
-        return given or ("127.0.0.1" if self._is_local else there[0].name)
+        first = next((m for m in self.members if m.is_there), self.members[0])
+        return given or ("127.0.0.1" if self._is_local else first.name)
 
     def gather(self, limit_s: float | None = None) -> None:
         """Wait until every host has answered or is lost; so long at most, or launcher.connect_timeout_s."""
         limit_s = limit_s or self._launcher.connect_timeout_s
         deadline = time.monotonic() + limit_s
-        while waiting := [m for m in self.members if m.is_there and m.facts is None]:
+        waiting = list(self.members)
+        while waiting:
             if time.monotonic() > deadline:
-                for member in waiting:
+                for member in filter(_has_yet_to_answer, waiting):
                     self._lose(member, *self._explain(member, None, limit_s))
             self.poll(0.1)
+            while waiting and not _has_yet_to_answer(waiting[-1]):
+                waiting.pop()
         self._hide_probe()
 
     # --- talking --------------------------------------------------------------------------------------
@@ -253,14 +313,14 @@ class Fleet:
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, where one command has started them."""
-        return self._launcher.name if self._callbacks is not None else None
+        return self._launcher.name if self._calls_back else None
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Whatever has come, waiting so long at most; members that are lost are marked as such."""
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
-            data = os.read(key.fd, _READ_BYTES)
+            data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)
             if what == "words":
@@ -270,12 +330,13 @@ class Fleet:
             else:
                 news += self._heard(member, data)
         self._welcome()
-        self._look_for_losses()
-        self._polled = time.monotonic()
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._look_for_losses()
+            self._looked = time.monotonic()
         return news
 
     def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
-        member.heard = time.monotonic()
+        member.heard, member.answered = time.monotonic(), True
         news = []
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
@@ -293,28 +354,29 @@ class Fleet:
         if self._callbacks is None:
             return
         for caller in self._callbacks.new():
-            waiting = [m for m in self.members if m.sender is None]
+            waiting = [m for m in self.members if m.sender is None and m.is_there]
             member = caller.find(waiting)
             if member is None:
                 caller.close()
                 continue
-            member.sender = Sender(caller.descriptor)
+            member.socket = caller.socket
+            member.sender = Sender(caller.socket.fileno())
             member.heard = time.monotonic()
-            self._selector.register(caller.descriptor, selectors.EVENT_READ, (member, "messages"))
+            self._selector.register(caller.socket, selectors.EVENT_READ, (member, "messages"))
+            self._prepare(member)
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
-        if now - self._polled > _STALL_S + 0.5:  # we were away, not they
+        if now - self._looked > _STALL_S:  # we were away, not they
             for member in self.members:
                 member.heard = max(member.heard, now)
         limit = self._launcher.lost_after_s
-        all_started = self._fan_out.exit_code() if self._fan_out is not None else None
         for member in self.members:
             if not member.is_there or member.said_bye:
                 continue
-            code = member.process.exit_code() if member.process is not None else all_started
-            if self._fan_out is not None and code is not None and member.sender is None:
-                member.closed_at = member.closed_at or now
+            code = _code(member)
+            if self._calls_back and code is not None and member.sender is None:
+                member.closed_at = member.closed_at or now  # it will not call any more
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
                     self._drain(member)
@@ -328,7 +390,7 @@ class Fleet:
 
     def _drain(self, member: Member) -> None:
         """Read what a process that has ended left in its standard error."""
-        if member.process is None:
+        if member.process is None or self._calls_back:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(member.process.stderr)
@@ -338,10 +400,9 @@ class Fleet:
                 self._note(member, data)
 
     def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
-        code = member.process.exit_code() if member.process is not None else None
-        member.lost = agent_failure(member.name, diagnosis, remedy, code)
-
+        member.lost = agent_failure(member.name, diagnosis, remedy, _code(member))
         self._hang_up(member)
+        self._sweep(member)
 
     def give_up(self, member: Member) -> None:
         """Part with a host whose agent does not do what it is told."""
@@ -349,8 +410,15 @@ class Fleet:
 
     def _hang_up(self, member: Member) -> None:
         """End the connection, upon which the agent ends everything there."""
+        if member.sender is not None:
+            member.sender.close()
         member.sender = None
-        if member.process is None:
+        if member.socket is not None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(member.socket)
+            member.socket.close()
+            member.socket = None
+        if member.process is None or self._calls_back:
             return
         for stream in (member.process.stdout, member.process.stderr):
             with suppress(KeyError, ValueError):
@@ -373,9 +441,14 @@ class Fleet:
         """Give each host's lines to its member; both pdsh and srun put the host before them."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
-            for member in self.members:
-                if f"{member.name}:".encode() in labels:
+            for number, member in enumerate(self.members):
+                label = str(number) if self._launcher.name == "slurm" else member.name
+                if f"{label}:".encode() in labels:
                     member.words = (member.words + line)[-_KEPT_BYTES:]
+            ended = _PDSH_ENDED.match(line)
+            for member in self.members if ended else ():
+                if ended and ended[1].decode(errors="replace") == member.name:
+                    member.code = int(ended[2])
 
     def _write(self, log: str, data: bytes) -> None:
         if self._logs is None or not data:
@@ -405,10 +478,22 @@ class Fleet:
                     sender.send(BEAT)
 
 
-def _has_left(member: Member) -> bool:
-    if member.process is not None:
-        return member.process.exit_code() is not None
-    return member.lost is not None or member.closed_at is not None
+def _has_yet_to_answer(member: Member) -> bool:
+    return member.is_there and member.facts is None
+
+
+def _code(member: Member) -> int | None:
+    """How what has started its agent ended; None where it has not."""
+    if member.code is not None or member.process is None:
+        return member.code
+    return member.process.exit_code()
+
+
+def _read(descriptor: int) -> bytes:
+    """What has come; nothing where the connection has ended, in whatever way."""
+    with suppress(OSError):
+        return os.read(descriptor, _READ_BYTES)
+    return b""
 
 
 def existing(folder: Path) -> Path:
@@ -422,9 +507,3 @@ def _allow_files(count: int) -> None:
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _with_values(word: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word

@@ -21,6 +21,7 @@ from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.suggest import nearest
 from nanoscale.errors import Violation
 from nanoscale.launch import filters
+from nanoscale.launch.allocation import given_nodes
 
 MOST_SLOTS = 4096
 """more on one host is a slip of the finger"""
@@ -28,16 +29,21 @@ LARGEST_FILE = 1 << 24
 _SLOTS = re.compile(r"slots=([0-9]{1,18})")
 _MEANT = re.compile(r"(?:slots *[=:]? *-?)?([0-9]{1,18})")
 """a number of slots that was written otherwise"""
+_PORT = re.compile(r"(?<=[^:]):[0-9]+$")
 _FEW = 3
 """as many hosts are named where the same is wrong with many"""
 
 
 def read_hosts(composed: Composed) -> tuple[Host, ...]:
-    """The hosts that the configuration asks for, in the hostfile's order; none without a hostfile.
+    """The hosts that the configuration asks for: of the hostfile, in its order, or of SLURM's job.
+
+    None where it is this machine alone.
 
     Raises:
         UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
     """
+    if composed.config.launcher.name == "slurm":
+        return given_nodes(composed)
     if not by_hostfile(composed):
         return ()
     text, name = _read(composed)
@@ -68,14 +74,15 @@ def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
         source = f"{name}:{number}"
         wrong = _line_problem(words)
         host = Host(words[0], 0, source=source)
-        first = found.setdefault(hostnames.canonical(host.name), host)
+        same = hostnames.canonical(host.name)
+        first = found.setdefault(same, host)
         if wrong is None and first is not host:
             wrong = f"names {host.name} again, which is in {first.source}", f"# {text_of_line}"
         if wrong is not None:
             message, meant = wrong
             violations.append(Violation("", text_of_line, source, message, (meant,)))
         else:
-            found[hostnames.canonical(host.name)] = replace(host, slots=int(words[1][6:]))
+            found[same] = replace(host, slots=int(words[1][6:]))
     if not found:
         message = "holds no host; each line is `HOST slots=N`"
         violations.append(Violation("", name, name, message, ("localhost slots=8",)))
@@ -91,7 +98,7 @@ def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
     proposed = f"slots={count if 1 <= count <= MOST_SLOTS else 'N'}"
     problem = hostnames.problem(name)
     if problem:
-        plain = name.partition(":")[0]
+        plain = _PORT.sub("", name)
         return f"{name!r} {problem}", f"{'HOST' if hostnames.problem(plain) else plain} {proposed}"
     if slots is None:
         wrong = f"has {' '.join(rest)!r} after {name}" if rest else f"says no slots of {name}"

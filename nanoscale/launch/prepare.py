@@ -7,7 +7,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import Config
 from nanoscale.devices import cores
+from nanoscale.errors import UserError, Violation
 from nanoscale.runs import status
 from nanoscale.runs.directory import (
     RunDirectory,
@@ -28,6 +29,7 @@ from nanoscale.runs.directory import (
     check_name,
     check_root,
     free_name,
+    free_names,
     write_atomically,
     write_json,
 )
@@ -97,6 +99,46 @@ def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
     return replace(config, run=replace(config.run, name=name))
+
+
+def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
+    """Give the runs of an array their names: one that they share, and a number. Writes nothing.
+
+    Raises:
+        UserError: the shared name is taken or unusable, or no run can be created under run.root.
+    """
+    first = requests[0]
+    root = Path(first.config.run.root)
+    check_root(root)
+    asked = first.config.run.name
+    shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    check_name(f"{shared}-{len(requests)}")
+    free = free_names(root, shared, len(requests))
+    if (
+        asked is not None
+        and free != shared
+        and (not first.repeats or first.composed.by_hand("run.name"))
+    ):
+        raise UserError(
+            "run",
+            f"runs of the name {shared!r} exist already in {root.absolute()}",
+            [
+                Violation(
+                    "run.name",
+                    asked,
+                    first.composed.source("run.name"),
+                    "a new run never overwrites an old one",
+                    (f"run.name={free}",),
+                )
+            ],
+        )
+    named = [
+        replace(
+            one, config=replace(one.config, run=replace(one.config.run, name=f"{free}-{number}"))
+        )
+        for number, one in enumerate(requests)
+    ]
+    return free, named
 
 
 @contextmanager

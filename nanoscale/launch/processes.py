@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
+from nanoscale.channel import MARK
+
 if TYPE_CHECKING:
     import psutil
-
-MARK = "NANOSCALE_JOB"
-"""name of the variable that tells a job's processes from all others"""
 
 _PAUSE_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,11 +67,11 @@ class Process:
                 self._code = ended.si_status if exited else -ended.si_status
         return self._code
 
-    def kill(self) -> None:
-        """End it, and what it has started in its session."""
+    def kill(self, *, alone: bool = False) -> None:
+        """End it, and unless `alone` what it has started in its session."""
         if self.exit_code() is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
         """Let go of it once it has ended."""

@@ -9,6 +9,16 @@ from nanoscale.runs.failure import signal_name
 
 _CAUSES = (
     (
+        r"does not see the launcher's folder of runs",
+        "it does not see the folder of runs",
+        "run.root=FOLDER on a file system that every host mounts at the same path",
+    ),
+    (
+        r"no answer of the launcher at",
+        "it cannot reach the launcher, which it was to call back",
+        "look for a firewall between them, or use launcher=ssh",
+    ),
+    (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
         "its ssh host key is not the one that is known: it changed, or was never accepted",
         "make sure that it is the right machine, then `ssh-keygen -R {host}` and `ssh {name}` once",

@@ -19,12 +19,13 @@ from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.prepare import Request, replace_configuration
 from nanoscale.launch.signals import Signals
 from nanoscale.runs import events, fence, status
-from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
 from nanoscale.runs.lock import RunLock
 
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _LOOK_S = 0.1
+_MOST_EMPTY_LOGS = 1024
 
 
 @dataclass
@@ -160,6 +161,7 @@ class Supervisor:
     def _begin(self, plan: LaunchPlan) -> None:
         self.fleet.write_logs_to(self.run, plan.attempt)
         fence.begin(self.run, plan.attempt)
+        self._make_logs(plan)
         status.write(self.run, status.read(self.run).starting(plan.attempt))
         write_json(self.run.launch, plan.document())
         if self.run.failure.exists():
@@ -174,6 +176,15 @@ class Supervisor:
             attempt=plan.attempt,
             world_size=plan.world_size,
         )
+
+    def _make_logs(self, plan: LaunchPlan) -> None:
+        """Empty files, so that who looks for one finds it; of very many ranks only those that print."""
+        if plan.world_size > _MOST_EMPTY_LOGS:
+            return
+        for host in plan.hosts:
+            for rank in host.ranks:
+                for stream in STREAMS:
+                    self.run.log(plan.attempt, host.host, rank, stream).touch()
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         self.lock.require()

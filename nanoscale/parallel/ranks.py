@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
 
 
-def join(world_size: int, device: torch.device) -> None:
-    """Meet the other ranks; nothing to do for one. Tensors in host memory travel over gloo, always."""
+def join(world_size: int, device: torch.device, timeout_s: float) -> None:
+    """Meet the other ranks; nothing to do for one. Tensors in host memory travel over gloo, always.
+
+    Args:
+        timeout_s: how long ranks wait for each other in any group, seconds.
+    """
     if world_size == 1:
         return
+    # A new group does not take over its parent's timeout: it takes these.
+    limit = timedelta(seconds=timeout_s)
+    distributed_c10d.default_pg_timeout = limit
+    distributed_c10d.default_pg_nccl_timeout = limit
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
 

@@ -19,8 +19,11 @@ from typing import Any, Literal
 from nanoscale.errors import UserError, Violation
 
 Stream = Literal["out", "err"]
+STREAMS: tuple[Stream, ...] = ("out", "err")
 
 DEFAULT_ROOT = Path("runs")
+ARRAY = ".array"
+"""how the name of the folder ends that runs of an array share"""
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _LONGEST_NAME = 200
@@ -72,6 +75,14 @@ class RunDirectory:
     @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
+
+    @property
+    def submission(self) -> Path:
+        return self.path / "slurm.json"
+
+    @property
+    def script(self) -> Path:
+        return self.path / "submit.sbatch"
 
     @property
     def failure(self) -> Path:
@@ -267,6 +278,32 @@ def free_name(root: Path, name: str) -> str:
     root = _absolute(root)
     candidates = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
     return next(n for n in candidates if not os.path.lexists(root / n))
+
+
+def free_names(root: Path, shared: str, count: int) -> str:
+    """`shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
+    root = _absolute(root)
+    candidates = itertools.chain([shared], (f"{shared}-{n}" for n in itertools.count(2)))
+    ends = [ARRAY, *(f"-{number}" for number in range(count))]
+    return next(
+        one for one in candidates if not any(os.path.lexists(f"{root / one}{end}") for end in ends)
+    )
+
+
+@contextmanager
+def taken_back(root: Path) -> Iterator[list[Path]]:
+    """Remove the folders that the block lists if it raises, and `root` if it was not there before."""
+    made = _missing_parents(_absolute(root))
+    folders: list[Path] = []
+    try:
+        yield folders
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:

@@ -35,7 +35,7 @@ def run(context: RankContext) -> str:
     config = context.config
     device = ranks.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab)
-    ranks.join(context.world_size, device)
+    ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     stop = StopAgreement(context.stop)

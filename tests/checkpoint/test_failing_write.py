@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 
 def save_twice(rank: int, workspace: Path, world: int) -> tuple[int | None, str]:
-    ranks.join(world, torch.device("cpu"))
+    ranks.join(world, torch.device("cpu"), 120.0)
     sharded.save(workspace, state_of(WHOLE), {"step": 1})
     if rank == 1:  # its files may grow no longer: what a full disk or a quota does to one host
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

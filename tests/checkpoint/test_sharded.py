@@ -39,7 +39,7 @@ def state_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | None) -> str:
-    ranks.join(world, torch.device("cpu"))
+    ranks.join(world, torch.device("cpu"), 120.0)
     if kill == rank:
         # Die in the middle of the write: after this rank's file, before the manifest.
         sharded.store.sum_files = lambda _: os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +47,7 @@ def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | Non
 
 
 def load_rank(rank: int, workspace: Path, world: int) -> Any:
-    ranks.join(world, torch.device("cpu"))
+    ranks.join(world, torch.device("cpu"), 120.0)
     state = state_of(torch.zeros(10, 7))
     loaded = sharded.load_newest(workspace, state)
     assert loaded is not None
@@ -79,7 +79,7 @@ def test_a_rank_killed_while_writing_leaves_the_one_before(workspace: Path, kill
 
 
 def full_disk_rank(rank: int, workspace: Path, world: int) -> str:
-    ranks.join(world, torch.device("cpu"))
+    ranks.join(world, torch.device("cpu"), 120.0)
     sharded.store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 10, 0)
     with pytest.raises(OSError, match="nothing was written") as caught:
         sharded.save(workspace, state_of(WHOLE), {"step": 1})

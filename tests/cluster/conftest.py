@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.nodes import Nodes
+from tests.cluster.slurm import Slurm
 
 INSTALL = "apt-get install"
 MACHINES = {
@@ -20,6 +21,12 @@ MACHINES = {
 }
 SSH = {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
 PDSH = {"pdsh": "pdsh"}
+SLURM = {
+    "munged": "munge",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+}
 
 _PROBE = """
 mount -t tmpfs tmpfs /run && mount -t sysfs sysfs /sys && mount -t proc proc /proc
@@ -39,6 +46,20 @@ def nodes(nodes_of_the_session: Nodes) -> Iterator[Nodes]:
     """Three nodes with sshd and a login node. The next test finds them on, connected and idle again."""
     yield nodes_of_the_session
     nodes_of_the_session.restore()
+
+
+@pytest.fixture(scope="session")
+def slurm_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    _skip_without(MACHINES | SLURM)
+    with Slurm(tmp_path_factory.mktemp("slurm")) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def slurm(slurm_of_the_session: Slurm) -> Iterator[Slurm]:
+    """A SLURM of two nodes and a login node. The next test finds them on, connected and without jobs."""
+    yield slurm_of_the_session
+    slurm_of_the_session.restore()
 
 
 def _skip_without(programs: dict[str, str]) -> None:

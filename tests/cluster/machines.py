@@ -36,7 +36,6 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +89,8 @@ class Machine:
         self.address6 = f"fd77::{number:x}"
         self.private: list[Path] = []
         self.init: subprocess.Popen[str] | None = None
-        self.services: list[subprocess.Popen[Any]] = []
+        self.services: dict[subprocess.Popen[Any], Path] = {}
+        """What it runs by itself, with where each writes its log."""
         self.started: list[subprocess.Popen[Any]] = []
 
     def namespace(self, kind: str) -> str:
@@ -169,17 +169,18 @@ class Machines:
             raise
         return subprocess.CompletedProcess(list(map(str, argv)), process.returncode, out, err)
 
-    def processes(self, node: str) -> dict[int, str]:
-        """What runs on a machine besides its init and its services: pids as seen from here, command lines."""
-        machine = self._machines[node]
-        if machine.init is None:
-            return {}
-        own = {machine.init.pid, *(service.pid for service in machine.services)}
-        namespace = Path(machine.namespace("pid")).stat().st_ino
+    def processes(self, *nodes: str) -> dict[int, str]:
+        """What runs on machines, on all if none is named, besides their inits and services.
+
+        Pids as seen from here, and command lines.
+        """
+        on = [m for m in self._machines.values() if m.init and m.name in (nodes or self.names)]
+        own = {m.init.pid for m in on} | {service.pid for m in on for service in m.services}
+        namespaces = {Path(machine.namespace("pid")).stat().st_ino for machine in on}
         found = {}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.pid in own or _namespace_of(process.pid) != namespace:
+                if process.pid in own or _namespace_of(process.pid) not in namespaces:
                     continue
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = shlex.join(process.cmdline())
@@ -232,12 +233,8 @@ class Machines:
 
     def restore(self) -> None:
         """Everything on, connected, and idle, for the next test."""
-        for node in self.names:
-            if self.is_on(node):
-                self.heal(node)
-                self._end_processes(node)
-            else:
-                self.power_on(node)
+        self._bring_back()
+        self._end_processes()
 
     # -- for those who build on this --
 
@@ -261,13 +258,24 @@ class Machines:
         with (machine.folder / log).open("wb") as out:
             options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out} | options
             service = self.run_in(node, argv, start_new_session=True, cwd="/", **options)
-        machine.services.append(service)
+        machine.services[service] = machine.folder / log
         return service
+
+    def _await_services(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait until services are ready, or one of them has ended."""
+
+        def ready() -> Any:
+            for machine in self._machines.values():
+                for service, log in machine.services.items():
+                    assert service.poll() is None, f"{machine.name}: {log.read_text()[-2000:]}"
+            return condition()
+
+        wait_until(ready, what)
 
     def _end_service(self, node: str, service: subprocess.Popen[Any]) -> None:
         service.kill()
         service.wait()
-        self._machines[node].services.remove(service)
+        del self._machines[node].services[service]
 
     # -- the making of machines --
 
@@ -319,18 +327,24 @@ class Machines:
         assert self._switch is not None
         return ["nsenter", f"--net=/proc/{self._switch.pid}/ns/net"]
 
-    def _end_processes(self, node: str) -> None:
+    def _bring_back(self) -> None:
+        for node in self.names:
+            if self.is_on(node):
+                self.heal(node)
+            else:
+                self.power_on(node)
+
+    def _end_processes(self) -> None:
         def ended() -> bool:
-            for pid in self.processes(node):
+            running = self.processes()
+            for pid in running:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for process in self._machines[node].started:
-                process.poll()
-            return not self.processes(node)
+            for machine in self._machines.values():
+                machine.started = [process for process in machine.started if process.poll() is None]
+            return not running
 
-        wait_until(ended, f"end of what ran on {node}")
-        machine = self._machines[node]
-        machine.started = [p for p in machine.started if p.returncode is None]
+        wait_until(ended, "end of what ran on the machines")
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
@@ -352,7 +366,7 @@ _ENTERED = (("net", "net"), ("uts", "uts"), ("ipc", "ipc"), ("mount", "mnt"))
 @contextmanager
 def _children_in(namespace: str | None) -> Iterator[None]:
     """Children that this thread starts live in a PID namespace: an existing one, or with None a new one."""
-    own = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/pid", os.O_RDONLY)
+    own = os.open("/proc/thread-self/ns/pid", os.O_RDONLY)
     try:
         if namespace is None:
             _system(_libc.unshare(CLONE_NEWPID))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.machines import Machines, wait_until
+from tests.cluster.machines import Machines
 
 NODES = ("n1", "n2", "n3")
 LOGIN = "login"
@@ -128,12 +128,9 @@ class Nodes(Machines):
 
     def _await_sshd(self, node: str) -> None:
         log = self.folder / node / "sshd.log"
-
-        def listening() -> bool:
-            assert self._sshd[node].poll() is None, f"sshd of {node} ended: {log.read_text()}"
-            return "Server listening on 0.0.0.0" in log.read_text()
-
-        wait_until(listening, f"sshd on {node}")
+        self._await_services(
+            lambda: "Server listening on 0.0.0.0" in log.read_text(), f"sshd on {node}"
+        )
 
 
 def _make_key(path: Path) -> None:

@@ -87,7 +87,7 @@ def test_every_node_sees_the_others_by_name(nodes):
         for other in NODES:
             found = nodes.call(node, ["getent", "ahostsv4", other]).stdout.split()
             assert found[0] == nodes.address(other)
-            assert nodes.call(node, ["ssh", other, "hostname"]).stdout == f"{other}\n"
+    assert nodes.call("n1", ["ssh", "n2", "ssh n3 hostname"]).stdout == "n3\n"
 
 
 def test_users_and_ipv6_addresses_work_in_ssh(nodes):
@@ -146,8 +146,9 @@ def test_what_a_client_leaves_behind_is_seen(nodes):
     ssh(nodes, "n1", "sleep 1234 > /dev/null 2>&1 &")
     wait_until(lambda: len(nodes.processes("n1")) == 1, "end of the session")
     assert list(nodes.processes("n1").values()) == ["sleep 1234"]
+    assert list(nodes.processes()) == list(nodes.processes("n1"))
     nodes.restore()
-    assert nodes.processes("n1") == {}
+    assert nodes.processes() == {}
 
 
 def test_orphans_of_a_node_are_reaped(nodes):
@@ -212,9 +213,11 @@ def test_nothing_is_left_of_nodes_whose_owner_is_killed(nodes, tmp_path):
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    pids = owner.stdout.readline().split()
-    assert len(pids) == 6
-    assert ssh(nodes, "n1", "hostname").stdout == "n1\n"  # the others do not disturb
-    owner.kill()
-    owner.wait()
+    try:
+        pids = owner.stdout.readline().split()
+        assert len(pids) == 6
+        assert ssh(nodes, "n1", "hostname").stdout == "n1\n"  # the others do not disturb
+    finally:
+        owner.kill()
+        owner.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of them all")

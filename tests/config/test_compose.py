@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.config import library
-from nanoscale.config.compose import Composed, compose
+from nanoscale.config.compose import Composed, Setting, compose
 from nanoscale.errors import UserError
 
 
@@ -278,3 +278,42 @@ def test_a_recipe_that_is_not_there_names_the_ones_beside_it():
 def test_the_packaged_folders_exist():
     for folder in library.packaged():
         assert folder.is_dir()
+
+
+# --- options and who asked ------------------------------------------------------------------------
+
+
+def test_an_option_wins_over_the_recipe_and_is_remembered():
+    write("recipes/mine.yaml", "launcher: {nodes: 3}\n")
+    option = Setting("2:4", "command line: --num-nodes")
+    composed = compose(["recipe=mine", "launcher=ssh"], options={"launcher.nodes": option})
+    assert composed.config.launcher.nodes == "2:4"
+    assert composed.history["launcher.nodes"][-1] == option
+    assert composed.by_hand("launcher.nodes") and not composed.by_hand("launcher.name")
+
+
+def test_an_option_may_say_what_a_word_says():
+    option = Setting(4, "command line: --num-nodes")
+    composed = compose(["launcher.nodes=4"], options={"launcher.nodes": option})
+    assert composed.config.launcher.nodes == 4
+
+
+def test_what_nobody_chose_was_not_asked_for():
+    write("recipes/plain.yaml", "train: {steps: 3}\n")
+    write("recipes/by-key.yaml", "launcher: {name: local}\n")
+    write("recipes/by-group.yaml", "defaults: [override /launcher: local]\n")
+    write("recipes/based.yaml", "defaults: [by-group]\n")
+    write("mine/launcher/local.yaml", "name: local\n")
+    for words, asked in (
+        ([], False),
+        (["recipe=plain", "train.steps=4"], False),
+        (["launcher=local"], True),
+        (["launcher.name=local"], True),
+        (["recipe=by-key"], True),
+        (["recipe=by-group"], True),
+        (["recipe=based"], True),
+        (["~launcher"], False),
+    ):
+        assert compose(words).asked_for("launcher.name") == asked, words
+    assert not compose([], config_dir=Path("mine")).asked_for("launcher.name")
+    assert not compose([], config_file=Path("recipes/by-key.yaml")).asked_for("launcher.name")

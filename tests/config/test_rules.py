@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import Composed, Setting, compose
-from nanoscale.config.convert import to_config
+from nanoscale.config.compose import Setting, compose
 from nanoscale.config.derive import derive
-from nanoscale.config.library import Library
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
-from nanoscale.config.words import read_words
 from nanoscale.errors import UserError, Violation
+from tests.config.quick import changed
 
 CPU = Devices("cpu", 2)
 
@@ -36,41 +33,26 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@cache
-def debug_recipe() -> Composed:
-    return compose(["recipe=debug"])
-
-
-def changed(*words: str) -> Composed:
-    """What `compose(["recipe=debug", *words])` gives, without asking Hydra hundreds of times."""
-    library, base = Library(), debug_recipe()
-    asked = read_words(words, library)
-    assert not asked.violations
-    raw, history = asdict(base.config), dict(base.history)
-    for group, option in asked.choices.items():
-        raw[group] = {**raw[group], **library.serve(f"{group}/{option}").content}
-    for key, value in asked.settings:
-        *sections, name = key.split(".")
-        values = raw
-        for section in sections:
-            values[section] = values[section] or {}
-            values = values[section]
-        values[name] = value
-        history[key] = [Setting(value, "command line")]
-    config = to_config(raw, lambda key: history[key][-1].source)
-    return Composed(config, history, "debug", tuple(words))
-
-
 def checked(*words: str, on: Devices = CPU) -> Config:
     return check(changed(*words), on)
 
 
 @pytest.mark.parametrize(
     "words",
-    [["scheduler=wsd", "zero=stage3", "train.seed=7"], ["model.rope_scaling.factor=2"], ["~run"]],
+    [
+        ["scheduler=wsd", "zero=stage3", "train.seed=7"],
+        ["model.rope_scaling.factor=2"],
+        ["~run"],
+        ["launcher=ssh", "launcher.slurm.time=x", "launcher.env.A=1", "cluster.pythons={h: /x}"],
+    ],
 )
 def test_the_short_cut_of_these_tests_leads_to_the_same_place(words):
-    assert changed(*words).config == compose(["recipe=debug", *words]).config
+    options = {"launcher.nodes": Setting(2, "an option")}
+    quick = changed(*words, options=options)
+    slow = compose(["recipe=debug", *words], options=options)
+    assert quick.config == slow.config
+    for key in ("launcher.name", "launcher.nodes", "zero.stage", "scheduler.name"):
+        assert quick.asked_for(key) == slow.asked_for(key), key
 
 
 def violations(*words: str, on: Devices = CPU, kind: str | None = None) -> list[Violation]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from nanoscale.config.compose import compose
@@ -134,6 +136,18 @@ def test_nonsense_is_refused(word):
 @pytest.mark.parametrize("word", ["train.steps=1,2", "train.steps=range(1,4)", "model=tiny,debug"])
 def test_a_sweep_is_refused(word):
     assert "one run takes one" in violation(word).message
+
+
+def test_a_filter_of_hosts_is_one_value_with_commas():
+    wrong = violation("launcher.include=h1@h2:0,2")
+    assert wrong.suggestions == ("'launcher.include=\"h1@h2:0,2\"'", "--include h1@h2:0,2")
+    assert wrong.source == "command line" and "needs quotes" in wrong.message
+
+
+def test_a_list_of_words_with_equals_signs_is_quoted_word_by_word():
+    (proposal,) = violation("launcher.slurm.directives=[--x=1, --y]").suggestions
+    (word,) = shlex.split(proposal)
+    assert compose([word]).config.launcher.slurm.directives == ["--x=1", "--y"]
 
 
 def test_hydras_own_settings_and_packages_are_refused():

@@ -1,32 +1,51 @@
 from __future__ import annotations
 
+import os
+import shlex
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nanoscale.config.schema import Config, Launcher, Parallel
-from nanoscale.launch import command
-from nanoscale.launch.command import plan_local
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.config.rules import Host
+from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
+from nanoscale.launch import transport
+from nanoscale.launch.command import passed_on, plan_launch, read_plan
+from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))
 CONFIG = Config(
     launcher=Launcher(device="cpu", devices=4, threads=3), parallel=Parallel(dp=2, tp=2)
 )
+HOSTS = (Host("me@n1", 3, source="hosts:1"), Host("n2", 1, devices=(5,)))
+SSH = replace(CONFIG, launcher=Launcher(name="ssh", ssh_args=["-p", "2222"]))
+NASTY = "a b$(touch x)`y`'\";&|\n!%h"
 
 
-def plan(config=CONFIG):
-    return plan_local(config, RUN, attempt=2, world_size=4, master_port=1234)
+def plan(config=CONFIG, hosts=()):
+    return plan_launch(config, RUN, attempt=2, world_size=4, hosts=hosts, master_port=1234)
 
 
 def test_all_ranks_are_on_this_host():
     (host,) = plan().hosts
     assert (host.host, host.slots, host.ranks) == (socket.gethostname(), 4, (0, 1, 2, 3))
-    assert host.command == (sys.executable, "-P", "-m", "nanoscale.agent", "/runs/x")
+    assert host.command == (sys.executable, "-P", "-m", "nanoscale.agent")
     assert (plan().master_addr, plan().master_port) == ("127.0.0.1", 1234)
+
+
+def test_hosts_take_ranks_in_their_order():
+    made = plan(SSH, HOSTS)
+    assert [(host.host, host.slots, host.ranks) for host in made.hosts] == [
+        ("n1", 3, (0, 1, 2)),
+        ("n2", 1, (3,)),
+    ]
+    assert made.hosts[1].devices == (5,)
+    assert made.master_addr == "n1"
+    other = replace(SSH, launcher=replace(SSH.launcher, master_addr="10.0.0.1"))
+    assert plan(other, HOSTS).master_addr == "10.0.0.1"
 
 
 def test_the_document_says_where_every_rank_is():
@@ -38,19 +57,28 @@ def test_the_document_says_where_every_rank_is():
     }  # fmt: skip
 
 
-def test_threads_and_attempt_reach_the_ranks():
-    environment = plan().environment
-    assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["NANOSCALE_ATTEMPT"] == "2"
-    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    assert read_plan(run) is None
+    made = plan(SSH, HOSTS)
+    write_json(run.launch, made.document())
+    assert read_plan(run) == made
+    run.launch.write_text('{"hosts": []}')
+    assert read_plan(run) is None
 
 
-def test_a_users_interface_for_gloo_is_left_alone(monkeypatch):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert plan().environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert "GLOO_SOCKET_IFNAME" not in plan().environment
-    assert "GLOO_SOCKET_IFNAME" in plan().inherited
+def test_the_port_is_the_runs_own_until_the_first_host_has_reserved_one():
+    def port(name, config=CONFIG):
+        return plan_launch(config, RunDirectory(Path(f"/runs/{name}")), 1, 4).master_port
+
+    assert port("x") == port("x") != port("y")
+    fixed = replace(CONFIG, launcher=replace(CONFIG.launcher, master_port=7777))
+    assert port("x", fixed) == 7777
+
+
+def test_threads_reach_the_ranks():
+    assert plan().environment["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in plan(SSH, HOSTS).environment
 
 
 def test_values_of_inherited_variables_are_nobodys_business(monkeypatch):
@@ -61,10 +89,65 @@ def test_values_of_inherited_variables_are_nobodys_business(monkeypatch):
     assert "HF_TOKEN" in document["inherited"] and "UNRELATED" not in document["inherited"]
 
 
+def test_other_hosts_get_what_concerns_them_and_what_was_asked_for(monkeypatch):
+    chosen = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "k", "MY_A": "1", "MY_B": "2", "NOT": "3"}
+    elsewhere = {"CUDA_VISIBLE_DEVICES": "3", "PYTHONPATH": "/here", "LD_LIBRARY_PATH": "/here"}
+    for name, value in (chosen | elsewhere).items():
+        monkeypatch.setenv(name, value)
+    launcher = replace(SSH.launcher, pass_env=["WANDB_API_KEY", "MY_*"], env={"X": 1, "MY_B": "b"})
+    config = replace(SSH, launcher=launcher)
+    made = plan(config, HOSTS)
+    got = passed_on(config, made, os.environ)
+    assert {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "k",
+        "MY_A": "1",
+        "MY_B": "b",
+        "X": "1",
+    }.items() <= (got.items())
+    assert not {"NOT", *elsewhere} & set(got)
+
+
+def test_ssh_asks_nothing_and_gives_up_in_time():
+    command = plan(SSH, HOSTS).hosts[0].command
+    words = list(command)
+    assert words[0] == "ssh" and words[1:3] == ["-p", "2222"] and words[-2] == "me@n1"
+    options = [words[i + 1] for i, word in enumerate(words) if word == "-o"]
+    assert {"BatchMode=yes", "ConnectTimeout=20"} < set(options)
+    assert not any("StrictHostKeyChecking" in option for option in options)
+
+
+def test_nothing_is_interpreted_by_the_other_hosts_shell(monkeypatch):
+    config = replace(SSH, cluster=Cluster(pythons={"n1": f"/opt/{NASTY}/python"}))
+    remote = plan(config, HOSTS).hosts[0].command[-1]
+    seen = subprocess.run(
+        ["sh", "-c", remote.replace("exec ", "printf '%s\\0' ", 1)], capture_output=True, check=True
+    ).stdout.decode()
+    words = seen.split("\0")[:-1]
+    assert words == [f"/opt/{NASTY}/python", "-P", "-m", "nanoscale.agent"]
+
+
+def test_an_interpreter_of_another_path_has_its_own_nanoscale(monkeypatch):
+    monkeypatch.setattr(transport.site, "getsitepackages", list)
+    here = plan(SSH, HOSTS).hosts[0].command[-1]
+    assert "PYTHONPATH=" in here and sys.executable in here
+    there = replace(SSH, cluster=Cluster(python="/opt/python"))
+    assert shlex.split(plan(there, HOSTS).hosts[0].command[-1]) == [
+        "exec", "/opt/python", "-P", "-m", "nanoscale.agent"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_ranks_import_the_nanoscale_that_launched_them(monkeypatch, installed):
-    root = str(Path(command.nanoscale.__file__).parent.parent)
-    monkeypatch.setenv("PYTHONPATH", "/mine")
-    monkeypatch.setattr(command.site, "getsitepackages", lambda: [root] if installed else [])
-    path = plan(replace(CONFIG)).environment.get("PYTHONPATH")
-    assert path == (None if installed else f"{root}:/mine")
+    root = str(Path(transport.nanoscale.__file__).parent.parent)
+    monkeypatch.setattr(transport.site, "getsitepackages", lambda: [root] if installed else [])
+    environment = transport.environment(CONFIG, {"PYTHONPATH": "/mine"})
+    assert environment.get("PYTHONPATH") == (None if installed else f"{root}:/mine")
+
+
+def test_pdsh_and_srun_start_all_with_one_command():
+    for name, program in (("pdsh", "pdsh"), ("slurm", "srun")):
+        config = replace(SSH, launcher=replace(SSH.launcher, name=name))
+        first, second = plan(config, HOSTS).hosts
+        assert first.command == second.command and first.command[0] == program
+        assert "--connect" in " ".join(first.command)

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 
 PLAN = LaunchPlan(1, 2, (HostPlan("h", 2, (0, 1), ("x",)),), "127.0.0.1", 1, {}, ())
+
+
+@contextmanager
+def shown(run, plan, steps, stream):
+    """A view in the middle of its first attempt."""
+    with LiveView(run, stream) as view:
+        view.begin(plan, steps)
+        yield view
 
 
 class Terminal(io.StringIO):
@@ -72,7 +81,7 @@ def shown_steps(stream):
 
 def test_every_figure_is_in_a_plain_line(run, clock):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 10, stream) as view:
+    with shown(run, PLAN, 10, stream) as view:
         events.append(run, "running", "training from step 1")
         log_steps(run, 4, mfu=0.4125, eval_loss=2.75)
         view.poll()
@@ -85,7 +94,7 @@ def test_every_figure_is_in_a_plain_line(run, clock):
 
 def test_plain_lines_come_once_a_second_and_the_last_always(run, clock):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 100, stream) as view:
+    with shown(run, PLAN, 100, stream) as view:
         events.append(run, "running", "go")
         for step in range(1, 31):
             log_steps(run, step)
@@ -98,7 +107,7 @@ def test_plain_lines_come_once_a_second_and_the_last_always(run, clock):
 
 def test_slow_steps_are_all_shown_and_a_waiting_one_is_not_held_back(run, clock):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 100, stream) as view:
+    with shown(run, PLAN, 100, stream) as view:
         events.append(run, "running", "go")
         log_steps(run, 1)
         view.poll()
@@ -114,7 +123,7 @@ def test_what_earlier_attempts_did_is_not_shown_again(run, clock):
     events.append(run, "note", "long ago")
     log_steps(run, 1, 2, 3, 4, 5)
     stream = io.StringIO()
-    with LiveView(run, PLAN, 6, stream) as view:
+    with shown(run, PLAN, 6, stream) as view:
         events.append(run, "resumed", "resumed from step-00000004", step=4)
         view.poll()
         run.metrics.write_text("".join(run.metrics.read_text().splitlines(True)[:4]))
@@ -129,9 +138,10 @@ def test_what_earlier_attempts_did_is_not_shown_again(run, clock):
 
 def test_what_ranks_print_carries_host_and_rank(run):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 6, stream) as view:
+    with shown(run, PLAN, 6, stream) as view:
         run.log(1, "h", 1, "out").write_bytes(b"hello\n\xff no end")
         run.log(1, "h", 0, "err").write_text("for the log only\n")
+        view.wrote("h", 1)
         view.poll()
     assert "h:1 │ hello\n" in stream.getvalue()
     assert "h:1 │ � no end\n" in stream.getvalue()
@@ -140,7 +150,7 @@ def test_what_ranks_print_carries_host_and_rank(run):
 
 def test_a_sample_is_a_block(run):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 6, stream) as view:
+    with shown(run, PLAN, 6, stream) as view:
         events.append(run, "sample", "a sample", text="def f():\n    pass")
         view.poll()
     assert "a sample:\n    def f():\n        pass\n" in stream.getvalue()
@@ -148,7 +158,7 @@ def test_a_sample_is_a_block(run):
 
 def test_a_terminal_has_a_panel_and_lines_above_it(run):
     stream = Terminal()
-    with LiveView(run, PLAN, 10, stream) as view:
+    with shown(run, PLAN, 10, stream) as view:
         view.poll()
         events.append(run, "running", "training from step 1")
         events.append(run, "checkpoint", "[bold]step-00000003[/bold] saved")
@@ -170,7 +180,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(run, kind):
 
     stream = Broken()
     stream.broken = False
-    with LiveView(run, PLAN, 10, stream) as view:
+    with shown(run, PLAN, 10, stream) as view:
         stream.broken = True
         events.append(run, "running", "go")
         log_steps(run, 10)
@@ -180,7 +190,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(run, kind):
 
 def test_loss_scaling_is_shown_where_there_is_any(run, clock):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 10, stream) as view:
+    with shown(run, PLAN, 10, stream) as view:
         events.append(run, "running", "training from step 1")
         log_steps(run, 4, loss_scale=32768.0, skipped_steps=2, grad_norm=None)
         view.poll()
@@ -192,7 +202,7 @@ def test_the_beginning_shows_the_mesh(run):
     hosts = (HostPlan("a", 4, (0, 1, 2, 3), ("x",)), HostPlan("b", 4, (4, 5, 6, 7), ("x",)))
     mesh = arrange([(host.host, host.ranks) for host in hosts], Parallel(dp=2, tp=2, pp=2))
     stream = io.StringIO()
-    with LiveView(run, replace(PLAN, world_size=8, hosts=hosts, mesh=mesh), 10, stream):
+    with shown(run, replace(PLAN, world_size=8, hosts=hosts, mesh=mesh), 10, stream):
         pass
     assert stream.getvalue().splitlines()[:6] == [
         "starting 8 ranks on a, b",
@@ -211,8 +221,49 @@ def test_times_are_short():
 
 def test_the_paths_that_are_shown_exist(run):
     stream = io.StringIO()
-    with LiveView(run, PLAN, 10, stream):
+    with shown(run, PLAN, 10, stream):
         pass
     starting, logs = stream.getvalue().splitlines()
     assert starting == "starting 2 ranks on h"
     assert Path(logs.removeprefix("logs in ")).is_dir()
+
+
+def test_joining_shows_the_attempt_so_far_in_short_and_then_all(run, clock):
+    events.append(run, "attempt", "attempt 1", attempt=1)
+    events.append(run, "checkpoint", "of long ago")
+    events.append(run, "attempt", "attempt 2", attempt=2)
+    events.append(run, "resumed", "resumed from step-00000002", step=2)
+    log_steps(run, 1, 2)
+    events.append(run, "running", "training from step 3")
+    log_steps(run, 3, 4, 5)
+    run.attempt_logs(2).mkdir()
+    log = run.log(2, "h", 0, "out")
+    log.write_text("printed before\n")
+    stream = io.StringIO()
+    with LiveView(run, stream) as view:
+        view.join(replace(PLAN, attempt=2), 10)
+        assert view.running
+        with log.open("a") as file:
+            file.write("printed later\n")
+        view.poll()
+        clock.now += 2
+        log_steps(run, 6)
+        events.append(run, "checkpoint", "of now")
+        view.poll()
+    text = stream.getvalue()
+    assert text.startswith("watching 2 ranks on h\n")
+    assert shown_steps(stream) == [5, 6]
+    assert "resumed from step-00000002" in text and "of now" in text and "of long ago" not in text
+    assert "h:0 │ printed later" in text and "before" not in text
+
+
+def test_joining_before_the_first_step_waits_for_it(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, stream) as view:
+        view.join(PLAN, 10)
+        assert not view.running
+        events.append(run, "attempt", "attempt 1", attempt=1)
+        events.append(run, "running", "training from step 1")
+        log_steps(run, 1)
+        view.poll()
+    assert shown_steps(stream) == [1]

@@ -211,7 +211,7 @@ Case = tuple[str, bool]  # mode, offload
 
 
 def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    ranks.join(2, torch.device("cpu"))
+    ranks.join(2, torch.device("cpu"), 120.0)
     mesh = init_device_mesh("cpu", (2,))
     expected = two_steps(Stack(*make("none")))
     found = {}

@@ -99,7 +99,7 @@ def live_numbers() -> float:
 
 
 def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
-    ranks.join(derive(config).world_size, CPU)
+    ranks.join(derive(config).world_size, CPU, 120.0)
     before = live_numbers()
     engine = NativeEngine(config, CPU)
     batches = [np.zeros((1, config.train.seq_len + 1), dtype=np.int64)] * 2
@@ -167,7 +167,7 @@ WIDE = replace(SHAPE, hidden=32, heads=4, head_dim=8, ffn=48, vocab=4096)
 
 def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
     """Whether this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
-    ranks.join(derive(config).world_size, CPU)
+    ranks.join(derive(config).world_size, CPU, 120.0)
     engine = NativeEngine(config, CPU)
     batches = [np.zeros((1, TOKENS + 1), dtype=np.int64)] * 2
     engine.train_step(batches, 1e-3)

@@ -85,14 +85,18 @@ def test_the_document_names_rank_host_log_and_who_else_failed(tmp_path):
         run,
         2,
         [failed(0, 2.0, "RuntimeError", CLOSED), failed(1, 3.0, exit_code=-9)],
-        Evidence(),
+        {"h": Evidence(oom_kills=1), "other": Evidence()},
     )
+    assert "out-of-memory" in found.diagnosis
     assert (found.rank, found.signal, found.also_failed) == (1, "SIGKILL", (0,))
     assert found.log == "logs/attempt-2/h.rank-1.err"
     failure.write(run, found)
     assert failure.read(run) == found
-    lost = failure.agent_lost(run, 2, "h", -signal.SIGKILL)
-    assert lost.rank is None and "SIGKILL" in lost.diagnosis and "agent" in lost.log
+    lost = digest(run, 2, [failure.agent_failure("h", "the agent was lost")], {})
+    assert (lost.rank, lost.diagnosis) == (None, "the agent was lost") and "agent" in lost.log
+    assert digest(run, 2, [failure.agent_failure("h", "x")], {}, "srun").log.endswith(
+        "srun.agent.log"
+    )
 
 
 def test_a_users_error_comes_out_as_it_went_in(tmp_path):
@@ -101,10 +105,10 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
         "data", "gone", [Violation("data.path", 3, "command line", "is not", ("a", "b"))]
     )
     said = RankFailure.of(error, rank=0, local_rank=0, host="h")
-    failure.write_rank_failure(run, 1, said)
+    failure.write_rank_failure(run.rank_failure(1, "h", 0), said)
     heard = failure.read_rank_failure(run.rank_failure(1, "h", 0))
     assert heard == said
-    failure.write(run, digest(run, 1, [heard], Evidence()))
+    failure.write(run, digest(run, 1, [heard], {}))
     assert failure.user_error(failure.read(run)) == error
 
 

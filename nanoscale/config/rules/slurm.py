@@ -14,6 +14,34 @@ _TIME = re.compile(
     r"|(?P<days>[0-9]+)-(?P<dh>[01]?[0-9]|2[0-3])(:(?P<dm>[0-5]?[0-9])(:(?P<ds>[0-5]?[0-9]))?)?"
 )
 _SHORT_TIME = re.compile(r"([0-9]+):([0-9]+)")
+_OPTION = re.compile(r"--([a-z-]+)")
+_KEYS = {
+    "account": "launcher.slurm.account",
+    "constraint": "launcher.slurm.constraint",
+    "exclusive": "launcher.slurm.exclusive",
+    "gpus-per-node": "launcher.slurm.gpus",
+    "job-name": "run.name",
+    "nodes": "launcher.nodes",
+    "ntasks": "launcher.nodes",
+    "partition": "launcher.slurm.partition",
+    "qos": "launcher.slurm.qos",
+    "signal": "launcher.slurm.signal_before_s",
+    "time": "launcher.slurm.time",
+}
+"""options of sbatch that a key stands for"""
+_OURS = (
+    "array",
+    "no-requeue",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "parsable",
+    "requeue",
+    "test-only",
+    "wait",
+    "wrap",
+)
+"""and those by which a run is followed and gone on with"""
 _LINES = ("partition", "account", "qos", "constraint", "gpus", "container")
 
 
@@ -42,8 +70,8 @@ def check_slurm(case: Case) -> None:
         for name in ("container_runtime", "container_mounts"):
             case.refuse_idle("config", f"launcher.slurm.{name}", "launcher.slurm.container=null")
     for mount in slurm.container_mounts:
-        if not _is_line(mount) or not all(mount.partition(":")):
-            message = f"holds {mount!r}; a mount is HOST:INSIDE"
+        if not _is_line(mount) or not all(mount.partition(":")) or "," in mount:
+            message = f"holds {mount!r}; a mount is HOST:INSIDE, without commas"
             key = "launcher.slurm.container_mounts"
             case.refuse("config", key, message, override(key, ["/data:/data"]))
 
@@ -55,6 +83,14 @@ def _check_directives(case: Case) -> None:
         mended = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
         message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
         case.refuse("config", key, message, f"'{key}=[{mended}]'" if mended else None)
+    for text in given:
+        option = _OPTION.match(text)
+        name, value = option[1] if option else "", text.partition("=")[2]
+        if name in _KEYS:
+            message = f"holds --{name}, for which there is a key"
+            case.refuse("config", key, message, f"{_KEYS[name]}={value or '…'}")
+        elif name in _OURS:
+            case.refuse("config", key, f"holds --{name}, which nanoscale decides itself", None)
 
 
 def _check_time(case: Case) -> None:

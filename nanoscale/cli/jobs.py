@@ -1,0 +1,154 @@
+"""The SLURM jobs of runs, as far as can be told from here."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.launch.slurm import JobState, SlurmError, job_states
+from nanoscale.runs import status, submission
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.submission import Submission
+
+ASK_S = 2.0
+"""between two questions to SLURM, which answers many people"""
+
+_UNSETTLED = ("prepared", "starting", "running", "preempted")
+"""states in which SLURM may know more of a run than its directory"""
+
+_ENDS = {
+    "CANCELLED": "cancelled",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "out of time",
+}
+"""how SLURM ends a job, in words"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of a run, and what SLURM says of it."""
+
+    submission: Submission
+    state: JobState | None
+    """None where SLURM knows it no more, or could not be asked"""
+    problem: str = ""
+    """why SLURM could not be asked"""
+
+    def __str__(self) -> str:
+        return f"job {self.submission}"
+
+    @property
+    def waits(self) -> bool:
+        return self.state is not None and self.state.waits
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state is not None and not self.state.ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is not None and self.state.ended
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        if self.state is None:
+            return "gone" if self.submission.cancelled is None else "cancelled"
+        return _ENDS.get(self.state.state, self.state.state.lower())
+
+    def sentence(self) -> str:
+        """All that is known of it, in one line."""
+        if self.problem:
+            return f"{self}: SLURM cannot be asked here: {self.problem}"
+        if self.state is None and self.submission.cancelled is not None:
+            return f"{self}: taken out of the queue at {clock(self.submission.cancelled)}"
+        if self.state is None:
+            return f"{self}: SLURM does not know it any more"
+        state = self.state
+        words = [f"{self}: {state.state}"]
+        if state.reason:
+            words[-1] += f" ({state.reason})"
+        if state.waits:
+            words.append(f"queued since {clock(self.submission.time)}")
+            if state.start is not None:
+                words.append(f"expected to start at {state.start}")
+        elif state.nodes:
+            words.append(f"on {state.nodes} since {state.start}")
+        if state.restarts:
+            words.append(f"queued again {state.restarts}×")
+        return ", ".join(words)
+
+    def document(self) -> dict[str, Any]:
+        """For `--json`."""
+        state = None if self.state is None else asdict(self.state)
+        about = asdict(self.submission) | {"job": str(self.submission)}
+        return about | {"slurm": state, "problem": self.problem or None}
+
+
+def output_of(run: RunDirectory, one: Submission) -> Path | None:
+    """What the batch script of a job printed; None where it is not one of `nanoscale submit`."""
+    if one.script is None:
+        return None
+    folder = run.logs if one.task is None else Path(one.script).parent
+    return folder / f"slurm-{one}.out"
+
+
+def way_on(run: RunDirectory) -> str:
+    """What to type to go on with a run that has ended."""
+    one = submission.read(run)
+    if one is None or one.script is None:
+        return f"nanoscale resume {run.reference}"
+    task = [] if one.task is None else [f"--array={one.task}"]
+    return shlex.join(["sbatch", *task, one.script])
+
+
+def job_of(run: RunDirectory) -> Job | None:
+    """The newest job of a run; None where it was never handed to SLURM."""
+    one = submission.read(run)
+    return None if one is None else _ask([one])[str(one)]
+
+
+def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
+    """The jobs of those runs that have one; SLURM is asked once, of runs that may wait or go on."""
+    handed = {run: one for run in runs if (one := submission.read(run)) is not None}
+    jobs = _ask([one for run, one in handed.items() if status.read(run).state in _UNSETTLED])
+    return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
+
+
+def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
+    states: dict[str, JobState] = {}
+    problem = ""
+    try:
+        states = job_states(handed)
+    except SlurmError as error:
+        problem = str(error)
+    return {str(one): Job(one, states.get(str(one)), problem) for one in handed}
+
+
+def in_words(state: str, going_on: bool, job: Job | None) -> str:
+    """Where a run stands: a launcher that was killed, or never began, could not write it down."""
+    if going_on:
+        return state
+    if job is not None and job.waits:
+        return f"queued ({job})"
+    if state in ("starting", "running"):
+        if job is not None and job.has_ended:
+            return f"{state}, then {job.end} ({job})"
+        return f"{state}, then lost"
+    if state == "prepared" and job is not None and not job.problem:
+        return f"starting ({job})" if job.is_there else f"never began ({job}: {job.end})"
+    return state
+
+
+def clock(seconds: float | None) -> str:
+    """A UNIX time for people."""
+    if not seconds:
+        return "?"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,117 @@
+"""`nanoscale runs stop`: ask a run to save and stop, wherever its launcher is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanoscale.cli.output import DONE, FAILED
+
+if TYPE_CHECKING:
+    from nanoscale.cli.jobs import Job
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.lock import Owner
+
+Run = Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")]
+
+_MARGIN_S = 30.0
+_LOOK_S = 0.1
+
+
+def stop_run(
+    run: Run,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds to wait for its end.", show_default="launcher.stop_grace_s and a little"
+        ),
+    ] = None,
+) -> int:
+    """Ask a run to save and stop, and wait until it has ended; take it out of SLURM's queue."""
+    from nanoscale.cli.jobs import job_of
+    from nanoscale.runs import lock
+    from nanoscale.runs.directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    owner, job = lock.owner(directory), job_of(directory)
+    if owner is None and job is not None and job.waits:
+        job = _leave_queue(directory, job)
+        if job is None:
+            return DONE
+    if owner is None and (job is None or not job.is_there):
+        typer.echo(f"{directory.name} is not going on")
+        return DONE
+    _ask(directory, owner, job)
+    return _wait(directory, owner, job, timeout)
+
+
+def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
+    """Cancel a job that waits; the job where it has begun meanwhile."""
+    from dataclasses import replace
+
+    from nanoscale.cli.jobs import job_of
+    from nanoscale.launch.slurm import cancel
+    from nanoscale.runs import events, submission
+
+    with _refused(run, job):
+        cancel(job.submission, only_waiting=True)
+    after = job_of(run)
+    if after is not None and after.is_there:
+        return after
+    submission.write(run, replace(job.submission, cancelled=time.time()))
+    events.append(run, "cancelled", f"{job} was taken out of the queue")
+    typer.echo(f"{job} was taken out of the queue")
+    return None
+
+
+def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
+    from nanoscale.launch.slurm import signal_batch
+    from nanoscale.runs import lock
+
+    if owner is not None and (owner.is_here or job is None or not job.is_there):
+        lock.require_here(run, owner)
+        os.kill(owner.pid, signal.SIGTERM)
+        typer.echo(f"asked {owner} to stop", err=True)
+        return
+    assert job is not None
+    with _refused(run, job):
+        signal_batch(job.submission, "TERM")
+    typer.echo(f"asked {job} to stop", err=True)
+
+
+def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:
+    from nanoscale.cli.jobs import ASK_S, job_of
+    from nanoscale.config.frozen import load
+    from nanoscale.runs import lock, status
+
+    if timeout is None:
+        timeout = load(run.config).launcher.stop_grace_s + _MARGIN_S
+    deadline = time.monotonic() + timeout
+    asked = time.monotonic()
+    while (owner is not None and lock.owner(run) == owner) or (job is not None and job.is_there):
+        if time.monotonic() > deadline:
+            typer.echo(f"{run.name} is still going on after {timeout:g} s", err=True)
+            return FAILED
+        time.sleep(_LOOK_S)
+        if job is not None and time.monotonic() - asked > ASK_S:
+            job, asked = job_of(run), time.monotonic()
+    typer.echo(f"{run.name} is {status.read(run).state}")
+    return DONE
+
+
+@contextmanager
+def _refused(run: RunDirectory, job: Job) -> Iterator[None]:
+    from nanoscale.errors import UserError, Violation
+    from nanoscale.launch.slurm import SlurmError
+
+    try:
+        yield
+    except SlurmError as error:
+        message = f"{job} cannot be stopped: {error}"
+        raise UserError("slurm", message, [Violation("RUN", run.name, "", message)]) from error

@@ -1,0 +1,268 @@
+"""`nanoscale submit`: the same job through SLURM, or many at once."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
+from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
+from nanoscale.cli.output import DONE, AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from nanoscale.config.compose import Composed, Setting
+    from nanoscale.config.sweep import Variant
+    from nanoscale.errors import UserError
+    from nanoscale.launch.prepare import Request
+    from nanoscale.launch.slurm import SlurmError
+    from nanoscale.launch.submit import Batch
+    from nanoscale.runs.submission import Submission
+
+_PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
+_NODES = "sinfo --Node --Format=NodeHost,CPUs,Memory,Gres,Features"
+_BLAMED = (
+    (r"time limit", "launcher.slurm.time", _PARTITIONS),
+    (r"qos", "launcher.slurm.qos", _ASSOCIATIONS),
+    (r"account", "launcher.slurm.account", _ASSOCIATIONS),
+    (r"partition", "launcher.slurm.partition", _PARTITIONS),
+    (r"feature", "launcher.slurm.constraint", _NODES),
+    (r"gres|generic resource", "launcher.slurm.gpus", _NODES),
+    (r"node (count|configuration)", "launcher.nodes", _NODES),
+    (r"unrecognized option|ambiguous", "launcher.slurm.directives", "sbatch --help"),
+)
+"""what sbatch complains of, the key that it may be about, and what tells more"""
+
+_ALIKE = ("launcher.", "cluster.python", "run.root")
+"""keys that the script of an array follows from"""
+
+
+def submit(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    config_dir: ConfigDir = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    no_preflight: NoPreflight = False,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            "--at-once",
+            metavar="N",
+            min=1,
+            help="Of many runs, as in train.seed=1,2,3: how many may go on at the same time.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Compose, check and prepare a job, and hand it to SLURM; several values make several runs."""
+    from nanoscale.config.sweep import expand
+    from nanoscale.launch.slurm import SlurmError
+
+    options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
+    variants = expand(overrides or [])
+    requests = [_request(list(one.words), config, config_dir, options) for one in variants]
+    batch = _batch(requests, at_once)
+    if dry_run:
+        _show(batch, variants, as_json)
+        return DONE
+    try:
+        job = batch.submit()
+    except SlurmError as error:
+        raise _refused(error, requests[0].composed) from error
+    if as_json:
+        print_json({"job": job.job, "cluster": job.cluster, **_document(batch, variants, job)})
+    else:
+        _say(batch, variants, job)
+    return DONE
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def _request(
+    words: list[str], config: Path | None, config_dir: Path | None, options: dict[str, Setting]
+) -> Request:
+    """One run, checked against as many nodes as SLURM will be asked for."""
+    from dataclasses import replace
+
+    from nanoscale.config.compose import Setting, compose
+    from nanoscale.config.provenance import COMMAND_LINE
+    from nanoscale.config.rules import check
+    from nanoscale.devices import detect
+    from nanoscale.launch.allocation import wanted_nodes
+    from nanoscale.launch.foreign import check_extra
+    from nanoscale.launch.prepare import Request
+
+    options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
+    composed = compose(words, config_dir=config_dir, config_file=config, options=options)
+    _refuse_other_launchers(composed)
+    devices, hosts = detect(), wanted_nodes(composed)
+    checked = check(composed, devices, hosts)
+    check_extra(composed, checked)
+    resolved = replace(
+        checked,
+        launcher=replace(checked.launcher, devices=hosts[0].slots),
+        run=replace(checked.run, root=str(Path(checked.run.root).absolute())),
+    )
+    return Request(composed, resolved, devices, repeats=config, hosts=hosts)
+
+
+def _refuse_other_launchers(composed: Composed) -> None:
+    """A launcher that somebody chose is not put aside in silence."""
+    from nanoscale.config.report import refuse
+    from nanoscale.errors import Violation
+
+    before = composed.history["launcher.name"][:-1]
+    file = re.sub(r":[0-9]+$", "", before[-1].source)
+    if before[-1].value != "slurm" and file not in composed.unasked:
+        message = "is chosen, and submit launches through SLURM"
+        value, source = before[-1].value, before[-1].source
+        refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])
+
+
+def _batch(requests: list[Request], at_once: int | None) -> Batch:
+    """The runs with their names.
+
+    Raises:
+        UserError: they cannot be one job.
+    """
+    from dataclasses import replace
+
+    from nanoscale.errors import UserError
+    from nanoscale.launch.prepare import name_run, name_runs
+    from nanoscale.launch.submit import Batch
+
+    if len(requests) > 1:
+        name, named = name_runs(requests)
+        batch = Batch(name, named, at_once)
+        for other in named[1:]:
+            if not batch.needs_the_same(other):
+                _refuse_unlike(named[0], other)
+        return batch
+    if at_once is not None:
+        raise UserError("usage", "--at-once is for many runs, as in train.seed=1,2,3")
+    (one,) = requests
+    config = name_run(one.composed, one.config, repeats=one.repeats is not None)
+    return Batch(str(config.run.name), [replace(one, config=config)])
+
+
+def _refuse_unlike(one: Request, other: Request) -> None:
+    from nanoscale.cli.resume import differences
+    from nanoscale.config.report import refuse, shown
+    from nanoscale.errors import Violation
+
+    unlike = differences(one.config, other.config)
+    message = "differs between the runs ({}), and one script asks SLURM for what they all need"
+    refuse(
+        [
+            Violation(
+                key,
+                None,
+                other.composed.source(key),
+                message.format(" and ".join(map(shown, values))),
+                (f"{key}={shown(values[1])}",),
+            )
+            for key, values in unlike.items()
+            if key.startswith(_ALIKE)
+        ]
+    )
+
+
+def _refused(error: SlurmError, composed: Composed) -> UserError:
+    """What sbatch said, with the key that it may be about."""
+    from functools import reduce
+
+    from nanoscale.errors import UserError, Violation
+
+    said = str(error).replace("Batch job submission failed: ", "")
+    for pattern, key, command in _BLAMED:
+        if re.search(pattern, said, re.IGNORECASE):
+            value = reduce(getattr, key.split("."), composed.config)
+            cause = Violation(key, value, composed.source(key), said, (command,))
+            return UserError("slurm", "SLURM does not take the job", [cause])
+    return UserError("slurm", f"SLURM does not take the job: {said}")
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def _document(
+    batch: Batch, variants: list[Variant], job: Submission | None = None
+) -> dict[str, Any]:
+    from dataclasses import replace
+
+    runs: list[dict[str, Any]] = []
+    for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
+        entry = {
+            "name": request.run.name,
+            "run_dir": str(request.run.path),
+            "values": variant.chosen,
+        }
+        if job is not None:
+            entry["job"] = str(replace(job, task=number) if batch.is_array else job)
+        runs.append(entry)
+    return {"script": str(batch.path), "runs": runs}
+
+
+def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
+    """`--dry-run`."""
+    import sys
+
+    from nanoscale.config.derive import derive
+    from nanoscale.config.rules.case import counted
+    from nanoscale.launch.show import derived_values, settings
+    from nanoscale.plan.model_math import parameters
+
+    config, nodes = batch.requests[0].config, batch.requests[0].hosts
+    derived = derive(config)
+    if as_json:
+        document = {
+            "world_size": derived.world_size,
+            "nodes": config.launcher.nodes or 1,
+            "devices": config.launcher.devices,
+            "settings": settings(config),
+            "derived": derived_values(derived, parameters(config.model)),
+            "text": batch.script,
+        }
+        print_json({**document, **_document(batch, variants)})
+        return
+    sys.stdout.write(batch.script)
+    worlds = {derive(one.config).world_size for one in batch.requests}
+    ranks = " or ".join(map(str, sorted(worlds)))
+    typer.echo(f"{ranks} ranks on {counted(len(nodes), 'node')}", err=True)
+    if batch.is_array:
+        _print_runs(batch, variants)
+    typer.echo(f"this would be {batch.path}; nothing was written or submitted", err=True)
+
+
+def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
+    runs = [request.run for request in batch.requests]
+    what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"
+    typer.echo(f"{what} queued as job {job}")
+    if batch.is_array:
+        _print_runs(batch, variants)
+    else:
+        typer.echo(f"  run     {runs[0].path}")
+    typer.echo(f"  script  {batch.path}")
+    typer.echo(f"  follow  nanoscale runs watch {runs[0].reference}")
+    typer.echo(f"  stop    nanoscale runs stop {runs[0].reference}")
+
+
+def _print_runs(batch: Batch, variants: list[Variant]) -> None:
+    """Which run has which values."""
+    from rich.table import Table
+
+    table = Table("run", *variants[0].chosen, box=None)
+    for request, variant in zip(batch.requests, variants, strict=True):
+        table.add_row(request.run.name, *variant.chosen.values())
+    screen = console(error=True)
+    if not screen.is_terminal:
+        screen.width = 1000
+    screen.print(table)

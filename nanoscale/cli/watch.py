@@ -1,0 +1,130 @@
+"""`nanoscale runs watch`: follow a run from anywhere its directory is seen, as `train` shows it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, TextIO
+
+import typer
+
+from nanoscale.cli.output import FAILED, INTERRUPTED, AsJson, print_json
+from nanoscale.cli.stop import Run
+
+if TYPE_CHECKING:
+    from nanoscale.cli.jobs import Job
+    from nanoscale.launch.attempt import Outcome
+    from nanoscale.launch.command import LaunchPlan
+    from nanoscale.launch.console import LiveView
+    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.runs.lock import Owner
+
+_LOOK_S = 0.1
+
+
+def watch_run(run: Run, as_json: AsJson = False) -> int:
+    """Follow a run, or wait with it in SLURM's queue, until it ends; Ctrl-C ends the watching only.
+
+    The exit code is that of the run.
+    """
+    from nanoscale.cli.attempt import document, report
+    from nanoscale.launch.console import LiveView
+    from nanoscale.runs.directory import RunDirectory
+
+    directory = RunDirectory.open(run)
+    stream = sys.stderr if as_json else sys.stdout
+    try:
+        with LiveView(directory, stream) as view:
+            job = _follow(directory, view)
+    except KeyboardInterrupt:
+        typer.echo(
+            f"{directory.name} goes on; to stop it: nanoscale runs stop {directory.reference}",
+            err=True,
+        )
+        return INTERRUPTED
+    outcome = _outcome(directory)
+    if outcome is None:
+        return _say_lost(directory, job, stream)
+    report(directory, outcome, stream)
+    if as_json:
+        print_json(document(directory, outcome))
+    return outcome.exit_code
+
+
+def _follow(run: RunDirectory, view: LiveView) -> Job | None:
+    """Show all that the run does until nobody works on it; what became of its job."""
+    from nanoscale.cli.jobs import ASK_S, job_of
+    from nanoscale.runs import lock, status
+
+    said = ""
+    while True:
+        owner = lock.owner(run)
+        if owner is not None:
+            _follow_launcher(run, owner, view)
+            said = ""
+            continue
+        job = job_of(run)
+        if job is None or not job.is_there:
+            return job
+        has_run = status.read(run).state in status.ENDED
+        if job.sentence() != said and (job.waits or not has_run):
+            said = job.sentence()
+            view.line(said)
+        deadline = time.monotonic() + ASK_S
+        while lock.owner(run) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+
+def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
+    """Show what a launcher does until it lets go of the run."""
+    from nanoscale.config.derive import derive
+    from nanoscale.config.frozen import load
+    from nanoscale.runs import lock
+
+    shown = 0
+    while lock.owner(run) == owner:
+        plan = _current_plan(run)
+        if plan is not None and plan.attempt != shown:
+            shown = plan.attempt
+            view.join(plan, derive(load(run.config)).steps)
+        if shown:
+            view.poll()
+        time.sleep(_LOOK_S)
+    view.poll()
+
+
+def _current_plan(run: RunDirectory) -> LaunchPlan | None:
+    """The plan of the attempt that goes on; None between two attempts."""
+    from nanoscale.launch.command import read_plan
+    from nanoscale.runs import status
+
+    now = status.read(run)
+    plan = read_plan(run) if now.state in ("starting", "running") else None
+    return plan if plan is not None and plan.attempt == now.attempt else None
+
+
+def _outcome(run: RunDirectory) -> Outcome | None:
+    """How the run ended; None where its launcher could not write that down."""
+    from nanoscale.launch.attempt import Outcome
+    from nanoscale.runs import failure, status
+
+    now = status.read(run)
+    if now.state not in status.ENDED or now.exit_code is None:
+        return None
+    cause = failure.read(run) if now.state == "failed" else None
+    return Outcome(now.state, now.exit_code, cause)
+
+
+def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
+    """Nobody wrote down how the run ended, or it never began."""
+    from nanoscale.cli.jobs import in_words, output_of, way_on
+    from nanoscale.runs import status
+
+    lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
+    if job is not None:
+        lines.append(f"  job         {job.sentence()}")
+        output = output_of(run, job.submission)
+        lines += [] if output is None else [f"  its output  {output}"]
+    lines.append(f"  go on       {way_on(run)}")
+    print("\n".join(lines), file=stream, flush=True)
+    return FAILED

@@ -1,0 +1,62 @@
+"""slurm.json: the job that a run was handed to SLURM as."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job of SLURM, or one task of an array of jobs."""
+
+    job: str
+    """number of the job, or of the array"""
+    task: int | None = None
+    """which one of the array"""
+    script: str | None = None
+    """what `nanoscale submit` wrote; null: one of somebody's own"""
+    cluster: str | None = None
+    """which of several clusters; null where SLURM named none"""
+    time: float = field(default_factory=time.time)
+    """UNIX seconds: when it was handed in, or was first seen"""
+    cancelled: float | None = None
+    """when we took it out of the queue: SLURM may forget it at once"""
+
+    def __str__(self) -> str:
+        return self.job if self.task is None else f"{self.job}_{self.task}"
+
+
+def write(run: RunDirectory, submission: Submission) -> None:
+    write_json(run.submission, asdict(submission))
+
+
+def read(run: RunDirectory) -> Submission | None:
+    """The newest job of the run; None where it was never handed to SLURM."""
+    try:
+        return Submission(**read_json(run.submission))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None:
+    """Record the batch job that this process is a part of, if its script passes signals on to us.
+
+    Our scripts say so in NANOSCALE_BATCH. Another script of the user's may do more than this run.
+    """
+    job = environment.get("SLURM_JOB_ID")
+    if job is None or environment.get("NANOSCALE_BATCH") != job:
+        return
+    before = read(run)
+    script = before.script if before is not None else None
+    task = environment.get("SLURM_ARRAY_TASK_ID")
+    if task is None:
+        here = Submission(job, script=script)
+    else:
+        here = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task), script)
+    if before is None or str(before) != str(here):
+        write(run, here)

@@ -1,0 +1,46 @@
+"""Composed configurations without asking Hydra hundreds of times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from nanoscale.config import reference
+from nanoscale.config.compose import Composed, Setting, compose
+from nanoscale.config.convert import to_config
+from nanoscale.config.library import Library
+from nanoscale.config.words import read_words
+
+
+@cache
+def debug_recipe() -> Composed:
+    return compose(["recipe=debug"])
+
+
+def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Composed:
+    """What `compose(["recipe=debug", *words], options=options)` gives."""
+    library, base = Library(), debug_recipe()
+    asked = read_words(words, library)
+    assert not asked.violations
+    raw, history = asdict(base.config), dict(base.history)
+    for group, option in asked.choices.items():
+        raw[group] = {**raw[group], **library.serve(f"{group}/{option}").content}
+    said = [(key, Setting(value, "command line")) for key, value in asked.settings]
+    for key, setting in [*said, *(options or {}).items()]:
+        _set(raw, key, setting.value)
+        history[reference.mapping_around(key) or key] = [setting]
+    config = to_config(raw, lambda key: history[key][-1].source)
+    chosen = tuple(f"nanoscale/conf/{group}/" for group in asked.choices)
+    unasked = frozenset(name for name in base.unasked if not name.startswith(chosen))
+    return Composed(config, history, "debug", words, unasked)
+
+
+def _set(raw: dict[str, Any], key: str, value: object) -> None:
+    *sections, name = key.split(".")
+    values = raw
+    for section in sections:
+        values[section] = dict(values[section] or {})
+        values = values[section]
+    values[name] = value

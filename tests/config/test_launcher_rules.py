@@ -1,0 +1,577 @@
+"""The laws of launches on several hosts: each refuses, and what it suggests is accepted."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli.hosts import as_settings
+from nanoscale.config import frozen
+from nanoscale.config.compose import Composed, compose
+from nanoscale.config.reference import declared
+from nanoscale.config.rules import Devices, Host, check
+from nanoscale.config.rules.slurm import time_limit_s
+from nanoscale.config.schema import Config
+from nanoscale.errors import UserError, Violation
+from nanoscale.launch.hosts import read_hosts
+from tests.config.quick import changed
+
+CPU = Devices("cpu", 2, cores=6)
+
+
+def gpus(count: int, name: str = "NVIDIA H100") -> Devices:
+    return Devices("cuda", count, (name,) * count, cores=16)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two").write_text("h1 slots=4\nh2 slots=4\n")
+    Path("odd").write_text("h1 slots=2\nh2 slots=4\nh3 slots=6\n")
+    Path("here").write_text("localhost slots=2\n")
+
+
+@pytest.fixture(autouse=True)
+def _allocation(monkeypatch):
+    """What a job of SLURM finds in its environment."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "s1,s2")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+
+
+def asked(line: str, config_file: Path | None = None) -> Composed:
+    """What a command line of overrides and options asks for."""
+    words, options = [], {}
+    rest = iter(shlex.split(line))
+    for word in rest:
+        if word.startswith("--"):
+            options[word[2:].replace("-", "_")] = next(rest)
+        else:
+            words.append(word)
+    if "num_gpus" in options:
+        options["num_gpus"] = int(options["num_gpus"])
+    settings = as_settings(**options)
+    if config_file is None and not any(word.startswith("recipe=") for word in words):
+        return changed(*words, options=settings)
+    return compose(words, config_file=config_file, options=settings)
+
+
+def checked(line: str, on: Devices = CPU, config_file: Path | None = None) -> Config:
+    composed = asked(line, config_file)
+    return check(composed, on, read_hosts(composed))
+
+
+def violations(line: str, on: Devices = CPU, kind: str | None = None) -> list[Violation]:
+    with pytest.raises(UserError) as caught:
+        checked(line, on)
+    assert kind is None or caught.value.kind == kind
+    return caught.value.violations
+
+
+def refusal(line: str, key: str, on: Devices = CPU, kind: str | None = None) -> Violation:
+    """The only violation; everything that it suggests is accepted in the place of what was said."""
+    (wrong,) = violations(line, on, kind)
+    assert wrong.key == key
+    for suggestion in wrong.suggestions:
+        checked(instead(line, suggestion), on)
+    return wrong
+
+
+def instead(line: str, suggestion: str) -> str:
+    """The line with what is suggested, and without what it takes the place of."""
+    options = ("hostfile", "include", "exclude")
+    known = {"--num-nodes": "launcher.nodes", **{f"--{o}": f"launcher.{o}" for o in options}}
+    said = shlex.split(suggestion)
+    replaced = {known.get(word, word.partition("=")[0]) for word in said}
+    kept: list[str] = []
+    words: Iterator[str] = iter(shlex.split(line))
+    for word in words:
+        pair = [word, next(words)] if word.startswith("--") else [word]
+        if known.get(word, word.partition("=")[0]) not in replaced:
+            kept += pair
+    return shlex.join([*kept, *said])
+
+
+# --- who launches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("", "local"),
+        ("--hostfile two", "ssh"),
+        ("--hostfile here", "local"),
+        ("--hostfile two launcher=pdsh", "pdsh"),
+        ("--hostfile here launcher=pdsh", "pdsh"),
+        ("--hostfile here launcher=ssh", "ssh"),
+        ("--hostfile here launcher.name=ssh", "ssh"),
+        ("launcher.hostfile=two", "ssh"),
+    ],
+)
+def test_the_launcher_follows_from_the_hostfile(line, name):
+    assert checked(line).launcher.name == name
+
+
+@pytest.mark.parametrize("word", ["launcher=local", "launcher.name=local", "recipe=./mine.yaml"])
+def test_a_hostfile_beside_a_launcher_that_was_chosen_is_refused(word):
+    Path("mine.yaml").write_text("defaults: [debug, override /launcher: local]\n")
+    line = f"{word} --hostfile two"
+    wrong = refusal(line, "launcher.hostfile", kind="config")
+    assert wrong.source == "command line: --hostfile"
+    assert wrong.suggestions == ("launcher.hostfile=null", "launcher.name=ssh")
+
+
+def test_a_recipe_decides_by_its_own_keys_too():
+    Path("mine.yaml").write_text("defaults: [debug]\nlauncher: {name: local, hostfile: two}\n")
+    assert violations("recipe=./mine.yaml")[0].source == "mine.yaml:2"
+    Path("mine.yaml").write_text("defaults: [debug]\nlauncher: {hostfile: two}\n")
+    assert checked("recipe=./mine.yaml").launcher.name == "ssh"
+    assert checked("recipe=./mine.yaml launcher=local").launcher.hostfile is None
+
+
+def test_this_machine_may_have_any_of_its_names():
+    for name in ("127.0.0.1", "[::1]", socket.gethostname()):
+        Path("own").write_text(f"{name} slots=3\n")
+        config = checked("--hostfile own train.global_batch=9")
+        assert (config.launcher.name, config.launcher.devices) == ("local", 3)
+    Path("own").write_text("somebody-else@localhost slots=2\n")
+    assert checked("--hostfile own").launcher.name == "ssh"
+
+
+def test_this_machine_stands_in_one_line():
+    Path("twice").write_text("localhost slots=2\n127.0.0.1 slots=2\n")
+    (wrong,) = violations("--hostfile twice")
+    assert "localhost (twice:1) and 127.0.0.1 (twice:2)" in wrong.message
+    assert wrong.suggestions[0] == "localhost slots=4"
+    assert checked("--hostfile twice launcher.name=ssh").parallel.dp == 4
+
+
+def test_the_hostfile_is_found_from_every_folder(tmp_path):
+    assert checked("--hostfile two").launcher.hostfile == str(tmp_path / "two")
+
+
+def test_no_name_for_the_first_host_that_means_every_host():
+    Path("mixed").write_text("localhost slots=2\nh2 slots=2\n")
+    wrong = refusal("--hostfile mixed", "launcher.master_addr")
+    assert wrong.suggestions == (f"launcher.master_addr={socket.gethostname()}",)
+    Path("mixed").write_text("h2 slots=2\nlocalhost slots=2\n")
+    assert checked("--hostfile mixed").launcher.master_addr is None
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"), [("me@h1", "h1"), ("-x", "null"), ("'h1;id'", "null"), ("a b", "null")]
+)
+def test_a_master_address_is_a_name_of_a_host(value, instead):
+    wrong = refusal(f'--hostfile two "launcher.master_addr={value}"', "launcher.master_addr")
+    assert wrong.suggestions == (f"launcher.master_addr={instead}",)
+
+
+# --- what concerns whom ---------------------------------------------------------------------------
+
+IDLE = [
+    ("--include h1", "launcher.include"),
+    ("--exclude h1", "launcher.exclude"),
+    ("--num-nodes 2", "launcher.nodes"),
+    ("launcher.master_addr=h1", "launcher.master_addr"),
+    ("'launcher.ssh_args=[-v]'", "launcher.ssh_args"),
+    ("cluster.python=/usr/bin/python3", "cluster.python"),
+    ("cluster.pythons.h1=/usr/bin/python3", "cluster.pythons"),
+    ("launcher.slurm.partition=gpu", "launcher.slurm.partition"),
+    ("launcher.slurm.exclusive=false", "launcher.slurm.exclusive"),
+    ("'launcher.slurm.setup=[date]'", "launcher.slurm.setup"),
+]
+SLURMS = ("launcher.nodes", "launcher.master_addr", "cluster.python")
+
+
+@pytest.mark.parametrize(("said", "key"), IDLE)
+def test_a_key_that_means_nothing_to_the_launcher_is_refused(said, key):
+    (wrong,) = violations(said, kind="config")
+    assert wrong.key == key
+    assert "launcher.name=local" in wrong.message
+    if key != "cluster.pythons":
+        assert wrong.suggestions[0].strip("'").startswith(f"{key}=")
+        checked(instead(said, wrong.suggestions[0]))
+    for name in ("ssh", "pdsh"):
+        line = f"launcher={name} --hostfile two {said}"
+        if "slurm" in key:
+            (wrong,) = violations(line)
+            assert (wrong.key, wrong.suggestions[-1]) == (key, "launcher.name=slurm")
+        else:
+            checked(f"{line} parallel.dp=auto")
+    if "slurm" in key or key in SLURMS:
+        checked(f"launcher=slurm {said}")
+    else:
+        assert violations(f"launcher=slurm {said}")[0].key == key
+
+
+def test_every_key_of_slurm_is_slurms():
+    others = {"int": 7, "bool": False, "str": "x", "NoneType": "x", "list": ["--x"]}
+    for key, about in declared().items():
+        if key.startswith("launcher.slurm.") and key != "launcher.slurm.container_runtime":
+            kind = type(about.default).__name__
+            value = others[kind] if about.default != others[kind] else True
+            word = f"{key}={value}" if not isinstance(value, list) else f"'{key}=[\"--x\"]'"
+            assert key in [wrong.key for wrong in violations(word)], key
+
+
+@pytest.mark.parametrize("name", ["ssh", "pdsh"])
+def test_other_hosts_need_a_hostfile(name):
+    line = f"launcher={name}"
+    (wrong,) = violations(line)
+    assert (wrong.key, wrong.suggestions[0]) == ("launcher.hostfile", "--hostfile hosts")
+    assert checked(f"{line} {wrong.suggestions[1]}").launcher.name == "local"
+    assert checked(f"{line} --hostfile two").launcher.name == name
+
+
+def test_a_hostfile_of_this_machine_leaves_the_keys_of_other_hosts_alone():
+    config = checked("--hostfile here 'launcher.ssh_args=[-v]' cluster.python=/opt/python")
+    assert config.launcher.name == "local"
+
+
+# --- how many ranks -------------------------------------------------------------------------------
+
+
+def test_without_hosts_nothing_changes():
+    composed = asked("parallel.dp=2")
+    assert check(composed, CPU) == check(composed, CPU, ())
+    assert check(composed, CPU).launcher.devices == 2
+
+
+def test_dp_takes_what_the_slots_leave():
+    assert checked("--hostfile two").parallel.dp == 8
+    assert checked("--hostfile two parallel.tp=2").parallel.dp == 4
+    assert checked("--hostfile odd train.global_batch=12").parallel.dp == 12
+    assert checked("--hostfile odd --exclude h3:5,4,3,2").parallel.dp == 8
+    assert checked("--hostfile odd --num-gpus 2 train.global_batch=6").parallel.dp == 6
+
+
+def test_hosts_keep_what_each_decides_for_itself():
+    launcher = checked("--hostfile two", gpus(1)).launcher
+    assert (launcher.device, launcher.devices, launcher.threads) == ("cuda", "auto", "auto")
+    launcher = checked("--hostfile two launcher.threads=3 --num-gpus 2").launcher
+    assert (launcher.devices, launcher.threads) == (2, 3)
+
+
+def test_this_machine_by_a_hostfile_is_resolved_as_without():
+    by_file = checked("--hostfile here").launcher
+    assert (by_file.device, by_file.devices, by_file.threads) == ("cpu", 2, 3)
+    assert asdict(by_file) == {
+        **asdict(checked("launcher.devices=2").launcher),
+        "hostfile": by_file.hostfile,
+    }
+
+
+def test_a_fixed_degree_makes_exactly_the_slots():
+    wrong = refusal("--hostfile two parallel.dp=4", "parallel.dp", kind="layout")
+    assert "4·1·1·1 = 4 ranks" in wrong.message and "2 hosts = 8" in wrong.message
+    assert wrong.suggestions == ("parallel.dp=8", "--num-nodes 1")
+    filtered = "--hostfile two parallel.dp=8 --include h1@h2:1,3"
+    assert refusal(f"{filtered} train.global_batch=24", "parallel.dp").suggestions == (
+        "parallel.dp=6",
+    )
+    wrong = refusal("--hostfile odd parallel.dp=4 train.global_batch=24", "parallel.dp")
+    assert wrong.suggestions == ("parallel.dp=12", "--include h1@h2:0,1")
+    (wrong,) = violations("--hostfile odd parallel.dp=16 train.global_batch=48")
+    assert wrong.suggestions == ("parallel.dp=12",)
+
+
+def test_part_of_the_hosts_is_proposed_in_the_words_of_the_filter():
+    Path("six").write_text("me@fe80::1 slots=4\nh2 slots=4\n")
+    line = "--hostfile six parallel.dp=3 train.global_batch=24"
+    assert refusal(line, "parallel.dp").suggestions[1] == "--include '[fe80::1]:0,1,2'"
+    wrong = refusal(f"{line} --include h2:3,1@[fe80::1]", "parallel.dp")
+    assert wrong.suggestions == ("parallel.dp=6", "--include '[fe80::1]:0,1,2'")
+    wrong = refusal(f"{line} --exclude h2:0,1", "parallel.dp")
+    assert wrong.suggestions == ("parallel.dp=6",)
+    wrong = refusal(f"{line} --num-gpus 4", "parallel.dp")
+    assert wrong.suggestions == ("parallel.dp=8",)
+
+
+def test_a_copy_of_the_model_divides_the_slots():
+    line = "train.global_batch=12 parallel.tp=4 --num-nodes 2"
+    wrong = refusal(f"--hostfile odd {line}", "parallel.tp", kind="layout")
+    assert "the slots of 2 hosts = 6 is no multiple" in wrong.message
+    assert wrong.suggestions == ("parallel.tp=2",)
+    Path("three").write_text("h1 slots=4\nh2 slots=4\nh3 slots=2\n")
+    wrong = refusal("--hostfile three parallel.tp=4 train.global_batch=40", "parallel.tp")
+    assert wrong.suggestions == ("parallel.tp=2", "--num-nodes 2")
+    wrong = violations("--hostfile three parallel.tp=4 parallel.dp=2")[0]
+    assert checked(f"--hostfile three parallel.tp=4 parallel.dp=2 {wrong.suggestions[1]}")
+
+
+def test_hosts_of_slurm_have_no_names():
+    hosts = tuple(Host(f"node{n}", 4) for n in range(2))
+    composed = asked("launcher=slurm launcher.nodes=2 launcher.devices=4")
+    config = check(composed, CPU, hosts)
+    assert (config.parallel.dp, config.launcher.name, config.launcher.device) == (
+        8,
+        "slurm",
+        "cuda",
+    )
+    own = (Host(socket.gethostname(), 8),)
+    assert check(composed, CPU, own).launcher.device == "cuda"
+    composed = asked("launcher=slurm parallel.dp=4")
+    with pytest.raises(UserError) as caught:
+        check(composed, CPU, hosts)
+    assert caught.value.violations[0].suggestions == ("parallel.dp=8", "--num-nodes 1")
+
+
+# --- elastic --------------------------------------------------------------------------------------
+
+
+def test_the_degree_of_an_elastic_job_is_open():
+    config = checked("--hostfile two --num-nodes 1:2")
+    assert (config.parallel.dp, config.launcher.nodes) == (8, "1:2")
+    line = "--hostfile two --num-nodes 1:2 parallel.dp=8"
+    wrong = refusal(line, "parallel.dp", kind="layout")
+    assert wrong.suggestions == ("parallel.dp=auto", "launcher.nodes=2")
+    assert checked("--hostfile two --num-nodes 2:2 parallel.dp=8").parallel.dp == 8
+
+
+def test_the_layout_of_an_elastic_job_is_that_of_the_hosts_that_are_left():
+    composed = asked("--hostfile two --num-nodes 1:2 parallel.tp=2")
+    hosts = read_hosts(composed)
+    assert check(composed, CPU, hosts).parallel.dp == 4
+    assert check(composed, CPU, hosts[1:]).parallel.dp == 2
+
+
+def test_a_number_of_hosts_that_is_none_is_refused_with_and_without_hosts():
+    for line in ("--hostfile two --num-nodes 2:1", "launcher=slurm --num-nodes 2:1"):
+        wrong = refusal(line, "launcher.nodes")
+        assert wrong.source == "command line: --num-nodes"
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_gpus_of_other_hosts_are_not_looked_for_here():
+    assert checked("--hostfile two launcher.device=cuda").launcher.device == "cuda"
+    assert checked("--hostfile two launcher.device=cpu", gpus(8)).launcher.device == "cpu"
+    assert checked("--hostfile here", gpus(2)).launcher.device == "cuda"
+    assert refusal("--hostfile here launcher.device=cuda", "launcher.device").suggestions
+
+
+def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    line = "precision=fp8 --hostfile"
+    weak = gpus(2, "NVIDIA A100")
+    assert checked(f"{line} two", weak).precision.fp8
+    assert violations(f"{line} here", weak)[0].key == "precision.fp8"
+
+
+def test_a_folder_of_each_host_is_not_looked_for_here(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    words = "backend=deepspeed zero=stage3-offload zero.offload_optimizer=nvme zero.nvme_path=/no"
+    assert checked(f"{words} --hostfile two").zero.nvme_path == "/no"
+    assert violations(f"{words} --hostfile here")[0].key == "zero.nvme_path"
+
+
+def test_more_slots_than_this_machine_has_gpus_are_refused_with_their_line():
+    (wrong,) = violations("--hostfile here", gpus(1), kind="layout")
+    assert (wrong.source, wrong.suggestions) == ("here:1", ("localhost slots=1",))
+    Path("here").write_text("localhost slots=8\n")
+    assert checked("--hostfile here --include localhost:1,0", gpus(2)).parallel.dp == 2
+    (wrong,) = violations("--hostfile here --include localhost:7", gpus(2))
+    assert "8 slots" in wrong.message
+
+
+# --- variables ------------------------------------------------------------------------------------
+
+
+def test_variables_of_every_plain_kind_are_taken():
+    said = (
+        "'launcher.env={NCCL_DEBUG: INFO, _x: 1, Y: 2.5, Z: true, TOKENIZERS_PARALLELISM: false}'"
+    )
+    assert len(checked(said).launcher.env) == 5
+    assert checked("'launcher.pass_env=[WANDB_*, HF_TOKEN, _x]'").launcher.pass_env
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_TOKEN", "'s3cret'"),
+        ("aws_secret_access", "'s3cret'"),
+        ("DB_PASSWORD", "'s3cret'"),
+        ("WANDB_API_KEY", "'s3cret'"),
+    ],
+)
+def test_secrets_are_not_written_down(name, value):
+    line = f'"launcher.env={{{name}: {value}}}"'
+    (wrong,) = violations(line)
+    assert wrong.key == f"launcher.env.{name}"
+    assert "s3cret" not in repr(wrong)
+    assert wrong.suggestions == (f"'launcher.pass_env=[{name}]'",)
+    assert checked(wrong.suggestions[0]).launcher.pass_env == [name]
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "NANOSCALE_X"])
+def test_who_a_rank_is_is_not_for_a_variable_to_say(name):
+    assert violations(f"launcher.env.{name}=1")[0].key == f"launcher.env.{name}"
+
+
+def test_threads_have_a_key():
+    (wrong,) = violations("launcher.env.OMP_NUM_THREADS=3")
+    assert checked(*wrong.suggestions).launcher.threads == 3
+
+
+def test_what_is_no_variable_is_refused():
+    Path("mine.yaml").write_text(
+        'defaults: [debug]\nlauncher:\n  env: {1A: 1, "A-B": 1, "A=B": 1, C: [1], D: null, E: {x: 1},'
+        ' F: "a\\0b"}\n'
+    )
+    wrong = violations("recipe=./mine.yaml")
+    assert [each.key.rpartition(".")[2] for each in wrong] == ["1A", "A-B", "A=B", *"CDEF"]
+    assert {each.source for each in wrong} == {"mine.yaml:3"}
+
+
+@pytest.mark.parametrize("entry", ["*", "1A", "A B", "A=1", "A**", "-A", ""])
+def test_what_is_passed_on_has_a_name(entry):
+    wrong = refusal(f"'launcher.pass_env=[\"{entry}\"]'", "launcher.pass_env")
+    assert repr(entry) in wrong.message
+
+
+def test_interpreters_are_paths():
+    for value in ("3", "[]", "''", "-"):
+        (wrong,) = violations(f'--hostfile two "cluster.pythons={{h1: {value}}}"')
+        assert wrong.key == "cluster.pythons.h1"
+        checked(f"--hostfile two {wrong.suggestions[0]}")
+    refusal("--hostfile two \"cluster.python=''\"", "cluster.python")
+    assert checked("--hostfile two 'cluster.pythons={h1: /x/python}'").cluster.pythons
+
+
+# --- slurm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30:00", 5400),
+        ("0:00:59", 59),
+        ("100:00:00", 360000),
+        ("2-00", 172800),
+        ("1-12:30", 131400),
+        ("1-12:30:15", 131415),
+    ],
+)
+def test_time_limits(text, seconds):
+    assert time_limit_s(text) == seconds
+    checked(f"launcher=slurm launcher.slurm.signal_before_s=1 'launcher.slurm.time=\"{text}\"'")
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("1:30", ["1:30:00", "0:01:30"]),
+        ("1h", ["1:30:00", "2-00:00:00"]),
+        ("1:60:00", ["1:30:00", "2-00:00:00"]),
+        ("1-24:00", ["1:30:00", "2-00:00:00"]),
+        ("", ["1:30:00", "2-00:00:00"]),
+    ],
+)
+def test_what_slurm_or_people_would_misread_is_no_time(text, meant):
+    line = f"launcher=slurm launcher.slurm.signal_before_s=1 'launcher.slurm.time=\"{text}\"'"
+    wrong = refusal(line, "launcher.slurm.time")
+    assert wrong.suggestions == tuple(f"launcher.slurm.time={time}" for time in meant)
+
+
+def test_a_time_limit_leaves_time_to_save():
+    refusal("launcher=slurm 'launcher.slurm.time=\"0\"'", "launcher.slurm.time")
+    line = "launcher=slurm 'launcher.slurm.time=\"2\"'"
+    assert "120 s" in refusal(line, "launcher.slurm.signal_before_s").message
+
+
+def test_directives_are_long_options_in_one_line():
+    line = 'launcher=slurm \'launcher.slurm.directives=["-N 2", "--x=y", "mail-type=END"]\''
+    wrong = refusal(line, "launcher.slurm.directives")
+    assert wrong.suggestions == (
+        '\'launcher.slurm.directives=["--N 2","--x=y","--mail-type=END"]\'',
+    )
+    Path("mine.yaml").write_text(
+        "defaults: [debug, override /launcher: slurm]\nlauncher:\n  slurm:\n"
+        '    directives: ["--a\\nrm -rf x"]\n    partition: "gpu\\nx"\n    qos: ""\n'
+    )
+    wrong = violations("recipe=./mine.yaml")
+    assert sorted(each.key.rpartition(".")[2] for each in wrong) == [
+        "directives",
+        "partition",
+        "qos",
+    ]
+
+
+def test_mounts_need_a_container():
+    line = "launcher=slurm 'launcher.slurm.container_mounts=[/data:/data]'"
+    assert refusal(line, "launcher.slurm.container_mounts").suggestions
+    assert checked(f"{line} launcher.slurm.container=x.sqsh")
+    line = (
+        "launcher=slurm launcher.slurm.container=x.sqsh 'launcher.slurm.container_mounts=[/data]'"
+    )
+    refusal(line, "launcher.slurm.container_mounts")
+
+
+# --- taken up again -------------------------------------------------------------------------------
+
+
+def freeze(line: str, on: Devices = CPU) -> tuple[Config, Path]:
+    composed = asked(line)
+    config = check(composed, on, read_hosts(composed))
+    path = Path("config.yaml")
+    path.write_text(frozen.dump(config, composed.config))
+    return config, path
+
+
+@pytest.mark.parametrize(
+    "line", ["--hostfile two", "--hostfile here", "--hostfile odd --num-gpus 2"]
+)
+def test_a_frozen_launch_repeats_itself(line, tmp_path, monkeypatch):
+    config, path = freeze(f"{line} train.global_batch=24")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    again = asked("", tmp_path / path)
+    assert check(again, CPU, read_hosts(again)) == config
+
+
+def test_a_local_run_goes_on_on_hosts():
+    _, path = freeze("")
+    config = checked("--hostfile two", config_file=path)
+    assert (config.launcher.name, config.parallel.dp) == ("ssh", 8)
+    assert (config.launcher.device, config.launcher.devices) == ("cuda", "auto")
+    assert config.launcher.threads == "auto"
+
+
+def test_a_run_on_hosts_goes_on_elsewhere():
+    _, path = freeze("--hostfile two")
+    config = checked("--hostfile odd train.global_batch=12", config_file=path)
+    assert (config.launcher.name, config.parallel.dp) == ("ssh", 12)
+    here = checked("--hostfile here", config_file=path).launcher
+    assert (here.name, here.devices, here.device) == ("local", 2, "cpu")
+    for word in ("launcher=local", "launcher.hostfile=null"):
+        alone = checked(word, config_file=path)
+        assert (alone.launcher.name, alone.launcher.hostfile, alone.parallel.dp) == (
+            "local",
+            None,
+            1,
+        )
+
+
+def test_what_was_asked_for_stays_on_other_hosts():
+    _, path = freeze("launcher.device=cpu launcher.threads=2 parallel.dp=8")
+    config = checked("--hostfile two", config_file=path)
+    assert (config.launcher.device, config.launcher.threads) == ("cpu", 2)
+
+
+def test_a_fixed_layout_meets_changed_hosts_with_an_error_an_elastic_one_follows():
+    for option, dp in (("", 8), ("--num-nodes 1:2", 8)):
+        config, path = freeze(f"--hostfile two {option}")
+        assert config.parallel.dp == dp
+        Path("two").write_text("h1 slots=4\n")
+        if option:
+            assert checked("", config_file=path).parallel.dp == 4
+        else:
+            with pytest.raises(UserError, match="the slots of 1 host = 4"):
+                checked("", config_file=path)
+        Path("two").write_text("h1 slots=4\nh2 slots=4\n")

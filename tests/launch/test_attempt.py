@@ -1,0 +1,198 @@
+"""What an attempt comes to, and when it is ended: decided on what was heard, here without any process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from nanoscale.config.rules import Host
+from nanoscale.config.schema import Launcher
+from nanoscale.launch.attempt import Attempt
+from nanoscale.launch.command import HostPlan, LaunchPlan
+from nanoscale.launch.fleet import Member
+from nanoscale.launch.signals import Signals
+from nanoscale.runs import events, failure
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Evidence, RankFailure, agent_failure
+
+HOSTS = (HostPlan("a", 2, (0, 1), ("x",)), HostPlan("b", 2, (2, 3), ("x",)))
+PLAN = LaunchPlan(1, 4, HOSTS, "a", 1, {}, ())
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+LOST = ConnectionResetError("Connection reset by peer")
+LATE = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
+
+
+class Fleet:
+    """Writes down what it is told."""
+
+    common_log = None
+
+    def __init__(self):
+        self.told = []
+
+    def tell(self, members, kind, **content):
+        self.told.append((kind, [member.name for member in members], content))
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    members = [Member(Host(name, 2), ("x",)) for name in ("a", "b")]
+    view = SimpleNamespace(running=True)
+    lock = SimpleNamespace(run=run, lost=False)
+    return Attempt(lock, PLAN, members, Fleet(), Launcher(), Signals(), view)
+
+
+def ended(attempt, host, outcome, *failures):
+    member = next(member for member in attempt.members if member.name == host)
+    message = {
+        "kind": "ended",
+        "attempt": 1,
+        "outcome": outcome,
+        "failures": [asdict(failure) for failure in failures],
+        "evidence": asdict(Evidence()),
+    }
+    attempt._take(member, message)
+
+
+def failing(attempt, host, *failures):
+    member = next(member for member in attempt.members if member.name == host)
+    found = [asdict(failure) for failure in failures]
+    attempt._take(member, {"kind": "failing", "attempt": 1, "failures": found})
+    attempt._mind_failures()
+
+
+def raised(error, rank, host, time=None):
+    found = RankFailure.of(error, rank=rank, local_rank=0, host=host)
+    return found if time is None else RankFailure(**(asdict(found) | {"time": time}))
+
+
+def kills(attempt):
+    return [content for kind, _, content in attempt.fleet.told if kind == "kill"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "asked", "forced", "state", "exit_code"),
+    [
+        (("completed", "completed"), None, None, "completed", 0),
+        (("completed", "completed"), INT, None, "completed", 0),
+        (("stopped", "stopped"), INT, None, "stopped", 130),
+        (("stopped", "stopped"), TERM, None, "preempted", 75),
+        (("stopped", "completed"), HUP, None, "preempted", 75),
+        (("stopped", "stopped"), None, None, "preempted", 75),
+        (("killed", "killed"), INT, None, "stopped", 130),  # there was nothing to save yet
+        (("killed", "killed"), INT, "by force", "stopped", 130),
+        (("killed", "killed"), TERM, "by force", "failed", 1),
+        (("killed", "killed"), None, None, "failed", 1),
+    ],
+)
+def test_what_the_ends_of_all_hosts_come_to(attempt, outcomes, asked, forced, state, exit_code):
+    for host, outcome in zip(("a", "b"), outcomes, strict=True):
+        ended(attempt, host, outcome)
+    assert attempt._is_over()
+    attempt.signals.first, attempt.forced = asked, forced
+    outcome = attempt._judge()
+    assert (outcome.state, outcome.exit_code) == (state, exit_code)
+    assert (outcome.failure is not None) == (state == "failed")
+    assert attempt.run.failure.exists() == (state == "failed")
+
+
+def test_a_cause_ends_the_job_at_once_and_is_the_one_that_is_told(attempt):
+    failing(attempt, "b", raised(LOST, 3, "b", 1.0))
+    assert kills(attempt) == []
+    failing(attempt, "a", raised(ValueError("wave"), 1, "a", 2.0))
+    assert kills(attempt) == [{"attempt": 1, "stacks": False}]
+    ended(attempt, "a", "killed", raised(ValueError("wave"), 1, "a", 2.0))
+    ended(attempt, "b", "killed", raised(LOST, 3, "b", 1.0))
+    cause = attempt._judge().failure
+    assert (cause.rank, cause.host, cause.exception) == (1, "a", "ValueError")
+    assert cause.also_failed == (3,)
+    assert failure.read(attempt.run) == cause
+
+
+def test_consequences_alone_end_it_after_a_grace_with_stacks(attempt, monkeypatch):
+    failing(attempt, "b", raised(LOST, 3, "b"))
+    attempt.failing_since -= 10
+    attempt._mind_failures()
+    assert kills(attempt) == [{"attempt": 1, "stacks": True}]
+
+
+def test_ranks_that_did_not_arrive_are_named(attempt):
+    failing(attempt, "a", raised(LATE, 0, "a"), raised(LATE, 1, "a"))
+    failing(attempt, "b", raised(LATE, 3, "b"))
+    attempt.outcomes = {"a": "killed", "b": "killed"}
+    cause = attempt._judge().failure
+    assert (cause.rank, cause.host) == (2, "b")
+    assert "rank 2 did not arrive" in cause.diagnosis
+    assert cause.log == "logs/attempt-1/b.rank-2.err"
+
+
+def test_a_lost_host_is_a_cause(attempt):
+    attempt.members[1].lost = agent_failure("b", "the host fell silent")
+    failing(attempt, "a", raised(LOST, 0, "a"))
+    attempt._notice_lost()
+    attempt._mind_failures()
+    assert kills(attempt)
+    ended(attempt, "a", "killed", raised(LOST, 0, "a"))
+    assert attempt._is_over()
+    cause = attempt._judge().failure
+    assert (cause.host, cause.rank, cause.diagnosis) == ("b", None, "the host fell silent")
+
+
+def test_what_dies_by_our_own_hand_is_no_failure(attempt):
+    failing(attempt, "a", raised(ValueError("x"), 0, "a"))
+    killed = RankFailure(3, 1, "b", 1.0, exit_code=-9)
+    ended(attempt, "b", "killed", killed)
+    assert [found.rank for found in attempt.failures.values()] == [0]
+
+
+def test_times_of_hosts_are_compared_on_the_launchers_clock(attempt):
+    attempt.members[0].facts = {"asked_at": 100.0, "time": 1100.5, "heard_at": 101.0}
+    failing(attempt, "a", raised(ValueError("second"), 0, "a", 1200.0))
+    failing(attempt, "b", raised(ValueError("first"), 2, "b", 150.0))
+    assert attempt._judge().failure.message == "first"
+
+
+def test_a_host_that_does_not_end_its_ranks_is_given_up(attempt):
+    given_up = []
+    attempt.fleet.give_up = lambda member: given_up.append(member.name)
+    attempt._kill()
+    ended(attempt, "a", "killed")
+    attempt.killing_since -= 100
+    attempt._mind_stragglers()
+    assert given_up == ["b"] and attempt._is_over()
+
+
+def test_signals_are_remembered_and_handlers_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.first, signals.insists) == (signal.SIGTERM, False)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (signals.first, signals.insists) == (signal.SIGTERM, True)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ctrl_z_does_not_suspend_and_is_answered(attempt):
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTSTP)
+        assert signals.first is None and signals.suspended
+        attempt.signals = signals
+        attempt._mind_signals()
+        assert not signals.suspended and attempt.killing_since is None
+    assert "Ctrl-Z" in events.read(attempt.run)[-1]["message"]
+
+
+def test_what_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.first is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,296 @@
+"""The batch script, run by a real bash with a stand-in for the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.config.schema import Cluster, Config, Launcher, Run, Slurm
+from nanoscale.errors import UserError
+from nanoscale.launch.batch import array_script, batch_script, runs_list
+from nanoscale.runs.directory import RunDirectory
+
+LIMIT_S = 20
+STAND_IN = Path(__file__).parent / "stand_in_launcher.py"
+NASTY = 'it\'s "$(touch x)" `touch x`; touch x & %j # é'
+
+
+def config(root: Path = Path("/runs"), python: str | None = None, **slurm: Any) -> Config:
+    return Config(
+        run=Run(name="run", root=str(root)),
+        launcher=Launcher(name="slurm", device="cpu", devices=2, slurm=Slurm(**slurm)),
+        cluster=Cluster(python=python),
+    )
+
+
+def options(script: str) -> list[str]:
+    head = script.split("\n\n")[0].splitlines()
+    assert head[0] == "#!/bin/bash" and all(line.startswith("#SBATCH --") for line in head[1:])
+    return [line.removeprefix("#SBATCH ") for line in head[1:]]
+
+
+def launcher(config: Config, **changes: Any) -> Config:
+    return replace(config, launcher=replace(config.launcher, **changes))
+
+
+# --- what is asked of SLURM -----------------------------------------------------------------------
+
+
+def test_the_options_of_a_plain_job() -> None:
+    run = RunDirectory(Path("/runs/run"))
+    assert options(batch_script(config(), run)) == [
+        "--job-name=run",
+        "--output=/runs/run/logs/slurm-%j.out",
+        "--open-mode=append",
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--exclusive",
+        "--mem=0",
+        "--requeue",
+        "--signal=B:USR1@120",
+    ]
+
+
+def test_everything_that_can_be_asked_for() -> None:
+    asked = config(
+        partition="a,b", account="me", qos="high", time="1-00:00:00", exclusive=False,
+        constraint="[rack1|rack2]", directives=["--mail-type=END", "--mem=0", "--comment=a b"],
+        signal_before_s=0,
+    )  # fmt: skip
+    asked = launcher(asked, nodes="2:4", device="cuda", devices=8, threads=3)
+    found = options(batch_script(asked, RunDirectory(Path("/runs/run"))))
+    assert found[3:] == [
+        "--nodes=2-4",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=8",
+        "--no-kill",
+        "--cpus-per-task=24",
+        "--partition=a,b",
+        "--account=me",
+        "--qos=high",
+        "--time=1-00:00:00",
+        '--constraint="[rack1|rack2]"',
+        "--requeue",
+        "--mail-type=END",
+        "--mem=0",
+        '--comment="a b"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "expected"),
+    [
+        ({"gpus": "h100:8"}, ["--gpus-per-node=h100:8"]),
+        ({}, ["--gpus-per-node=4"]),
+        ({"directives": ["--gres=gpu:4"]}, ["--gres=gpu:4"]),
+    ],
+)
+def test_gpus_are_asked_for_once(slurm: dict[str, Any], expected: list[str]) -> None:
+    asked = launcher(config(**slurm), device="cuda", devices=4)
+    found = options(batch_script(asked, RunDirectory(Path("/runs/run"))))
+    assert [option for option in found if "g" in option[2:4]] == expected
+
+
+def test_memory_is_all_of_a_node_unless_it_is_asked_for_otherwise() -> None:
+    for directives in ([], ["--mem=4G"], ["--mem-per-gpu=9G"]):
+        found = options(
+            batch_script(config(directives=directives), RunDirectory(Path("/runs/run")))
+        )
+        assert [one for one in found if one.startswith("--mem")] == (directives or ["--mem=0"])
+
+
+def test_names_of_any_kind_are_quoted_as_sbatch_reads_them() -> None:
+    """tests/cluster/test_submit.py asks the real one."""
+    folder = Path("/runs") / "a\"b%'#"
+    found = options(batch_script(config(), RunDirectory(folder)))
+    assert found[0] == '--job-name="a\\"b%\'#"'
+    assert found[1] == '--output="/runs/a\\"b%%\'#/logs/slurm-%j.out"'
+
+
+@pytest.mark.parametrize("root", ["/runs/a\\b", "/runs/a\nb", "/runs/a\x07"])
+def test_a_folder_that_slurm_cannot_write_to_is_refused(root: str) -> None:
+    with pytest.raises(UserError) as caught:
+        batch_script(config(), RunDirectory(Path(root) / "run"))
+    assert caught.value.violations[0].key == "run.root"
+
+
+def test_no_value_ends_a_line() -> None:
+    with pytest.raises(AssertionError):
+        batch_script(config(account="a\n#SBATCH --nodes=9"), RunDirectory(Path("/runs/run")))
+
+
+# --- what it does ---------------------------------------------------------------------------------
+
+
+class Batch:
+    """A batch script that runs."""
+
+    def __init__(self, folder: Path, script: str, *words: str, **environment: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "bin").mkdir(exist_ok=True)
+        scontrol = folder / "bin" / "scontrol"
+        scontrol.write_text(
+            f'#!/bin/bash\necho "$*" >>{folder}/scontrol\n'
+            '[ "$1" = requeue ] || echo "   PreemptEligibleTime=now PreemptTime=${PREEMPTED:-None}"\n'
+        )
+        scontrol.chmod(0o755)
+        (folder / "script").write_text(script)
+        self.process = subprocess.Popen(
+            ["bash", folder / "script", *words],
+            cwd=folder,
+            env={
+                "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+                "STAND_IN_DIR": str(folder),
+                "SLURM_JOB_ID": "12",
+                **environment,
+            },
+        )
+
+    def wait_called(self) -> dict[str, Any]:
+        deadline = time.monotonic() + LIMIT_S
+        while not (self.folder / "called").exists():
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.01)
+        called: dict[str, Any] = json.loads((self.folder / "called").read_text())
+        return called
+
+    def end(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    @property
+    def requeued(self) -> bool:
+        asked = self.folder / "scontrol"
+        return asked.exists() and "requeue 12" in asked.read_text().splitlines()
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Any:
+    started: list[Batch] = []
+
+    def start(script: str | None = None, **environment: str) -> Batch:
+        text = script or batch_script(config(python=str(STAND_IN)), RunDirectory(tmp_path / "run"))
+        started.append(Batch(tmp_path / "job", text, **environment))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_nothing_of_a_configuration_is_interpreted(tmp_path: Path, batch: Any) -> None:
+    python = tmp_path / NASTY
+    python.symlink_to(STAND_IN)
+    run = RunDirectory(tmp_path / NASTY.replace("/", "") / "run")
+    asked = config(python=str(python), account=NASTY, directives=[f"--comment={NASTY}"])
+    job = batch(batch_script(asked, run), STAND_IN_CODE="0")
+    assert job.end() == 0
+    assert job.wait_called()["argv"] == ["-P", "-m", "nanoscale", "resume", str(run.path)]
+    assert not list(tmp_path.rglob("x"))
+
+
+def test_an_array_task_takes_its_run_from_the_list(tmp_path: Path, batch: Any) -> None:
+    folder = tmp_path / f"{NASTY}.array"
+    folder.mkdir()
+    runs = [f"/runs/{NASTY}-{number}" for number in range(3)]
+    runs_list(folder).write_text("".join(f"{run}\n" for run in runs))
+    script = array_script(config(python=str(STAND_IN)), folder, "many", 3, at_once=2)
+    assert "--array=0-2%2" in options(script)
+    assert options(script)[1].endswith('/slurm-%A_%a.out"')
+    job = batch(script, STAND_IN_CODE="0", SLURM_ARRAY_TASK_ID="1")
+    assert job.end() == 0
+    assert job.wait_called()["argv"][-1] == runs[1]
+
+
+def test_lines_of_setup_run_first_and_the_job_is_known(tmp_path: Path, batch: Any) -> None:
+    asked = config(python=str(STAND_IN), setup=["set -eu", "export FROM_SETUP=$((6 * 7))"])
+    job = batch(batch_script(asked, RunDirectory(tmp_path / "run")), STAND_IN_CODE="3")
+    assert job.end() == 3
+    assert (job.wait_called()["setup"], job.wait_called()["batch"]) == ("42", "12")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_the_exit_code_is_that_of_the_launcher(batch: Any, code: int) -> None:
+    job = batch(STAND_IN_CODE=str(code))
+    assert job.end() == code
+    assert not job.requeued
+
+
+@pytest.mark.parametrize(
+    ("number", "restarts", "requeued"),
+    [
+        (signal.SIGUSR1, "", True),
+        (signal.SIGUSR1, "9", True),
+        (signal.SIGUSR1, "10", False),
+        (signal.SIGTERM, "", False),
+    ],
+)
+def test_signals_reach_the_launcher_and_only_the_time_limit_requeues(
+    batch: Any, number: signal.Signals, restarts: str, requeued: bool
+) -> None:
+    job = batch(SLURM_RESTART_COUNT=restarts)
+    job.wait_called()
+    job.process.send_signal(number)
+    assert job.end() == 75
+    assert (job.folder / "heard").read_text() == number.name
+    assert job.requeued == requeued
+
+
+def test_the_first_signal_tells_why(batch: Any) -> None:
+    """At the limit SLURM sends TERM as well, while the launcher may still be saving."""
+    job = batch()
+    job.wait_called()
+    os.kill(job.process.pid, signal.SIGSTOP)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGCONT):
+        os.kill(job.process.pid, number)
+    assert job.end() == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_launcher_too_young_to_listen_counts_as_stopped(
+    batch: Any, number: signal.Signals
+) -> None:
+    job = batch(STAND_IN_YOUNG="1")
+    job.wait_called()
+    job.process.send_signal(number)
+    assert job.end() == 75
+    assert job.requeued == (number == signal.SIGUSR1)
+
+
+def test_a_signal_during_the_setup_is_passed_on_later(tmp_path: Path, batch: Any) -> None:
+    asked = config(
+        python=str(STAND_IN), setup=["touch ready", "while [ ! -e go ]; do sleep 0.05; done"]
+    )
+    job = batch(batch_script(asked, RunDirectory(tmp_path / "run")))
+    deadline = time.monotonic() + LIMIT_S
+    while not (job.folder / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    job.process.send_signal(signal.SIGUSR1)
+    (job.folder / "go").touch()
+    assert job.end() == 75
+    assert job.requeued
+
+
+def test_a_preemption_of_which_only_the_agents_heard_requeues(batch: Any) -> None:
+    """With a GraceTime, SLURM takes a job that ends in it for failed and queues it no more."""
+    job = batch(STAND_IN_CODE="75", PREEMPTED="2026-11-21T19:48:48")
+    assert job.end() == 75
+    assert job.requeued
+
+
+def test_a_stop_is_no_preemption(batch: Any) -> None:
+    job = batch(PREEMPTED="2026-11-21T19:48:48")
+    job.wait_called()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75
+    assert not job.requeued

@@ -1,0 +1,62 @@
+"""The processes of a job, without a job worth the name."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import psutil
+
+from nanoscale.channel import MARK
+from nanoscale.launch.processes import Process, adopt_orphans, end_all, members
+
+ESCAPES = """
+import subprocess, sys
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+subprocess.Popen(["sleep", "1000"])
+print("ready", flush=True)
+sys.exit(3)
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_orphans_are_ended_and_reaped_where_nobody_else_would():
+    """A container's first process often reaps nobody: what the job leaves would stay a zombie."""
+    adopt_orphans()
+    process = Process(["sh", "-c", "(sleep 300 & echo $!) ; exit 3"], {})
+    orphan = int(process.stdout.readline())
+    wait_for(lambda: process.exit_code() is not None)
+    wait_for(lambda: psutil.Process(orphan).ppid() == os.getpid())
+    assert process.exit_code() == 3
+    assert end_all([process.pid], "no mark") == []
+    process.reap()
+    assert not psutil.pid_exists(orphan) and not psutil.pid_exists(process.pid)
+
+
+def test_a_process_that_left_the_session_is_ended_too():
+    process = Process([sys.executable, "-c", ESCAPES], {MARK: "mine"})
+    assert process.stdout.readline() == b"ready\n"
+    wait_for(lambda: process.exit_code() == 3)
+    assert len(members([process.pid], "mine")) == 2
+    assert end_all([process.pid], "mine") == []
+    assert members([process.pid], "mine") == []
+    process.reap()
+
+
+def test_another_jobs_processes_are_left_alone():
+    mine, other = (Process(["sleep", "1000"], {MARK: mark}) for mark in ("mine", "other"))
+    try:
+        assert end_all([mine.pid], "mine") == []
+        assert mine.exit_code() == -9
+        assert other.exit_code() is None
+    finally:
+        other.kill()
+        mine.reap()
+        other.reap()
