@@ -107,7 +107,7 @@ def test_show_tells_what_happened(runs, capsys):
     events.append(run, "checkpoint", "step-00000007 saved")
     (run.checkpoint(7)).mkdir()
     killed = RankFailure(1, 1, "h", 1.0, exit_code=-9)
-    failure.write(run, failure.digest(run, 1, [killed], {"h": Evidence(oom_kills=1)}))
+    failure.write(run, failure.digest(run, 1, [killed], {killed.host: Evidence(oom_kills=1)}))
     assert nanoscale(["runs", "show", "a"]) == 0
     text = capsys.readouterr().out
     assert "out-of-memory killer" in text and "rank 1 on h" in text
@@ -260,6 +260,10 @@ def test_without_slurm_a_submitted_run_is_still_shown(runs, capsys, monkeypatch,
     assert "job 12: SLURM cannot be asked here: there is no squeue here" in capsys.readouterr().out
     assert nanoscale(["runs", "ls", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
+    assert (row["job"]["job"], row["job"]["problem"]) == ("12", None)  # it is completed anyway
+    status.write(runs[0], status.prepared())
+    assert nanoscale(["runs", "ls", "--json"]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["job"]]
     assert (row["job"]["job"], row["job"]["problem"]) == ("12", "there is no squeue here")
 
 

@@ -117,7 +117,9 @@ class Launch:
     # -- the processes --
 
     def agents(self, node: str) -> list[int]:
-        return [pid for pid, line in self.nodes.processes(node).items() if "-m nanoscale.agent" in line]
+        return [
+            pid for pid, line in self.nodes.processes(node).items() if "-m nanoscale.agent" in line
+        ]
 
     def fork_servers(self, node: str) -> list[int]:
         found = self.nodes.processes(node).items()

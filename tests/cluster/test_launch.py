@@ -16,7 +16,6 @@ import pytest
 
 from nanoscale.runs import status
 from tests.cluster.launches import (
-    LONG,
     SOURCE,
     TINY,
     Launch,
@@ -83,7 +82,7 @@ def interpreter(path: Path, scratch: Path, source: Path) -> Path:
     """A Python that keeps its temporary files in `scratch`, and has nanoscale from `source`."""
     words = {"TMPDIR": scratch, "PYTHONPATH": source}
     settings = "\n".join(f"export {name}='{value}'" for name, value in words.items())
-    path.write_text(f"#!/bin/sh\n{settings}\nexec {sys.executable} \"$@\"\n")
+    path.write_text(f'#!/bin/sh\n{settings}\nexec {sys.executable} "$@"\n')
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
 

@@ -53,6 +53,7 @@ def test_the_options_of_a_plain_job() -> None:
         "--nodes=1",
         "--ntasks-per-node=1",
         "--exclusive",
+        "--mem=0",
         "--requeue",
         "--signal=B:USR1@120",
     ]
@@ -70,6 +71,7 @@ def test_everything_that_can_be_asked_for() -> None:
         "--nodes=2-4",
         "--ntasks-per-node=1",
         "--gpus-per-node=8",
+        "--no-kill",
         "--cpus-per-task=24",
         "--partition=a,b",
         "--account=me",
@@ -95,6 +97,14 @@ def test_gpus_are_asked_for_once(slurm: dict[str, Any], expected: list[str]) -> 
     asked = launcher(config(**slurm), device="cuda", devices=4)
     found = options(batch_script(asked, RunDirectory(Path("/runs/run"))))
     assert [option for option in found if "g" in option[2:4]] == expected
+
+
+def test_memory_is_all_of_a_node_unless_it_is_asked_for_otherwise() -> None:
+    for directives in ([], ["--mem=4G"], ["--mem-per-gpu=9G"]):
+        found = options(
+            batch_script(config(directives=directives), RunDirectory(Path("/runs/run")))
+        )
+        assert [one for one in found if one.startswith("--mem")] == (directives or ["--mem=0"])
 
 
 def test_names_of_any_kind_are_quoted_as_sbatch_reads_them() -> None:
