@@ -18,6 +18,9 @@ Message = dict[str, Any]
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
+TRAINING, BANDWIDTH = "training", "bandwidth"
+"""what ranks may be asked to do"""
+
 _MARK = b"\x1e"
 """ASCII's record separator"""
 
