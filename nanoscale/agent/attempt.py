@@ -18,6 +18,8 @@ from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
 
+_MEET_S = 600.0
+
 if TYPE_CHECKING:
     from nanoscale.agent.elastic import WatchingAgent
     from nanoscale.agent.watch import Watch
@@ -97,7 +99,8 @@ def _agent(
 
     logs = RankLogs(link, host, _environment(host))
     watch = Watch(link, host, logs, order["patience_s"])
-    return elastic_agent(host, be_rank, (run.path, job), logs, watch.look), watch
+    meet_s = order.get("meet_s", _MEET_S)
+    return elastic_agent(host, be_rank, (run.path, job), logs, watch.look, meet_s), watch
 
 
 def _run_ranks(elastic: WatchingAgent, watch: Watch) -> str:

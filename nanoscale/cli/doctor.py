@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +27,7 @@ _FEW_HOSTS = 4
 """of which everything is shown"""
 _FEW_PAIRS = 6
 """and the slowest of more"""
+_NO_EDGE = 1000
 
 
 def doctor(
@@ -89,26 +90,27 @@ def _examine(
 
     measured = None
     root = Path(config.run.root).absolute()
-    with _doing(f"looking at {counted(len(hosts), 'host')}"), Fleet(config, hosts, root) as fleet:
+    with _saying() as say, Fleet(config, hosts, root) as fleet:
+        say(f"looking at {counted(len(hosts), 'host')} …")
         prepare(fleet, config, will_measure=not quick)
         verdicts = judge(fleet.members, config)
         ill = {verdict.host for verdict in verdicts if not can_compute(verdict)}
         able = [member for member in fleet.members if member.name not in ill]
         if not quick:
-            with _doing(f"measuring the bandwidth of {counted(len(able), 'host')}"):
-                measured = measure(fleet, able, config) if able else Measured(None)
+            say(f"measuring the bandwidth of {counted(len(able), 'host')} …")
+            measured = measure(fleet, able, config) if able else Measured(None)
     return verdicts, measured
 
 
 @contextmanager
-def _doing(what: str) -> Iterator[None]:
-    """Say so while it lasts, where somebody is looking."""
+def _saying() -> Iterator[Callable[[str], None]]:
+    """For what is being done at the moment, where somebody is looking."""
     screen = console(error=True)
     if not screen.is_terminal:
-        yield
+        yield lambda _: None
         return
-    with screen.status(f"{what} …"):
-        yield
+    with screen.status("") as status:
+        yield status.update
 
 
 def _document(
@@ -192,7 +194,7 @@ def _print_verdicts(
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     order = list(dict.fromkeys(verdict.check for verdict in verdicts))
     for group in sorted(grouped(verdicts), key=lambda group: order.index(group.check)):
-        text = Text(group.finding)
+        text = Text(_without_label(group))
         if not group.good:
             text.append(f"\nremedy: {group.remedy}", style="dim")
         mark = Text("✓", style="green") if group.good else Text("✗", style="bold red")
@@ -200,6 +202,12 @@ def _print_verdicts(
         who = [] if len(names) == 1 else [_who(group, names, verbose=verbose)]
         table.add_row(mark, Text(group.check, style=style), *who, text)
     _print_table(screen, table)
+
+
+def _without_label(group: Group) -> str:
+    """What was found, where the check stands beside it."""
+    label, finding = f"{group.check} ", group.finding
+    return finding[len(label) :] if finding.lower().startswith(label) else finding
 
 
 def _who(group: Group, names: Sequence[str], *, verbose: bool) -> str:
@@ -262,8 +270,9 @@ def _print_table(screen: Console, table: Table) -> None:
     if screen.is_terminal:
         screen.print(table)
         return
+    screen.width = _NO_EDGE
     with screen.capture() as printed:
-        screen.print(table, width=1000)
+        screen.print(table)
     for line in printed.get().splitlines():
         typer.echo(line.rstrip())
 

@@ -24,11 +24,13 @@ _RANKS_HERE = 2
 """of one host without GPUs"""
 _LIMIT_S = 120.0
 """for all of it; loading torch from a slow disk is the longest part"""
+_MEET_S = 30.0
 _CAUSE_S = 1.5
 _KILL_S = 10.0
 _LOOK_S = 0.1
 _FEWEST_PAIRS = 3
 """of fewer none stands out"""
+_OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
 _LOOK_AT = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
 
 
@@ -104,7 +106,7 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
     try:
         test.go()
     except BaseException:
-        test.kill()
+        test.abandon()
         raise
     return test.judge()
 
@@ -167,6 +169,14 @@ class _Test:
         self.killing_since = time.monotonic()
         self.fleet.tell(self.members, "kill", attempt=1, stacks=False)
 
+    def abandon(self) -> None:
+        """End it at once. An agent that looks for the others obeys no order, but dies with its connection."""
+        for member in self.members:
+            self.fleet.give_up(member)
+        deadline = time.monotonic() + _KILL_S
+        while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
+            self.fleet.poll(_LOOK_S)
+
     def _launch(self) -> None:
         for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
             self.fleet.tell(
@@ -183,6 +193,7 @@ class _Test:
                 master_addr=self.plan.master_addr,
                 master_port=self.plan.master_port,
                 patience_s=_LIMIT_S,
+                meet_s=_MEET_S,
             )
 
     def _waiting(self) -> list[Member]:
@@ -221,18 +232,26 @@ class _Test:
             text = (
                 f"the test did not end within {_LIMIT_S:g} s; {named(self.late)} had not finished"
             )
-            remedy = "look for a firewall: between all hosts, all ports must be open"
-            return Measured(None, (Verdict(self.members[0].name, CHECK, False, text, remedy),))
+            return Measured(None, (Verdict(self.members[0].name, CHECK, False, text, _OPEN),))
+        if self.result["closed"]:
+            return Measured(None, tuple(judge_ways(self.result["closed"])))
         figures = read_figures(self.result)
         return Measured(figures, tuple(judge_pairs(figures)))
 
     def _failed(self) -> Verdict:
         cause = first_cause(list(self.failures.values()))
+        said = cause.message.strip().partition("\n")[0]
+        if cause.rank is None and cause.type:  # of the agent: it did not find the others
+            text = f"does not reach {self.plan.master_addr}:{self.plan.master_port} ({said})"
+            return Verdict(cause.host, CHECK, False, text, _OPEN)
         diagnosis, remedy = diagnose(cause, self.evidence.get(cause.host, Evidence()))
         who = "the agent" if cause.rank is None else f"rank {cause.rank}"
-        said = cause.message.strip().partition("\n")[0]
         text = f"the test failed: {who}: {diagnosis}" + (f" ({said})" if said else "")
         return Verdict(cause.host, CHECK, False, text, remedy)
+
+
+def _is_connected(member: Member) -> bool:
+    return member.process is not None and member.process.exit_code() is None
 
 
 def read_figures(result: dict[str, Any]) -> Figures:
@@ -258,6 +277,16 @@ def read_figures(result: dict[str, Any]) -> Figures:
         ),
         left_out=result["left_out"],
     )
+
+
+def judge_ways(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
+    """Each host with those that it does not reach, and for the same reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for way in closed:
+        reasons.setdefault((way["host"], way["why"]), []).append(f"{way['to']} ({way['address']})")
+    for (host, why), others in reasons.items():
+        text = f"does not reach {named(others)}: {why}"
+        yield Verdict(host, "network", False, text, _OPEN)
 
 
 def judge_pairs(figures: Figures) -> Iterator[Verdict]:

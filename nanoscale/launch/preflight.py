@@ -387,7 +387,7 @@ def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 
 def _fits(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
-    """Whether an interface is left: gloo takes names, NCCL beginnings, or names after `=`, or others after `^`."""
+    """Whether an interface is left: gloo takes names, NCCL beginnings; `=` means names, `^` all others."""
     words = re.split(r" *, *", chosen.lstrip("^="))
     if name.startswith("GLOO"):
         return set(words) <= set(interfaces)
@@ -404,7 +404,7 @@ def _port(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     port = facts["port"]
     if port is None:
         wanted = hosts.config.launcher.master_port
-        text = f"port {wanted} is in use (port taken)"
+        text = f"port {wanted} is taken: something listens there already"
         remedy = "launcher.master_port=auto, or another number"
         yield Verdict(member.name, "port", False, text, remedy)
     else:

@@ -117,4 +117,4 @@ def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[s
 def _line_around(text: str, position: int) -> str:
     start = text.rfind("\n", 0, position) + 1
     end = text.find("\n", position)
-    return text[start : end if end >= 0 else None].strip()[:300]
+    return text[start : end if end >= 0 else None].strip(" @\r\n")[:300]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.parallel import ranks
+from nanoscale.parallel.connections import closed_ways
 from nanoscale.runs.directory import write_json
 
 if TYPE_CHECKING:
@@ -61,7 +62,12 @@ class Pair:
 
 
 def run(context: RankContext) -> str:
-    """Measure, and leave the figures in the first rank's result."""
+    """Measure, and leave the figures in the first rank's result; or what stands in the way."""
+    closed = closed_ways(context.host)
+    if closed:
+        if context.rank == 0:
+            write_json(context.run.result, {"closed": [asdict(way) for way in closed]})
+        return "completed"
     device = ranks.local_device(context.config.launcher.device)
     ranks.join(context.world_size, device, _MEET_S)
     hosts = ranks.gather(context.host)
@@ -70,6 +76,7 @@ def run(context: RankContext) -> str:
     pairs = measure_pairs(wanted, device, _PAIRS_S)
     if context.rank == 0:
         figures = {
+            "closed": [],
             "backend": _BACKEND[device.type],
             "hosts": hosts,
             "all_reduce": [asdict(one) for one in reduced],
