@@ -155,9 +155,7 @@ def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
 
 def _reached(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     if hosts.config.launcher.name != "local":
-        calls = facts["hostname"]
-        also = "" if calls == member.name else f", and calls itself {calls}"
-        yield Verdict(member.name, _way(hosts.config), True, f"answers{also}")
+        yield Verdict(member.name, _way(hosts.config), True, "answers")
     yield Verdict(member.name, "interpreter", True, facts["executable"])
 
 
@@ -361,7 +359,7 @@ def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
     where = f"{target} leads to {' and '.join(found)}"
     if not found:
         return f"finds no address for {target}, where the ranks are to meet"
-    if all(ipaddress.ip_address(address).is_loopback for address in found):
+    if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one that is used
         return f"{where} there, which no other host can reach (look at /etc/hosts)"
     if network["interface"] is None:
         return f"{where}, and no route leads there"
