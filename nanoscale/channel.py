@@ -15,18 +15,24 @@ from typing import Any
 
 Message = dict[str, Any]
 
+MARK = "NANOSCALE_JOB"
+"""name of the variable that tells a job's processes from all others"""
+
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
 TRAINING, BANDWIDTH = "training", "bandwidth"
 """what ranks may be asked to do"""
 
-_MARK = b"\x1e"
+_WRITE_S = 1.0
+"""for a write that is going on; to a reader that does not read it may hang"""
+
+_BEGINNING = b"\x1e"
 """ASCII's record separator"""
 
 
 def pack(message: Message) -> bytes:
-    return _MARK + json.dumps(message).encode() + b"\n"
+    return _BEGINNING + json.dumps(message).encode() + b"\n"
 
 
 class Unpacker:
@@ -42,7 +48,7 @@ class Unpacker:
 
 
 def _read(line: bytes) -> Message | str:
-    start = line.find(_MARK)  # what was printed before it had no end of line
+    start = line.find(_BEGINNING)  # what was printed before it had no end of line
     if start >= 0:
         with suppress(ValueError):
             message = json.loads(line[start + 1 :])
@@ -57,17 +63,27 @@ class Sender:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
+        self._closed = False
 
     def send(self, message: Message) -> bool:
         """Whether it could be written."""
         data = memoryview(pack(message))
         with self._lock:
+            if self._closed:
+                return False
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
             except OSError:
                 return False
         return True
+
+    def close(self) -> None:
+        """Write nothing more; after this the descriptor may be closed, and its number be another file's."""
+        got = self._lock.acquire(timeout=_WRITE_S)
+        self._closed = True
+        if got:
+            self._lock.release()
 
 
 def as_text(data: bytes) -> str:

@@ -2,8 +2,8 @@
 
     python scripts/fanout.py [HOSTS …]
 
-Prints the launcher's wall time and its own CPU time for connecting, asking every host what it is like, judging the
-answers, and taking leave of all agents again.
+Prints the launcher's wall time and its own CPU time for connecting, asking every host what it is like, judging
+the answers, and taking leave of all agents again.
 """
 
 from __future__ import annotations

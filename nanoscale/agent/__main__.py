@@ -1,4 +1,8 @@
-"""`python -m nanoscale.agent`; `--connect HOST:PORT KEY_FILE` where its standard streams are not its own."""
+"""`python -m nanoscale.agent`: serve the launcher over the standard streams.
+
+With `--connect ADDRESSES KEY_FILE`, call it back where the standard streams are not the agent's own. With
+`--sweep MARK`, end what an agent that is lost has left here.
+"""
 
 import atexit
 import os
@@ -7,19 +11,22 @@ from pathlib import Path
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
+from nanoscale.agent.sweep import sweep
 
 
-def _link(arguments: list[str]) -> Link:
+def _serve(arguments: list[str]) -> int:
     match arguments:
         case []:
-            return Link.over_standard_streams()
-        case ["--connect", address, key_file]:
-            return Link.over_network(address, Path(key_file))
-    sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE]")
+            return main(Link.over_standard_streams())
+        case ["--connect", addresses, key_file]:
+            return main(Link.over_network(addresses, Path(key_file)))
+        case ["--sweep", mark]:
+            return 1 if sweep(mark) else 0
+    sys.exit("usage: python -m nanoscale.agent [--connect ADDRESSES KEY_FILE | --sweep MARK]")
 
 
 if __name__ == "__main__":
-    code = main(_link(sys.argv[1:]))
+    code = _serve(sys.argv[1:])
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from nanoscale.ports import ReservedPort
 from nanoscale.versions import nanoscale_version
 from nanoscale.worker import JOBS, Job
 
-_PRELOADED = ["nanoscale.worker", "torch"]
+_PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch"]
 
 _PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 

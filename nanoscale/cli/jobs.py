@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.launch.slurm import JobState, SlurmError, job_states
-from nanoscale.runs import submission
+from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 
 ASK_S = 2.0
 """between two questions to SLURM, which answers many people"""
+
+_UNSETTLED = ("prepared", "starting", "running", "preempted")
+"""states in which SLURM may know more of a run than its directory"""
 
 _ENDS = {
     "CANCELLED": "cancelled",
@@ -89,11 +92,12 @@ class Job:
         return about | {"slurm": state, "problem": self.problem or None}
 
 
-def output_of(run: RunDirectory, one: Submission) -> Path:
-    """Where the batch script of a job prints to."""
-    if one.task is None or one.script is None:
-        return run.logs / f"slurm-{one}.out"
-    return Path(one.script).parent / f"slurm-{one}.out"
+def output_of(run: RunDirectory, one: Submission) -> Path | None:
+    """What the batch script of a job printed; None where it is not one of `nanoscale submit`."""
+    if one.script is None:
+        return None
+    folder = run.logs if one.task is None else Path(one.script).parent
+    return folder / f"slurm-{one}.out"
 
 
 def way_on(run: RunDirectory) -> str:
@@ -107,20 +111,25 @@ def way_on(run: RunDirectory) -> str:
 
 def job_of(run: RunDirectory) -> Job | None:
     """The newest job of a run; None where it was never handed to SLURM."""
-    return jobs_of([run]).get(run)
+    one = submission.read(run)
+    return None if one is None else _ask([one])[str(one)]
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
-    """The jobs of those runs that have one; SLURM is asked once."""
+    """The jobs of those runs that have one; SLURM is asked once, of runs that may wait or go on."""
     handed = {run: one for run in runs if (one := submission.read(run)) is not None}
+    jobs = _ask([one for run, one in handed.items() if status.read(run).state in _UNSETTLED])
+    return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
+
+
+def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
     states: dict[str, JobState] = {}
     problem = ""
-    if handed:
-        try:
-            states = job_states(handed.values())
-        except SlurmError as error:
-            problem = str(error)
-    return {run: Job(one, states.get(str(one)), problem) for run, one in handed.items()}
+    try:
+        states = job_states(handed)
+    except SlurmError as error:
+        problem = str(error)
+    return {str(one): Job(one, states.get(str(one)), problem) for one in handed}
 
 
 def in_words(state: str, going_on: bool, job: Job | None) -> str:

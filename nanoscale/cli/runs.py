@@ -196,7 +196,9 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
     }
     if job is not None:
         rows["slurm"] = job.sentence()
-        rows["its output"] = str(output_of(run, job.submission))
+        output = output_of(run, job.submission)
+        if output is not None:
+            rows["its output"] = str(output)
     if document["metrics"]:
         rows |= figures(document["metrics"])
     if document["failure"]:
@@ -215,7 +217,8 @@ def _batch_logs(run: RunDirectory) -> list[Path]:
     from nanoscale.runs import submission
 
     one = submission.read(run)
-    return [] if one is None else [path for path in [output_of(run, one)] if path.exists()]
+    path = output_of(run, one) if one is not None else None
+    return [path] if path is not None and path.exists() else []
 
 
 def _log_files(

@@ -123,7 +123,8 @@ def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
     lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
     if job is not None:
         lines.append(f"  job         {job.sentence()}")
-        lines.append(f"  its output  {output_of(run, job.submission)}")
+        output = output_of(run, job.submission)
+        lines += [] if output is None else [f"  its output  {output}"]
     lines.append(f"  go on       {way_on(run)}")
     print("\n".join(lines), file=stream, flush=True)
     return FAILED

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanoscale.config.nodes import elastic
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.transport import source_path
@@ -155,8 +156,12 @@ def _options(config: Config, name: str, output: str) -> list[Option]:
     if not any(option in _INSTEAD_OF_GPUS for option, _ in further):
         gpus = str(launcher.devices) if launcher.device == "cuda" else None
         options += _given("gpus-per-node", wanted.gpus or gpus)
+    if elastic(launcher.nodes):
+        options.append(("no-kill", None))  # the job goes on with the nodes that are left
     if wanted.exclusive:
         options.append(("exclusive", None))
+        if not any(option.startswith("mem") for option, _ in further):
+            options.append(("mem", "0"))  # all that a node has: alone, it is the site's default
     elif isinstance(launcher.threads, int):
         options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
     for option in ("partition", "account", "qos", "time", "constraint"):

@@ -52,7 +52,11 @@ class Callbacks:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
-        self._socket = socket.create_server(("", 0), backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
         threading.Thread(target=self._listen, name="callbacks", daemon=True).start()
 
     def addresses(self, hosts: Sequence[Host]) -> str:

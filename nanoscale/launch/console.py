@@ -39,6 +39,8 @@ class LiveView:
         self._events.poll()  # what earlier attempts did
         self._metrics: Tail | None = None
         self._outputs: dict[str, LineTail] = {}
+        self._written: set[str] = set()
+        self._looks_everywhere = False
         self._first_step = 0
         self._began = time.monotonic()
         self._step_times: list[float] = []
@@ -66,6 +68,7 @@ class LiveView:
         self.begin(plan, steps, "watching")
         for tail in self._outputs.values():
             tail.poll()  # the logs have what was printed so far
+        self._looks_everywhere = True
         self._events = events.follow(self._run)
         past = self._events.poll()
         start = {"kind": "attempt", "attempt": plan.attempt}
@@ -85,15 +88,23 @@ class LiveView:
 
     def poll(self) -> None:
         """Show what came since the last look."""
-        for name, tail in self._outputs.items():
-            for line in tail.poll():
-                self._output(name, line)
+        self._show_outputs()
         news: list[tuple[Object, Callable[[Object], None]]]
         news = [(event, self._event) for event in self._heed(self._events.poll())]
         news += [(record, self._step) for record in self._new_records()]
         for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
             show(item)
         self._screen.refresh(self._panel)
+
+    def wrote(self, host: str, rank: int) -> None:
+        """A rank's output has grown; of thousands, only those that are named here are looked at."""
+        self._written.add(f"{host}:{rank}")
+
+    def _show_outputs(self) -> None:
+        names, self._written = self._written & self._outputs.keys(), set()
+        for name in self._outputs if self._looks_everywhere else sorted(names):
+            for line in self._outputs[name].poll():
+                self._output(name, line)
 
     def _flush_outputs(self) -> None:
         for name, tail in self._outputs.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import selectors
 import socket
@@ -16,13 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanoscale.channel import BEAT, BEAT_S, TRAINING, Message, Sender, Unpacker
+from nanoscale.channel import BEAT, BEAT_S, MARK, TRAINING, Message, Sender, Unpacker
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
 from nanoscale.launch.callback import Callbacks
-from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all
+from nanoscale.launch.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.reach import explain
+from nanoscale.launch.sweeps import Sweeps
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 
@@ -36,6 +38,7 @@ _LOOK_S = 0.1
 """between two looks at all hosts, however much comes from some of them"""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
+_PDSH_ENDED = re.compile(rb"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Member:
     command: tuple[str, ...]
     process: Process | None = None
     """what started the agent, and carries the channel unless the agent called back"""
+    code: int | None = None
+    """how it ended for this host, where it has started the agents of others too"""
+    mark: str = ""
+    """in the environment of all that its agent starts"""
+    answered: bool = False
+    """whether anything was heard of the agent"""
     socket: socket.socket | None = None
     """by which the agent called back"""
     sender: Sender | None = None
@@ -91,6 +100,7 @@ class Fleet:
         """what all hosts are asked alike"""
         self._processes: list[Process] = []
         """all that were ever started"""
+        self._sweeps = Sweeps(config, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
         self.left_behind: list[int] = []
         """processes of this machine that could not be ended"""
@@ -122,7 +132,8 @@ class Fleet:
     ) -> None:
         self._closing.set()
         self._take_leave()
-        if self._is_local:
+        self._sweeps.finish()
+        if self._launcher.name in ("local", "pdsh"):  # pdsh's own processes have left its session
             self.left_behind = end_all([process.pid for process in self._processes], self._mark)
         for process in self._processes:
             # srun's other half tells SLURM that it is gone, so that the tasks end.
@@ -149,18 +160,34 @@ class Fleet:
         deadline = time.monotonic() + _FAREWELL_S
         while present and time.monotonic() < deadline:
             self.poll(0.1)
-            while present and _has_left(present[-1]):
+            while present and self._has_left(present[-1]):
                 present.pop()
+        for member in self.members:
+            if member.is_there and not member.said_bye:
+                self._sweep(member)
+
+    def _has_left(self, member: Member) -> bool:
+        gone = member.process is not None and member.process.exit_code() is not None
+        # The command that has started its agent may wait for another one that is lost.
+        alone = self._calls_back and any(not other.is_there for other in self.members)
+        return gone or not member.is_there or (alone and member.said_bye)
+
+    def _sweep(self, member: Member) -> None:
+        """End what its agent may have left; nothing can be left where it never spoke."""
+        if member.answered:
+            self._sweeps.begin(member.host, member.mark)
 
     # --- connecting -----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[Member]) -> None:
         """Start the agents of these hosts, anew where one was lost."""
+        self._sweeps.finish()
         self._show_probe()
         for member in members:
-            member.lost, member.facts, member.closed_at = None, None, None
-            member.said_bye, member.words = False, b""
-            member.heard = time.monotonic()
+            member.lost, member.facts, member.closed_at, member.code = None, None, None, None
+            member.said_bye, member.answered, member.words = False, False, b""
+            member.unpacker, member.heard = Unpacker(), time.monotonic()
+            member.mark = self._mark if self._is_local else uuid.uuid4().hex
         if self._callbacks is not None:
             self._start_all(members)
             return
@@ -187,15 +214,23 @@ class Fleet:
 
     def _start_all(self, members: Sequence[Member]) -> None:
         assert self._callbacks is not None
-        hosts = [member.host for member in members]
-        where, key_file = self._callbacks.addresses(hosts), str(self._root / self._probe)
-        words = transport.with_callback(transport.commands(self._config, hosts)[0], where, key_file)
+        hosts, key_file = [member.host for member in members], str(self._root / self._probe)
+        addresses = self._callbacks.addresses(hosts)
+        commands = transport.commands(self._config, hosts, addresses, key_file)
+        groups: dict[tuple[str, ...], list[Member]] = {}
+        for member, command in zip(members, commands, strict=True):
+            groups.setdefault(command, []).append(member)
+        for command, group in groups.items():
+            self._start_group(group, command)
+
+    def _start_group(self, members: Sequence[Member], command: Sequence[str]) -> None:
+        words = transport.environment(self._config, os.environ)
         try:
-            process = Process(words, transport.environment(self._config, os.environ))
+            process = Process(command, {**words, MARK: self._mark})
         except OSError as error:
             for member in members:
                 member.lost = agent_failure(
-                    member.name, f"{words[0]} cannot be started: {error}", "install it"
+                    member.name, f"{command[0]} cannot be started: {error}", "install it"
                 )
             return
         self._processes.append(process)
@@ -227,7 +262,7 @@ class Fleet:
 
     def _prepare(self, member: Member) -> None:
         """Send the order, unless the agent has yet to call back."""
-        own = {MARK: self._mark}
+        own = {MARK: member.mark}
         if member.host.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
         port = self._launcher.master_port
@@ -278,6 +313,10 @@ class Fleet:
         for member in self.members if first else ():
             self._write(member.name, member.words)
 
+    def write_no_logs(self) -> None:
+        """What agents print is kept for an error's text only."""
+        self._logs = None
+
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, where one command has started them."""
@@ -288,7 +327,7 @@ class Fleet:
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
-            data = os.read(key.fd, _READ_BYTES)
+            data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)
             if what == "words":
@@ -304,7 +343,7 @@ class Fleet:
         return news
 
     def _heard(self, member: Member, data: bytes) -> list[tuple[Member, Message]]:
-        member.heard = time.monotonic()
+        member.heard, member.answered = time.monotonic(), True
         news = []
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
@@ -344,7 +383,7 @@ class Fleet:
         for member in self.members:
             if not member.is_there or member.said_bye:
                 continue
-            code = member.process.exit_code() if member.process is not None else None
+            code = _code(member)
             if self._calls_back and code is not None and member.sender is None:
                 member.closed_at = member.closed_at or now  # it will not call any more
             if member.closed_at is not None:
@@ -370,10 +409,9 @@ class Fleet:
                 self._note(member, data)
 
     def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
-        code = member.process.exit_code() if member.process is not None else None
-        member.lost = agent_failure(member.name, diagnosis, remedy, code)
-
+        member.lost = agent_failure(member.name, diagnosis, remedy, _code(member))
         self._hang_up(member)
+        self._sweep(member)
 
     def give_up(self, member: Member) -> None:
         """Part with a host whose agent does not do what it is told."""
@@ -381,6 +419,8 @@ class Fleet:
 
     def _hang_up(self, member: Member) -> None:
         """End the connection, upon which the agent ends everything there."""
+        if member.sender is not None:
+            member.sender.close()
         member.sender = None
         if member.socket is not None:
             with suppress(KeyError, ValueError):
@@ -414,6 +454,10 @@ class Fleet:
                 label = str(number) if self._launcher.name == "slurm" else member.name
                 if f"{label}:".encode() in labels:
                     member.words = (member.words + line)[-_KEPT_BYTES:]
+            ended = _PDSH_ENDED.match(line)
+            for member in self.members if ended else ():
+                if ended and ended[1].decode(errors="replace") == member.name:
+                    member.code = int(ended[2])
 
     def _write(self, log: str, data: bytes) -> None:
         if self._logs is None or not data:
@@ -447,9 +491,18 @@ def _has_yet_to_answer(member: Member) -> bool:
     return member.is_there and member.facts is None
 
 
-def _has_left(member: Member) -> bool:
-    gone = member.process is not None and member.process.exit_code() is not None
-    return gone or member.lost is not None
+def _code(member: Member) -> int | None:
+    """How what has started its agent ended; None where it has not."""
+    if member.code is not None or member.process is None:
+        return member.code
+    return member.process.exit_code()
+
+
+def _read(descriptor: int) -> bytes:
+    """What has come; nothing where the connection has ended, in whatever way."""
+    with suppress(OSError):
+        return os.read(descriptor, _READ_BYTES)
+    return b""
 
 
 def existing(folder: Path) -> Path:

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
+from nanoscale.channel import MARK
+
 if TYPE_CHECKING:
     import psutil
-
-MARK = "NANOSCALE_JOB"
-"""name of the variable that tells a job's processes from all others"""
 
 _PAUSE_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36

@@ -157,12 +157,12 @@ def print_plan(
         "steps": "",
     }
     numbers = derived_values(derived, parameters)
-    values.add_row("run directory", str(run.path))
     for name, unit in units.items():
         values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
     values.add_row("mesh", str(plan.mesh))
     for name, text in settings(config).items():
         values.add_row(name, text)
+    console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
     console.print(values)
 
     ranks = Table("rank", "host", "local rank", "pp", "dp", "cp", "tp")

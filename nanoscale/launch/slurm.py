@@ -141,6 +141,8 @@ def host_names(nodes: str) -> list[str]:
     Raises:
         SlurmError: SLURM does not say.
     """
+    if "[" not in nodes:
+        return nodes.split(",")
     return _ask(["scontrol", "show", "hostnames", nodes]).split()
 
 

@@ -8,6 +8,7 @@ import shlex
 import site
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import nanoscale
@@ -19,34 +20,47 @@ from nanoscale.launch.slurm import container_prefix, srun_options
 
 _AGENT = ("-P", "-m", "nanoscale.agent")
 
-CONNECT_ADDRESS, KEY_FILE = "LAUNCHER:PORT", "KEY_FILE"
+_CONNECT_ADDRESS, _KEY_FILE = "LAUNCHER:PORT", "KEY_FILE"
 """stand in a planned command for what is known when the launcher listens"""
 
+_SWEEP_CONNECT_S = 2
 
-def commands(config: Config, hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-    """What is run here for each host; with pdsh and srun, one command for all of them."""
+
+def commands(
+    config: Config,
+    hosts: Sequence[Host],
+    addresses: str = _CONNECT_ADDRESS,
+    key_file: str = _KEY_FILE,
+) -> list[tuple[str, ...]]:
+    """What is run here for each host; pdsh and srun take many hosts in one command.
+
+    Args:
+        addresses: where agents that such a command starts call the launcher back.
+        key_file: by which they prove who they are.
+    """
+    call = ("--connect", addresses, key_file)
     match config.launcher.name:
         case "local":
             return [(sys.executable, *_AGENT) for _ in hosts]
         case "ssh":
             return [_ssh(config, host) for host in hosts]
         case "pdsh":
-            return [_pdsh(config, hosts)] * len(hosts)
+            return _pdsh_by_interpreter(config, hosts, call)
         case "slurm":
-            return [_srun(config, hosts)] * len(hosts)
+            return [_srun(config, hosts, call)] * len(hosts)
 
 
-def with_callback(command: Sequence[str], addresses: str, key_file: str) -> list[str]:
-    """A command for all hosts, now that it is known where the launcher listens."""
-    quoted = {CONNECT_ADDRESS: addresses, KEY_FILE: shlex.quote(key_file)}
-    plain = {CONNECT_ADDRESS: addresses, KEY_FILE: key_file}
-    return [plain[word] if word in plain else _replaced(word, quoted) for word in command]
-
-
-def _replaced(word: str, values: Mapping[str, str]) -> str:
-    for name, value in values.items():
-        word = word.replace(name, value)
-    return word
+def sweep_command(config: Config, host: Host, mark: str) -> tuple[str, ...] | None:
+    """What ends all that carries the mark on a host; None where nobody but the agent could."""
+    arguments = ("--sweep", mark)
+    limited = replace(config.launcher, connect_timeout_s=_SWEEP_CONNECT_S)
+    config = replace(config, launcher=limited)
+    match config.launcher.name:
+        case "ssh":
+            return _ssh(config, host, arguments)
+        case "pdsh":
+            return _pdsh(config, [host], arguments)
+    return None
 
 
 def starts_all_at_once(config: Config) -> bool:
@@ -58,11 +72,12 @@ def environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
     """What a command of `commands` needs in its own environment."""
     match config.launcher.name:
         case "pdsh":
-            options = shlex.join(_ssh_options(config))
+            # pdsh divides this at spaces and knows no quotes: the rules refuse what would need them.
+            options = " ".join(_ssh_options(config)).replace("%", "%%")
             before = inherited.get("PDSH_SSH_ARGS_APPEND", "")
             return {
                 "PDSH_RCMD_TYPE": inherited.get("PDSH_RCMD_TYPE", "ssh"),
-                "PDSH_SSH_ARGS_APPEND": f"{options} {before}".strip(),
+                "PDSH_SSH_ARGS_APPEND": f"{before} {options}".strip(),
             }
         case "ssh":
             return {}
@@ -85,8 +100,14 @@ def interpreter(config: Config, host: Host) -> str:
     return str(named or sys.executable)
 
 
-def _ssh(config: Config, host: Host) -> tuple[str, ...]:
-    return ("ssh", *_ssh_options(config), host.name.strip("[]"), _remote(config, host, ()))
+def _ssh(config: Config, host: Host, arguments: Sequence[str] = ()) -> tuple[str, ...]:
+    return ("ssh", *_ssh_options(config), _destination(host), _remote(config, host, arguments))
+
+
+def _destination(host: Host) -> str:
+    """The host with its user, and without the brackets of IPv6, which neither ssh nor pdsh knows."""
+    user, at, _ = host.name.rpartition("@")
+    return f"{user}{at}{host.address}"
 
 
 def _ssh_options(config: Config) -> list[str]:
@@ -94,6 +115,7 @@ def _ssh_options(config: Config) -> list[str]:
     launcher = config.launcher
     options = {
         "BatchMode": "yes",
+        "ControlMaster": "no",  # others may ride on a connection of ours, and would end with it
         "ConnectTimeout": math.ceil(launcher.connect_timeout_s),
         "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
         "ServerAliveCountMax": 2,
@@ -110,13 +132,25 @@ def _remote(config: Config, host: Host, arguments: Sequence[str]) -> str:
     return shlex.join(["exec", *prefix, python, *_AGENT, *arguments])
 
 
-def _pdsh(config: Config, hosts: Sequence[Host]) -> tuple[str, ...]:
-    names = ",".join(host.name for host in hosts)
-    remote = _remote(config, hosts[0], ("--connect", CONNECT_ADDRESS, KEY_FILE))
-    return ("pdsh", "-S", "-f", str(len(hosts)), "-w", names, remote)
+def _pdsh_by_interpreter(
+    config: Config, hosts: Sequence[Host], arguments: Sequence[str]
+) -> list[tuple[str, ...]]:
+    """One command says the same to all its hosts, so those of another interpreter need another one."""
+    groups: dict[str, list[Host]] = {}
+    for host in hosts:
+        groups.setdefault(interpreter(config, host), []).append(host)
+    made = {python: _pdsh(config, group, arguments) for python, group in groups.items()}
+    return [made[interpreter(config, host)] for host in hosts]
 
 
-def _srun(config: Config, hosts: Sequence[Host]) -> tuple[str, ...]:
+def _pdsh(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
+    names = ",".join(map(_destination, hosts))
+    remote = _remote(config, hosts[0], arguments).replace("%", "%%")  # pdsh fills in %h, %u and %n
+    timeout = str(math.ceil(config.launcher.connect_timeout_s))
+    return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
+
+
+def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
     """One task a node, which gets all that the allocation has there."""
     count = len(hosts)
     nodes = ",".join(host.name for host in hosts)
@@ -140,7 +174,5 @@ def _srun(config: Config, hosts: Sequence[Host]) -> tuple[str, ...]:
         *container_prefix(config),
         interpreter(config, hosts[0]),
         *_AGENT,
-        "--connect",
-        CONNECT_ADDRESS,
-        KEY_FILE,
+        *arguments,
     )

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from nanoscale.errors import UserError, Violation
 
 Stream = Literal["out", "err"]
+STREAMS: tuple[Stream, ...] = ("out", "err")
 
 DEFAULT_ROOT = Path("runs")
 ARRAY = ".array"
@@ -104,6 +105,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def workspace(self, attempt: int) -> Path:
+        """Where an attempt prepares what it changes in `checkpoints/`; see fence.py."""
+        return self.checkpoints / f".attempt-{attempt}"
+
     @property
     def latest(self) -> Path:
         return self.checkpoints / "latest"
@@ -184,6 +189,7 @@ class RunDirectory:
                 aside.mkdir()
                 (aside / "logs").mkdir()
                 (aside / "checkpoints").mkdir()
+                (aside / "lock").touch()
             yield cls(aside)
             try:
                 aside.rename(root / name)
@@ -305,10 +311,13 @@ def taken_back(root: Path) -> Iterator[list[Path]]:
         raise
 
 
-def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file so that readers and a crash see the whole old one or the whole new one."""
+def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:
+    """Write a file so that readers and a crash see the whole old one or the whole new one.
+
+    It is written beside `path` first, or in `folder`, and renamed.
+    """
     data = text.encode() if isinstance(text, str) else text
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{next(_counter)}")
+    aside = (folder or path.parent) / f".{path.name}.{os.getpid()}-{next(_counter)}"
     try:
         with aside.open("xb") as file:
             file.write(data)

@@ -19,7 +19,7 @@ class Submission:
     task: int | None = None
     """which one of the array"""
     script: str | None = None
-    """what `nanoscale submit` handed in; null: somebody called sbatch"""
+    """what `nanoscale submit` wrote; null: one of somebody's own"""
     cluster: str | None = None
     """which of several clusters; null where SLURM named none"""
     time: float = field(default_factory=time.time)
@@ -51,10 +51,12 @@ def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None
     job = environment.get("SLURM_JOB_ID")
     if job is None or environment.get("NANOSCALE_BATCH") != job:
         return
+    before = read(run)
+    script = before.script if before is not None else None
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if task is None:
-        here = Submission(job)
+        here = Submission(job, script=script)
     else:
-        here = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task))
-    if str(read(run)) != str(here):
+        here = Submission(environment["SLURM_ARRAY_JOB_ID"], int(task), script)
+    if before is None or str(before) != str(here):
         write(run, here)

@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.cli.jobs import Job, in_words, way_on
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.compose import compose
 from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, check
-from nanoscale.runs import events, failure, status
+from nanoscale.launch.slurm import JobState
+from nanoscale.runs import events, failure, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.runs.lock import RunLock
+from nanoscale.runs.submission import Submission
 
 RECORD = {
     "step": 7,
@@ -38,6 +41,7 @@ import signal, sys
 from pathlib import Path
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
+from nanoscale.runs.submission import Submission
 with RunLock(RunDirectory(Path(sys.argv[1]))):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     if len(sys.argv) > 2:
@@ -103,7 +107,7 @@ def test_show_tells_what_happened(runs, capsys):
     events.append(run, "checkpoint", "step-00000007 saved")
     (run.checkpoint(7)).mkdir()
     killed = RankFailure(1, 1, "h", 1.0, exit_code=-9)
-    failure.write(run, failure.digest(run, 1, [killed], Evidence(oom_kills=1)))
+    failure.write(run, failure.digest(run, 1, [killed], {killed.host: Evidence(oom_kills=1)}))
     assert nanoscale(["runs", "show", "a"]) == 0
     text = capsys.readouterr().out
     assert "out-of-memory killer" in text and "rank 1 on h" in text
@@ -206,3 +210,152 @@ def test_a_diverged_run_is_shown_as_such(tmp_path, monkeypatch, capsys):
     assert nanoscale(["runs", "show", "diverged"]) == 0
     assert "not finite" in capsys.readouterr().out
     assert nanoscale(["runs", "ls"]) == 0
+
+
+# --- runs of SLURM --------------------------------------------------------------------------------
+
+
+def job(state, problem="", **fields):
+    handed = Submission("12", time=100.0, **fields)
+    known = state and JobState("12", state, "Resources", "n[1-2]", "2026-11-21 20:13:06", 2)
+    return Job(handed, known, problem)
+
+
+@pytest.mark.parametrize(
+    ("state", "going_on", "known", "words"),
+    [
+        ("running", True, job("RUNNING"), "running"),
+        ("prepared", False, job("PENDING"), "queued (job 12)"),
+        ("preempted", False, job("PENDING"), "queued (job 12)"),
+        ("prepared", False, job("CONFIGURING"), "starting (job 12)"),
+        ("prepared", False, job("CANCELLED"), "never began (job 12: cancelled)"),
+        ("prepared", False, job(None), "never began (job 12: gone)"),
+        ("prepared", False, job(None, cancelled=3.0), "never began (job 12: cancelled)"),
+        ("prepared", False, job(None, problem="no squeue"), "prepared"),
+        ("running", False, job("NODE_FAIL"), "running, then its node failed (job 12)"),
+        ("starting", False, job("FAILED"), "starting, then failed (job 12)"),
+        ("running", False, job("RUNNING"), "running, then lost"),
+        ("running", False, None, "running, then lost"),
+        ("completed", False, job("COMPLETED"), "completed"),
+        ("preempted", False, job("FAILED"), "preempted"),
+    ],
+)
+def test_where_a_run_of_slurm_stands(state, going_on, known, words):
+    assert in_words(state, going_on, known) == words
+
+
+def test_all_of_a_job_in_one_line():
+    assert "job 12: PENDING (Resources), queued since" in job("PENDING").sentence()
+    assert "expected to start at 2026-11-21 20:13:06, queued again 2×" in job("PENDING").sentence()
+    assert "on n[1-2] since 2026-11-21 20:13:06" in job("RUNNING").sentence()
+    assert "does not know it" in job(None).sentence()
+    assert "taken out of the queue" in job(None, cancelled=3.0).sentence()
+    assert "cannot be asked here: no squeue" in job(None, problem="no squeue").sentence()
+
+
+def test_without_slurm_a_submitted_run_is_still_shown(runs, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    submission.write(runs[0], Submission("12", script=str(runs[0].script)))
+    assert nanoscale(["runs", "show", "b"]) == 0
+    assert "job 12: SLURM cannot be asked here: there is no squeue here" in capsys.readouterr().out
+    assert nanoscale(["runs", "ls", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["job"]["job"], row["job"]["problem"]) == ("12", None)  # it is completed anyway
+    status.write(runs[0], status.prepared())
+    assert nanoscale(["runs", "ls", "--json"]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["job"]]
+    assert (row["job"]["job"], row["job"]["problem"]) == ("12", "there is no squeue here")
+
+
+def test_what_the_batch_script_printed(runs, capsys, tmp_path):
+    run = runs[0]
+    assert nanoscale(["runs", "logs", "b", "--batch"]) == 2
+    assert "batch script" in capsys.readouterr().err
+    submission.write(run, Submission("12", script=str(run.script)))
+    (run.logs / "slurm-12.out").write_text("from the batch script")
+    assert nanoscale(["runs", "logs", "b"]) == 2
+    assert "runs logs b --batch" in capsys.readouterr().err
+    assert nanoscale(["runs", "logs", "b", "--batch"]) == 0
+    assert capsys.readouterr().out == "from the batch script\n"
+    folder = tmp_path / "many.array"
+    folder.mkdir()
+    (folder / "slurm-12_1.out").write_text("from its task\n")
+    submission.write(run, Submission("12", 1, str(folder / "submit.sbatch")))
+    assert nanoscale(["runs", "logs", "b", "--batch"]) == 0
+    assert capsys.readouterr().out == "from its task\n"
+
+
+def test_how_to_go_on(runs):
+    assert way_on(runs[0]) == "nanoscale resume b"
+    submission.write(runs[0], Submission("12", 3, "/a b/submit.sbatch"))
+    assert way_on(runs[0]) == "sbatch --array=3 '/a b/submit.sbatch'"
+
+
+# --- watching -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def going_on(tmp_path_factory):
+    """A real run that goes on until somebody stops it, and its folder."""
+    folder = tmp_path_factory.mktemp("watched")
+    words = ["recipe=debug", "model.layers=1", "train.steps=100000", "run.name=w"]
+    command = [sys.executable, "-m", "nanoscale", "train", *words, "launcher.threads=1"]
+    with (folder / "screen").open("wb") as screen:
+        train = subprocess.Popen(command, cwd=folder, env=SOURCES, stdout=screen, stderr=screen)
+    run = RunDirectory(folder / "runs" / "w")
+    wait_for(lambda: run.metrics.exists() and run.metrics.read_text().count("\n") > 3)
+    yield train, run
+    train.kill()
+    train.wait()
+
+
+SOURCES = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+LIMIT_S = 90
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def watch(run, screen, *words):
+    command = [sys.executable, "-m", "nanoscale", "runs", "watch", str(run.path), *words]
+    with screen.open("w") as output:
+        return subprocess.Popen(command, env=SOURCES, stdout=output, stderr=output)
+
+
+def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_path):
+    train, run = going_on
+    screen = tmp_path / "watched"
+    watcher = watch(run, screen)
+    wait_for(lambda: screen.read_text().count("\nstep ") > 1)
+    lines = screen.read_text().splitlines()
+    assert lines[0].startswith("watching 1 rank on") and "training from step 1" in lines
+    first = next(line for line in lines if line.startswith("step "))
+    assert int(first.split()[1].partition("/")[0]) > 3  # what was before is in metrics.jsonl
+    watcher.send_signal(signal.SIGINT)
+    assert watcher.wait(LIMIT_S) == 130
+    assert "w goes on" in screen.read_text()
+    assert train.poll() is None
+
+
+def test_watching_ends_with_the_run_and_its_exit_code(going_on, tmp_path):
+    train, run = going_on
+    screen = tmp_path / "watched"
+    watcher = watch(run, screen)
+    wait_for(lambda: "\nstep " in screen.read_text())
+    assert nanoscale(["runs", "stop", str(run.path)]) == 0
+    assert watcher.wait(LIMIT_S) == train.wait(LIMIT_S) == 75
+    assert "SIGTERM: stopping" in screen.read_text()
+    assert "preempted after" in screen.read_text()
+
+
+def test_a_run_that_has_ended_is_summed_up(runs, capsys):
+    assert nanoscale(["runs", "watch", "b", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["status"], document["exit_code"]) == ("completed", 0)
+    status.write(runs[0], status.read(runs[0]).starting(2).running())
+    assert nanoscale(["runs", "watch", "b"]) == 1
+    assert "running, then lost" in capsys.readouterr().out

@@ -33,7 +33,10 @@ def imported(commands: list[list[str]], folder: Path) -> str:
 def test_no_launcher_command_imports_a_heavy_package(tmp_path):
     commands = [
         ["--help"],
-        *([verb, "--help"] for verb in ("train", "resume", "runs", "checkpoints", "config")),
+        *(
+            [verb, "--help"]
+            for verb in ("train", "resume", "submit", "runs", "checkpoints", "config")
+        ),
         ["config", "show", "recipe=llama-8b"],
         ["config", "explain", "model", "recipe=llama-8b"],
         ["config", "ls", "model"],
@@ -42,6 +45,7 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
         ["recipes", "copy", "tiny"],
         ["runs", "ls"],
         ["train", "recipe=llama-8b", "--dry-run"],
+        ["submit", "recipe=llama-8b", "--num-gpus", "8", "train.seed=1,2", "--dry-run", "--json"],
         ["train", "recipe=llama-8b", "--dry-run", "--json"],
         ["train", "recipe=debug", "--hostfile", "hosts", "--dry-run"],
     ]

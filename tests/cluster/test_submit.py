@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from typing import Any
 import pytest
 
 from nanoscale.launch.batch import batch_script
-from nanoscale.runs import events, status, submission
+from nanoscale.runs import events, submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import LOGIN, Slurm
-from tests.launch.test_batch import NASTY, config
+from tests.launch.test_batch import NASTY, STAND_IN, config
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 90
@@ -37,12 +35,11 @@ class User:
     def _environment(self) -> dict[str, str]:
         return os.environ | self.slurm.environment | {"PYTHONPATH": str(SOURCE)}
 
-    def types(self, *words: str, code: int = 0) -> str:
+    def types(self, *words: str, code: int = 0, env: dict[str, str] | None = None) -> str:
         """Type `nanoscale …` and wait for its end; what it printed."""
         command = [sys.executable, "-m", "nanoscale", *words]
-        done = self.slurm.call(
-            LOGIN, command, cwd=self.folder, env=self._environment, limit_s=LIMIT_S
-        )
+        environment = self._environment | (env or {})
+        done = self.slurm.call(LOGIN, command, cwd=self.folder, env=environment, limit_s=LIMIT_S)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -102,3 +99,153 @@ def test_submitted_waited_for_watched_and_completed(user: User) -> None:
     user.slurm.wait_state(job, "COMPLETED")
     assert f"job {job}: COMPLETED, on s[1-2] since" in user.types("runs", "show", "one")
     assert "completed after 20 steps" in user.types("runs", "logs", "one", "--batch")
+
+
+def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
+    run, job = user.submits("two", "train.steps=100000", 'launcher.slurm.directives=["--hold"]')
+    other, second = user.submits("other", "train.steps=100000", "checkpoint.every=1000")
+    assert f"job {job} was taken out of the queue" in user.types("runs", "stop", "two")
+    assert user.slurm.show(job)["JobState"] == "CANCELLED"
+    assert user.says_of("two") == f"never began (job {job}: cancelled)"
+    assert not run.launch.exists()
+    wait_step(other, 5)
+    watch = user.begins("runs", "watch", "other")
+    printed = user.types("runs", "stop", "other")
+    assert f"asked job {second} to stop" in printed and "other is preempted" in printed
+    assert user.slurm.wait_state(second, "FAILED")["ExitCode"] == "75:0"
+    shown, _ = watch.communicate(timeout=LIMIT_S)
+    assert watch.returncode == 75, shown
+    assert other.checkpoint_steps() == [steps(other)[-1]]
+    assert f"sbatch {other.script}" in shown
+
+
+def test_how_slurm_ended_a_job_is_told(user: User) -> None:
+    run, job = user.submits("killed", "train.steps=100000", "launcher.nodes=2")
+    wait_step(run, 3)
+    watch = user.begins("runs", "watch", "killed")
+    for node in ("s1", "s2"):
+        user.slurm.power_off(node)
+    user.slurm.wait_state(job, "PENDING", limit_s=60)
+    assert user.says_of("killed") == f"queued (job {job})"
+    user.slurm.cancel(job)
+    shown, _ = watch.communicate(timeout=LIMIT_S)
+    assert watch.returncode == 1, shown
+    assert user.says_of("killed") == f"running, then cancelled (job {job})"
+    assert f"running, then cancelled (job {job})" in shown
+
+
+def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: User) -> None:
+    """60 s: slurmctld looks at time limits every 30 s."""
+    run, job = user.submits(
+        "long",
+        "train.steps=100000",
+        "launcher.slurm.time=0:01:00",
+        "launcher.slurm.signal_before_s=50",
+        "launcher.slurm.max_requeues=1",
+    )
+    wait_step(run, 1)
+    user.slurm.hasten(job)
+    last = user.slurm.wait_state(job, "FAILED", limit_s=90)
+    assert (last["Restarts"], last["ExitCode"]) == ("1", "75:0")
+    attempts = [event["message"] for event in events.read(run) if event["kind"] == "signal"]
+    assert len(attempts) == 2 and all("SIGUSR1" in message for message in attempts)
+    (resumed,) = [event for event in events.read(run) if event["kind"] == "resumed"]
+    assert 0 < resumed["step"] < steps(run)[-1] == run.checkpoint_steps()[-1]
+    assert steps(run) == list(range(1, steps(run)[-1] + 1))
+    assert "was queued again 1 times already" in user.types("runs", "logs", "long", "--batch")
+
+
+def test_a_preempted_run_saves_makes_room_and_goes_on(user: User) -> None:
+    run, job = user.submits("low", "train.steps=100000", "launcher.nodes=2")
+    wait_step(run, 3)
+    urgent = user.slurm.sbatch(
+        "-N2", "--exclusive", "-phigh", "--output=/dev/null", "--wrap", "true"
+    )
+    user.slurm.wait_state(urgent, "COMPLETED")
+    before = steps(run)[-1]
+    assert run.checkpoint_steps()[-1] == before
+    user.slurm.hasten(job)
+    wait_step(run, before + 3)
+    user.types("runs", "stop", "low")
+    assert steps(run) == list(range(1, steps(run)[-1] + 1))
+
+
+def test_many_runs_are_one_array(user: User) -> None:
+    words = ("train.seed=1,2", "optimizer.lr=1e-3,1e-2", "launcher.slurm.exclusive=false")
+    hold = 'launcher.slurm.directives=["--hold"]'
+    printed = user.types(
+        "submit", *WORDS, "run.name=many", *words, "--at-once", "2", hold, "--json"
+    )
+    document = json.loads(printed)
+    job = int(document["job"])
+    assert [run["job"] for run in document["runs"]] == [f"{job}_{task}" for task in range(4)]
+    user.types("runs", "stop", "many-1")
+    assert user.says_of("many-1") == f"never began (job {job}_1: cancelled)"
+    assert user.says_of("many-2") == f"queued (job {job}_2)"
+    user.slurm.command("scontrol", "release", job)
+    for number, values in ((0, ("1", "0.001")), (2, ("2", "0.001")), (3, ("2", "0.01"))):
+        shown = user.types("runs", "watch", f"many-{number}")
+        assert "completed after 20 steps" in shown
+        assert tuple(document["runs"][number]["values"].values()) == values
+    assert user.says_of("many-1") == f"never began (job {job}_1: cancelled)"
+    losses = {
+        (user.folder / f"runs/many-{number}/metrics.jsonl").read_text() for number in (0, 2, 3)
+    }
+    assert len(losses) == 3
+
+
+def test_what_sbatch_refuses_leaves_nothing_and_names_the_key(user: User) -> None:
+    refused = user.types(
+        "submit", *WORDS, "run.root=new/place", "launcher.slurm.partition=nope", code=2
+    )
+    assert "launcher.slurm.partition=nope: invalid partition specified" in refused
+    both = ("train.seed=1,2", "launcher.slurm.constraint=green")
+    assert "Invalid feature" in user.types("submit", *WORDS, "run.root=new", *both, code=2)
+    assert list(user.folder.iterdir()) == []
+
+
+def test_what_a_job_leaves_in_the_environment_is_no_option_of_the_next(user: User) -> None:
+    inherited = {
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS_PER_NODE": "9",
+        "SBATCH_PARTITION": "nope",
+        "SLURM_HINT": "nonsense",
+        "SQUEUE_PARTITION": "high",
+    }
+    hold = 'launcher.slurm.directives=["--hold"]'
+    user.types("submit", *WORDS, "run.name=clean", hold, env=inherited)
+    assert "PENDING" in user.types("runs", "show", "clean", env=inherited)
+
+
+def test_sbatch_reads_every_value_as_it_is(user: User) -> None:
+    folder = user.folder / NASTY
+    (folder / "logs").mkdir(parents=True)
+    marked = config(python=str(STAND_IN), directives=[f"--comment={NASTY}"])
+    script = user.folder / "script"
+    script.write_text(batch_script(marked, RunDirectory(folder)))
+    stand_in = {"STAND_IN_DIR": str(user.folder), "STAND_IN_CODE": "0"}
+    job = user.slurm.sbatch(script, cwd=user.folder, env=os.environ | stand_in)
+    user.slurm.wait_state(job, "COMPLETED")
+    asked = ["squeue", "--noheader", "--states=all", f"--jobs={job}"]
+    for field in ("Name", "Comment"):
+        assert user.slurm.command(*asked, f"--Format={field}:200").strip() == NASTY
+    assert (folder / f"logs/slurm-{job}.out").exists()
+    assert json.loads((user.folder / "called").read_text())["argv"][-1] == str(folder)
+    assert not list(user.folder.rglob("x"))
+
+
+def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
+    programs = user.folder / "bin"
+    programs.mkdir()
+    (programs / "nanoscale").write_text(f'#!/bin/sh\nexec {sys.executable} -m nanoscale "$@"\n')
+    (programs / "nanoscale").chmod(0o755)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(SOURCE)}
+    script = SOURCE / "scripts" / "sbatch" / "train.sbatch"
+    words = ("-N2", script, *WORDS, "train.steps=100000")
+    job = user.slurm.sbatch(*words, cwd=user.folder, env=os.environ | path)
+    run = RunDirectory(user.folder / "runs" / f"job-{job}")
+    wait_step(run, 3)
+    assert f"job {job}: RUNNING, on s[1-2]" in user.types("runs", "show", run.name)
+    assert f"asked job {job} to stop" in user.types("runs", "stop", run.name)
+    assert user.slurm.wait_state(job, "FAILED")["ExitCode"] == "75:0"
+    assert run.checkpoint_steps() == [steps(run)[-1]]

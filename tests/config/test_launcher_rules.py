@@ -36,6 +36,13 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("here").write_text("localhost slots=2\n")
 
 
+@pytest.fixture(autouse=True)
+def _allocation(monkeypatch):
+    """What a job of SLURM finds in its environment."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "s1,s2")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+
+
 def asked(line: str, config_file: Path | None = None) -> Composed:
     """What a command line of overrides and options asks for."""
     words, options = [], {}

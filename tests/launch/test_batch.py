@@ -53,6 +53,7 @@ def test_the_options_of_a_plain_job() -> None:
         "--nodes=1",
         "--ntasks-per-node=1",
         "--exclusive",
+        "--mem=0",
         "--requeue",
         "--signal=B:USR1@120",
     ]
@@ -70,6 +71,7 @@ def test_everything_that_can_be_asked_for() -> None:
         "--nodes=2-4",
         "--ntasks-per-node=1",
         "--gpus-per-node=8",
+        "--no-kill",
         "--cpus-per-task=24",
         "--partition=a,b",
         "--account=me",
@@ -95,6 +97,14 @@ def test_gpus_are_asked_for_once(slurm: dict[str, Any], expected: list[str]) -> 
     asked = launcher(config(**slurm), device="cuda", devices=4)
     found = options(batch_script(asked, RunDirectory(Path("/runs/run"))))
     assert [option for option in found if "g" in option[2:4]] == expected
+
+
+def test_memory_is_all_of_a_node_unless_it_is_asked_for_otherwise() -> None:
+    for directives in ([], ["--mem=4G"], ["--mem-per-gpu=9G"]):
+        found = options(
+            batch_script(config(directives=directives), RunDirectory(Path("/runs/run")))
+        )
+        assert [one for one in found if one.startswith("--mem")] == (directives or ["--mem=0"])
 
 
 def test_names_of_any_kind_are_quoted_as_sbatch_reads_them() -> None:
@@ -123,7 +133,7 @@ def test_no_value_ends_a_line() -> None:
 class Batch:
     """A batch script that runs."""
 
-    def __init__(self, folder: Path, script: str, **environment: str) -> None:
+    def __init__(self, folder: Path, script: str, *words: str, **environment: str) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         (folder / "bin").mkdir(exist_ok=True)
@@ -135,7 +145,7 @@ class Batch:
         scontrol.chmod(0o755)
         (folder / "script").write_text(script)
         self.process = subprocess.Popen(
-            ["bash", folder / "script"],
+            ["bash", folder / "script", *words],
             cwd=folder,
             env={
                 "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",

@@ -13,8 +13,8 @@ import pytest
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
 from nanoscale.launch import transport
-from nanoscale.launch.command import passed_on, plan_launch
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.launch.command import passed_on, plan_launch, read_plan
+from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))
 CONFIG = Config(
@@ -55,6 +55,16 @@ def test_the_document_says_where_every_rank_is():
     assert mesh["ranks"][2] == {
         "rank": 2, "host": host, "local_rank": 2, "pp": 0, "dp": 1, "cp": 0, "tp": 0
     }  # fmt: skip
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    assert read_plan(run) is None
+    made = plan(SSH, HOSTS)
+    write_json(run.launch, made.document())
+    assert read_plan(run) == made
+    run.launch.write_text('{"hosts": []}')
+    assert read_plan(run) is None
 
 
 def test_the_port_is_the_runs_own_until_the_first_host_has_reserved_one():

@@ -141,6 +141,7 @@ def test_what_ranks_print_carries_host_and_rank(run):
     with shown(run, PLAN, 6, stream) as view:
         run.log(1, "h", 1, "out").write_bytes(b"hello\n\xff no end")
         run.log(1, "h", 0, "err").write_text("for the log only\n")
+        view.wrote("h", 1)
         view.poll()
     assert "h:1 │ hello\n" in stream.getvalue()
     assert "h:1 │ � no end\n" in stream.getvalue()
@@ -225,3 +226,44 @@ def test_the_paths_that_are_shown_exist(run):
     starting, logs = stream.getvalue().splitlines()
     assert starting == "starting 2 ranks on h"
     assert Path(logs.removeprefix("logs in ")).is_dir()
+
+
+def test_joining_shows_the_attempt_so_far_in_short_and_then_all(run, clock):
+    events.append(run, "attempt", "attempt 1", attempt=1)
+    events.append(run, "checkpoint", "of long ago")
+    events.append(run, "attempt", "attempt 2", attempt=2)
+    events.append(run, "resumed", "resumed from step-00000002", step=2)
+    log_steps(run, 1, 2)
+    events.append(run, "running", "training from step 3")
+    log_steps(run, 3, 4, 5)
+    run.attempt_logs(2).mkdir()
+    log = run.log(2, "h", 0, "out")
+    log.write_text("printed before\n")
+    stream = io.StringIO()
+    with LiveView(run, stream) as view:
+        view.join(replace(PLAN, attempt=2), 10)
+        assert view.running
+        with log.open("a") as file:
+            file.write("printed later\n")
+        view.poll()
+        clock.now += 2
+        log_steps(run, 6)
+        events.append(run, "checkpoint", "of now")
+        view.poll()
+    text = stream.getvalue()
+    assert text.startswith("watching 2 ranks on h\n")
+    assert shown_steps(stream) == [5, 6]
+    assert "resumed from step-00000002" in text and "of now" in text and "of long ago" not in text
+    assert "h:0 │ printed later" in text and "before" not in text
+
+
+def test_joining_before_the_first_step_waits_for_it(run, clock):
+    stream = io.StringIO()
+    with LiveView(run, stream) as view:
+        view.join(PLAN, 10)
+        assert not view.running
+        events.append(run, "attempt", "attempt 1", attempt=1)
+        events.append(run, "running", "training from step 1")
+        log_steps(run, 1)
+        view.poll()
+    assert shown_steps(stream) == [1]

@@ -8,7 +8,8 @@ import time
 
 import psutil
 
-from nanoscale.launch.processes import MARK, Process, adopt_orphans, end_all, members
+from nanoscale.channel import MARK
+from nanoscale.launch.processes import Process, adopt_orphans, end_all, members
 
 ESCAPES = """
 import subprocess, sys

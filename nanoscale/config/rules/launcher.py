@@ -38,6 +38,7 @@ def by_hostfile(composed: Composed) -> bool:
 def resolve_launcher(case: Case) -> Launcher:
     """The launcher's name, and the hostfile with an absolute path."""
     _check_concerns(case)
+    _check_ssh_args(case)
     _check_nodes(case)
     _check_master(case)
     _check_cluster(case)
@@ -96,6 +97,14 @@ def _check_concerns(case: Case) -> None:
             instead = others if "ssh" in ways and way == "local" else None
             for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
             case.refuse_idle("config", key, f"launcher.name={way}", instead, for_slurm)
+
+
+def _check_ssh_args(case: Case) -> None:
+    """pdsh divides what it hands on to ssh at spaces, whatever quotes there are."""
+    key, words = "launcher.ssh_args", case.config.launcher.ssh_args
+    if _way(case.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
+        message = "cannot hold an argument with a space, at which pdsh would divide it"
+        case.refuse("config", key, message, "launcher.name=ssh")
 
 
 def _check_nodes(case: Case) -> None:

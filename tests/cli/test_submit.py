@@ -1,0 +1,156 @@
+"""What `nanoscale submit` makes of a request, without SLURM; tests/cluster/test_submit.py has one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.frozen import load
+from nanoscale.runs.directory import RunDirectory
+
+CPU = ("recipe=debug", "launcher.device=cpu")
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Typed:
+    """Type `nanoscale submit …`: exit code, standard output and standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def submit(*words: str) -> tuple[int, str, str]:
+        code = nanoscale(["submit", *words])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return submit
+
+
+@pytest.fixture
+def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sbatch that takes everything as job 12, and keeps what it was given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    sbatch = folder / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\n/bin/cat "$2" > {folder}/script\necho 12\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_a_dry_run_prints_the_script_alone_and_writes_nothing(types: Typed, tmp_path: Path) -> None:
+    code, out, err = types(*CPU, "run.name=x", "--dry-run", "--num-nodes", "2")
+    assert code == 0
+    assert out.startswith("#!/bin/bash\n#SBATCH --job-name=x\n") and out.endswith('exit "$code"\n')
+    assert "#SBATCH --nodes=2\n" in out
+    assert f"resume {tmp_path}/runs/x &" in out
+    assert "2 ranks on 2 nodes" in err and "nothing was written" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_as_a_document(types: Typed, tmp_path: Path) -> None:
+    words = ("recipe=debug", "--num-nodes", "2", "--num-gpus", "4", "run.name=x", "train.seed=1,2")
+    code, out, _ = types(*words, "--dry-run", "--json")
+    document = json.loads(out)
+    assert (code, document["world_size"], document["devices"]) == (0, 8, 4)
+    assert "#SBATCH --gpus-per-node=4\n" in document["text"]
+    assert document["script"] == f"{tmp_path}/runs/x.array/submit.sbatch"
+    assert document["runs"][1] == {
+        "name": "x-1", "run_dir": f"{tmp_path}/runs/x-1", "values": {"train.seed": "2"}
+    }  # fmt: skip
+
+
+def test_a_run_is_prepared_and_handed_over(types: Typed, taken: Path, tmp_path: Path) -> None:
+    code, out, _ = types(*CPU, "run.name=x", "launcher.nodes=2", "parallel.tp=2")
+    run = RunDirectory(tmp_path / "runs" / "x")
+    assert code == 0 and "x is queued as job 12" in out and "nanoscale runs watch x" in out
+    assert (taken / "script").read_text() == run.script.read_text()
+    assert json.loads(run.submission.read_text())["job"] == "12"
+    assert json.loads(run.status.read_text())["state"] == "prepared"
+    config = load(run.config)
+    assert (config.launcher.name, config.launcher.device, config.launcher.devices) == (
+        "slurm",
+        "cpu",
+        1,
+    )
+    assert (config.parallel.dp, config.run.root) == (1, str(tmp_path / "runs"))
+    assert config.launcher.threads == "auto"  # the nodes know their cores
+
+
+def test_runs_of_an_array_are_numbered_and_listed(
+    types: Typed, taken: Path, tmp_path: Path
+) -> None:
+    words = ("run.name=x", "train.seed=4,5", "model=debug,tiny", "--at-once", "3", "--json")
+    code, out, _ = types(*CPU, *words)
+    document, root = json.loads(out), tmp_path / "runs"
+    assert code == 0 and document["job"] == "12"
+    assert [run["job"] for run in document["runs"]] == ["12_0", "12_1", "12_2", "12_3"]
+    assert "#SBATCH --array=0-3%3\n" in (taken / "script").read_text()
+    listed = (root / "x.array" / "runs").read_text().splitlines()
+    assert listed == [f"{root}/x-{number}" for number in range(4)]
+    configs = [load(RunDirectory(Path(path)).config) for path in listed]
+    found = [(config.train.seed, config.model.name) for config in configs]
+    assert found == [(4, "debug"), (4, "tiny"), (5, "debug"), (5, "tiny")]
+    code, _, err = types(*CPU, "run.name=x", "train.seed=4,5")
+    assert code == 2 and "run.name=x-2" in err
+
+
+@pytest.mark.parametrize("more", [(), ("train.seed=1,2",)])
+def test_nothing_is_left_where_sbatch_is_missing(
+    types: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = types(*CPU, "run.root=new/place", *more)
+    assert code == 2 and "no sbatch" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_run_in_the_folder_outlives_a_refusal(
+    types: Typed, taken: Path, tmp_path: Path
+) -> None:
+    assert types(*CPU, "run.name=old")[0] == 0
+    (taken / "sbatch").write_text(
+        "#!/bin/bash\necho 'sbatch: error: no, Invalid account' >&2\nexit 1\n"
+    )
+    code, _, err = types(*CPU, "run.name=new")
+    assert code == 2 and "launcher.slurm.account" in err and "no, Invalid account" in err
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["old"]
+    assert types(*CPU, "run.name=old")[0] == 2
+    assert RunDirectory(tmp_path / "runs" / "old").config.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "instead"),
+    [
+        (("recipe=debug",), "launcher.devices=auto: must be known", "--num-gpus 8"),
+        ((*CPU, "launcher=ssh"), "launcher.name=ssh: is chosen", "launcher=slurm"),
+        ((*CPU, "launcher=local"), "launcher.name=local: is chosen", "launcher=slurm"),
+        ((*CPU, "launcher.name=pdsh"), "both given", None),
+        ((*CPU, "launcher.nodes=3", "parallel.dp=4"), "must be the same number", None),
+        ((*CPU, "launcher.nodes=0"), "launcher.nodes=0", None),
+        ((*CPU, "train.seed=range(1,5)"), "listed", "train.seed=A,B,C"),
+        ((*CPU, "--at-once", "2"), "--at-once", None),
+        ((*CPU, "train.stepz=4"), "train.stepz=4: is no key", "train.steps=4"),
+        ((*CPU, "--nodes", "4"), "--nodes", "launcher.nodes=4"),
+        ((*CPU, 'launcher.slurm.directives=["--nodes=3"]'), "there is a key", "launcher.nodes=3"),
+        ((*CPU, 'launcher.slurm.directives=["--wrap=x"]'), "decides itself", None),
+        ((*CPU, "parallel.tp=1,2", "launcher.slurm.exclusive=false", "launcher.threads=1"),
+         "differs between the runs (1 and 2)", None),
+    ],
+)  # fmt: skip
+def test_what_is_refused(
+    types: Typed, tmp_path: Path, words: tuple[str, ...], said: str, instead: str | None
+) -> None:
+    code, out, err = types(*words)
+    assert (code, out) == (2, "")
+    assert said in err and (instead is None or instead in err)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpus_may_be_counted_from_what_slurm_is_asked_for(types: Typed) -> None:
+    code, out, err = types("recipe=debug", "launcher.slurm.gpus='h100:4'", "--dry-run")
+    assert code == 0 and "#SBATCH --gpus-per-node=h100:4\n" in out and "4 ranks on 1 node" in err

@@ -1,0 +1,120 @@
+"""What is said to SLURM; tests/cluster/test_submit.py says it to a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.config.schema import Config, Launcher, Run, Slurm
+from nanoscale.errors import UserError
+from nanoscale.launch import slurm
+from nanoscale.launch.slurm import SlurmError, container_prefix, job_states, scrubbed, srun_options
+from nanoscale.runs.submission import Submission
+
+IMAGE = "image with $(blanks).sqsh"
+
+
+def config(device: Any = "cuda", **wanted: Any) -> Config:
+    launcher = Launcher(name="slurm", device=device, devices=8, slurm=Slurm(**wanted))
+    return Config(run=Run(name="x", root="/shared/runs"), launcher=launcher)
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder where programs are found."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_of_an_inherited_job_nothing_is_left_but_the_way_to_slurm() -> None:
+    environment = {
+        "SLURM_CONF": "a", "SLURM_JWT": "b", "SLURM_NTASKS": "9", "SBATCH_QOS": "x",
+        "SQUEUE_STATES": "FAILED", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1",
+    }  # fmt: skip
+    assert sorted(scrubbed(environment)) == [
+        "CUDA_VISIBLE_DEVICES", "PATH", "SLURM_CONF", "SLURM_JWT"
+    ]  # fmt: skip
+
+
+def test_without_a_container_nothing_is_added() -> None:
+    assert srun_options(config()) == container_prefix(config()) == []
+
+
+def test_pyxis_runs_the_image_and_sees_the_runs() -> None:
+    asked = config(container=IMAGE, container_mounts=["/data:/data", "/a:/b:ro"])
+    assert container_prefix(asked) == []
+    assert srun_options(asked) == [
+        f"--container-image={IMAGE}",
+        "--container-mounts=/shared/runs:/shared/runs,/data:/data,/a:/b:ro",
+    ]
+
+
+def test_apptainer_stands_before_the_agent() -> None:
+    asked = config(
+        container=IMAGE, container_runtime="apptainer", container_mounts=["/x:/shared/runs"]
+    )
+    assert srun_options(asked) == []
+    assert container_prefix(asked) == [
+        "apptainer", "exec", "--nv", "--bind", "/x:/shared/runs", IMAGE
+    ]  # fmt: skip
+    assert "--nv" not in container_prefix(
+        config("cpu", container="i", container_runtime="apptainer")
+    )
+
+
+def test_no_sbatch_is_the_users_to_mend(bin_folder: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        slurm.submit(bin_folder / "script")
+    assert "login node" in str(caught.value)
+
+
+def test_one_of_several_clusters_is_remembered_and_asked(bin_folder: Path) -> None:
+    program(bin_folder, "sbatch", 'echo "sbatch: a note" >&2; echo "12;north"')
+    job = slurm.submit(bin_folder / "script")
+    assert (job.job, job.cluster) == ("12", "north")
+    program(bin_folder, "scancel", f'echo "$*" > {bin_folder}/said')
+    slurm.cancel(job)
+    assert (bin_folder / "said").read_text() == "--clusters=north 12\n"
+
+
+def test_what_sbatch_says_is_the_error(bin_folder: Path) -> None:
+    program(bin_folder, "sbatch", "printf 'sbatch: error: one\\nsbatch: error: two\\n' >&2; exit 1")
+    with pytest.raises(SlurmError, match="^one; two$"):
+        slurm.submit(bin_folder / "script")
+
+
+def test_a_wide_answer_is_read_whole(bin_folder: Path) -> None:
+    nodes = ",".join(f"node{number}" for number in range(500))
+    rows = [
+        f"12_3  |RUNNING |None   |{nodes}|2026-11-21T20:13:06 |2 |",
+        "12_4  |PENDING |Resources|  |N/A|0 |",
+    ]
+    program(bin_folder, "squeue", "\n".join(f"echo '{row}'" for row in rows))
+    states = job_states([Submission("12", 3), Submission("12", 4), Submission("13")])
+    assert sorted(states) == ["12_3", "12_4"]
+    running, waiting = states["12_3"], states["12_4"]
+    assert (running.nodes, running.start, running.reason) == (nodes, "2026-11-21 20:13:06", "")
+    assert (running.restarts, running.waits, running.ended) == (2, False, False)
+    assert (waiting.start, waiting.reason, waiting.waits) == (None, "Resources", True)
+
+
+def test_a_job_that_slurm_has_forgotten_is_no_error(bin_folder: Path) -> None:
+    program(
+        bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    )
+    assert slurm.job_state(Submission("12")) is None
+
+
+@pytest.mark.parametrize("text", [None, "echo 'squeue: error: Unable to contact' >&2; exit 1"])
+def test_a_slurm_that_cannot_be_asked_is_told_from_that(bin_folder: Path, text: str | None) -> None:
+    if text is not None:
+        program(bin_folder, "squeue", text)
+    with pytest.raises(SlurmError):
+        slurm.job_state(Submission("12"))
