@@ -194,13 +194,15 @@ def _print_verdicts(
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     order = list(dict.fromkeys(verdict.check for verdict in verdicts))
     for group in sorted(grouped(verdicts), key=lambda group: order.index(group.check)):
-        text = Text(_without_label(group))
+        text, who = Text(_without_label(group)), _who(group, names)
         if not group.good:
             text.append(f"\nremedy: {group.remedy}", style="dim")
+        if verbose and " more" in who:
+            text.append(f"\nhosts: {', '.join(group.hosts)}", style="dim")
         mark = Text("✓", style="green") if group.good else Text("✗", style="bold red")
         style = "" if group.good else "red"
-        who = [] if len(names) == 1 else [_who(group, names, verbose=verbose)]
-        table.add_row(mark, Text(group.check, style=style), *who, text)
+        hosts = [who] if len(names) > 1 else []
+        table.add_row(mark, Text(group.check, style=style), *hosts, text)
     _print_table(screen, table)
 
 
@@ -210,12 +212,10 @@ def _without_label(group: Group) -> str:
     return finding[len(label) :] if finding.lower().startswith(label) else finding
 
 
-def _who(group: Group, names: Sequence[str], *, verbose: bool) -> str:
+def _who(group: Group, names: Sequence[str]) -> str:
     from nanoscale.launch.verdicts import named
 
-    if len(group.hosts) == len(names):
-        return "all"
-    return ", ".join(group.hosts) if verbose else named(group.hosts)
+    return "all" if len(group.hosts) == len(names) else named(group.hosts)
 
 
 def _print_figures(

@@ -151,6 +151,8 @@ def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
     assert member.lost is not None
     check = check_of(member.lost.diagnosis) or _way(hosts.config)
     yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
+    if member.nanoscale not in (None, hosts.own["nanoscale"]):
+        yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
 
 
 def _reached(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -164,17 +166,22 @@ def _way(config: Config) -> str:
 
 
 def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    found = facts["versions"]
-    own, mine = found["nanoscale"], hosts.own["nanoscale"]
-    remedy = f"install the launcher's nanoscale there, or {_other_python(hosts, member)}"
-    text = f"nanoscale {own}" if own == mine else f"nanoscale {own}, and {mine} is the launcher's"
-    yield Verdict(member.name, "nanoscale", own == mine, text, remedy)
+    yield _nanoscale(hosts, member, facts["versions"]["nanoscale"])
     for name in ("python", "torch", "deepspeed", "driver"):
-        yield _version(hosts, member, name, found[name])
+        yield _version(hosts, member, name, facts["versions"].get(name))
+
+
+def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
+    ours = hosts.own["nanoscale"]
+    good, text = version == ours, f"nanoscale {version}"
+    if not good:
+        text += f", and {ours} is the launcher's"
+    remedy = f"install the launcher's nanoscale there, or {_other_python(hosts, member)}"
+    return Verdict(member.name, "nanoscale", good, text, remedy)
 
 
 def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> Verdict:
-    usual, where = hosts.usual[name]
+    usual, where = hosts.usual.get(name, (None, []))
     label = {"python": "Python", "driver": "GPU driver"}.get(name, name)
     text = f"{label} {version}" if version else f"no {label}"
     matters = name == "torch" or (name == "deepspeed" and hosts.config.backend.name == name)
