@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nanoscale.launch.fleet import _FAREWELL_S
 from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
@@ -272,7 +274,7 @@ def test_a_hostfile_that_is_mistyped_is_a_wrong_request(doctor):
 
 def test_filters_and_numbers_choose_the_hosts(doctor):
     assert [host["host"] for host in doctor.look("--num-nodes", "2")[1]["hosts"]] == ["n1", "n2"]
-    one = doctor.look("--include", "n3:1", "launcher.device=cpu")[1]["hosts"]
+    one = doctor.look("--include", "n3:1")[1]["hosts"]
     assert [host["host"] for host in one] == ["n3"]
 
 
@@ -305,6 +307,31 @@ def test_ctrl_c_leaves_nothing_on_any_host(doctor, ranks_run):
     assert (process.returncode, out) == (130, "")
     for node in NODES:
         wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+
+
+def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
+    n1 = doctor.nodes.address("n1")
+    nowhere = ["ip", "neigh", "replace", n1, "lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]
+    assert doctor.nodes.call("n2", nowhere).returncode == 0
+    process = doctor.start("doctor")
+    try:
+        wait_until(lambda: len(doctor.left_on("n2")) >= 1, "agent", 60)
+        wait_until(lambda: _connects(doctor, "n2"), "agent that looks for the first host", 60)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=40)
+    finally:
+        doctor.nodes.call("n2", ["ip", "neigh", "del", n1, "dev", "eth0"])
+    assert (process.returncode, out) == (130, "")
+    assert time.monotonic() - asked < _FAREWELL_S
+    for node in NODES:
+        wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+
+
+def _connects(doctor: Doctor, node: str) -> bool:
+    """Whether a connection from there is on its way; 02 is the kernel's SYN_SENT."""
+    table = doctor.nodes.call(node, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout
+    return any(line.split()[3] == "02" for line in table.splitlines() if ":" in line[:6])
 
 
 def test_train_refuses_with_one_line_for_all_hosts_and_the_lost_ones_beside(doctor, tmp_path):

@@ -34,6 +34,12 @@ def test_what_differs_by_the_hosts_name_alone_is_the_same():
     assert group.remedy == "cluster.pythons.HOST=/path/to/python, or --exclude HOST"
 
 
+@pytest.mark.parametrize("text", ["{}0 is lost", "{}-b is lost", "on-{} is lost", "a{} is lost"])
+def test_a_name_within_another_is_not_replaced(text):
+    several = [Verdict(host, "x", False, text.format(host), "y") for host in ("n1", "n2")]
+    assert [group.finding for group in grouped(several)] == [verdict.text for verdict in several]
+
+
 def test_what_is_said_of_one_host_keeps_its_name():
     (group,) = grouped([Verdict("n1", "ssh", False, "n1 port 22: closed", "ssh n1")])
     assert (group.finding, group.remedy) == ("n1 port 22: closed", "ssh n1")

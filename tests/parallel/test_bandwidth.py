@@ -91,13 +91,13 @@ def test_sizes_that_would_take_too_long_are_left_out_by_all_ranks():
 
 
 def _exchange_with_a_sluggard(rank):
-    """Rank 1 thinks for 50 ms before each answer."""
+    """Rank 1 thinks for 0.2 s before each long answer."""
     ranks.join(2, CPU, 30)
     real = dist.send
 
     def send(data, peer):
         if rank == 1 and data.numel() > 8:
-            time.sleep(0.05)
+            time.sleep(0.2)
         real(data, peer)
 
     dist.send = send
@@ -109,7 +109,7 @@ def _exchange_with_a_sluggard(rank):
 
 def test_a_message_takes_half_of_there_and_back():
     (pair,), _ = run_ranks(_exchange_with_a_sluggard, 2)
-    assert 0.025 <= pair.seconds < 0.25 and pair.latency_s < pair.seconds
+    assert 0.1 <= pair.seconds < 0.19 and pair.latency_s < pair.seconds
 
 
 def _find_closed(rank, blocked):
