@@ -1,8 +1,8 @@
 """The entry of a rank: `python -m nanoscale.worker RUN_DIR`, or `main` from the agent's fork server.
 
 A rank reads the frozen configuration of its run directory, and from its environment only who it is:
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, NANOSCALE_ATTEMPT,
-NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE where to say why it failed.
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, and from the agent
+NANOSCALE_ATTEMPT, NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE where to say why it failed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,12 @@ class RankContext:
     world_size: int
     host: str
     attempt: int
+    """0 where no launcher has begun it, but torchrun"""
     stop: StopFlag
+
+    @property
+    def workspace(self) -> Path:
+        return self.run.workspace(self.attempt)
 
 
 Job = Callable[[RankContext], str]
@@ -94,8 +99,8 @@ def host_name() -> str:
 
 
 def attempt_number() -> int:
-    """Which attempt of the run this is, from 1."""
-    return int(os.environ.get("NANOSCALE_ATTEMPT", "1"))
+    """Which attempt of the run this is, from 1; 0 where no launcher has begun it, but torchrun."""
+    return int(os.environ.get("NANOSCALE_ATTEMPT", "0"))
 
 
 def exit_code(error: BaseException) -> int:

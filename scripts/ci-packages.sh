@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the parts of an operating system that tests/cluster runs: sshd, pdsh, SLURM. No daemon is started. Where this
-# is not possible (no root, no apt, no network) it says so and succeeds: those tests then skip.
+# Install the parts of an operating system that tests/cluster runs: sshd, pdsh, SLURM. No daemon is started.
+# Where this is not possible (no root, no apt, no network) it says so and succeeds: those tests then skip.
 set -uo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 

@@ -107,7 +107,7 @@ def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:
     run = RunDirectory(path)
     config = frozen.load(run.config)
     world_size = int(os.environ["WORLD_SIZE"])
-    return job.run(RankContext(run, config, rank, rank, world_size, "localhost", 1, stop))
+    return job.run(RankContext(run, config, rank, rank, world_size, "localhost", 0, stop))
 
 
 def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:

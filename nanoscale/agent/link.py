@@ -26,7 +26,7 @@ from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
 from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
-_CONNECT_S = 5.0
+_CALL_S = 5.0
 
 
 class Link:
@@ -58,23 +58,21 @@ class Link:
 
     @classmethod
     def over_network(cls, where: str, key_file: Path) -> Link:
-        """Call the launcher back at one of its addresses; both ends prove that they can read the key file.
-
-        Raises:
-            OSError: no address answers, or the key file cannot be read.
-        """
+        """Call the launcher back at one of its addresses; both prove that they can read the key file."""
         from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
-        key = key_file.read_bytes()
-        stream = _call(where.split(","))
-        connection = Connection(os.dup(stream.fileno()))
+        try:
+            key = key_file.read_bytes()
+        except OSError as error:
+            sys.exit(f"nanoscale.agent: does not see the launcher's folder of runs: {error}")
+        connection = Connection(_call(where.split(",")))
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         hello = {"names": names(), "addresses": list(addresses())}
         connection.send_bytes(json.dumps(hello).encode())
+        link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
         connection.close()
-        descriptor = stream.detach()
-        return cls(descriptor, descriptor)
+        return link
 
     def open(self) -> None:
         """Begin to listen, and to be heard."""
@@ -146,17 +144,13 @@ class Link:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _call(where: Sequence[str]) -> socket.socket:
+def _call(addresses: Sequence[str]) -> int:
     """A connection to the first address that answers."""
-    for address in where[:-1]:
+    for address in addresses:
+        host, _, port = address.rpartition(":")
         with suppress(OSError):
-            return _connect(address)
-    return _connect(where[-1])
-
-
-def _connect(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    stream = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-    stream.settimeout(None)
-    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return stream
+            connected = socket.create_connection((host, int(port)), timeout=_CALL_S)
+            connected.settimeout(None)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connected.detach()
+    sys.exit(f"nanoscale.agent: no answer of the launcher at {', '.join(addresses)}")

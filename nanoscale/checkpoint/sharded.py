@@ -21,11 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
+from nanoscale.runs import fence
 
 State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
@@ -44,39 +46,53 @@ class Loaded:
     """one sentence for each newer checkpoint that was found damaged and set aside"""
 
 
-def save(folder: Path, state: State, about: dict[str, Any]) -> Path:
+def save(workspace: Path, state: State, about: dict[str, Any]) -> Path:
     """Write a checkpoint with all ranks; it is there, whole, when this returns.
 
-    `about` carries at least `step`, and is kept in the manifest.
+    Args:
+        workspace: of the run's attempt.
+        about: carries at least `step`, and is kept in the manifest.
 
     Raises:
         OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
+        FencedError: the run has gone on without this attempt; no checkpoint has appeared.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    staging = store.staging_path(folder, about["step"])
-    final = store.checkpoint_path(folder, about["step"])
+    staging = store.staging_path(workspace, about["step"])
+    final = store.checkpoint_path(workspace.parent, about["step"])
     if ranks.from_first(final.exists()):
         return final
     tensors = describe_all(state)
-    _together(lambda: _prepare(staging, tensors), on=rank == 0)
-    writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
-    with _in_our_words(staging):
-        dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
-    sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
-    all_sums = {name: entry for part in sums if part for name, entry in part.items()}
-    manifest = about | {"tensors": tensors}
-    _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
+    with fence.explained(workspace):
+        _together(lambda: _prepare(staging, tensors), on=rank == 0)
+        writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
+        writer.fs = _NoNewFolder()
+        with _in_our_words(staging):
+            dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
+        sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
+        all_sums = {name: entry for part in sums if part for name, entry in part.items()}
+        manifest = about | {"tensors": tensors}
+        _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
     return final
 
 
-def load_newest(folder: Path, state: State) -> Loaded | None:
+class _NoNewFolder(FileSystem):
+    """torch would make the folder where it is missing, and all above it: a way around the fence."""
+
+    def mkdir(self, path: Any) -> None:
+        """The first rank has made it."""
+
+
+def load_newest(workspace: Path, state: State) -> Loaded | None:
     """Fill `state` in place from the newest whole checkpoint; None where there are none.
 
     Damaged ones are set aside on the way.
 
     Raises:
         UserError: there are checkpoints, and none is whole or none fits the model.
+        FencedError: the run has gone on without this attempt.
     """
+    folder = workspace.parent
     damaged: list[str] = []
     for candidate in reversed(ranks.from_first(store.list_checkpoints(folder))):
         damage = _find_damage(candidate)
@@ -86,7 +102,7 @@ def load_newest(folder: Path, state: State) -> Loaded | None:
             _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
             _read(candidate, there)
             return Loaded(manifest, damaged)
-        _together(lambda: store.set_aside(candidate), on=_is_first())  # noqa: B023
+        _together(lambda: store.set_aside(workspace, candidate), on=_is_first())  # noqa: B023
         damaged.append(f"{candidate.path.name} is damaged: {'; '.join(damage)}")
     if damaged:
         raise UserError("checkpoint", f"no checkpoint in {folder} is whole: {' · '.join(damaged)}")
@@ -114,7 +130,6 @@ def describe(state: State) -> Description:
 def _prepare(staging: Path, tensors: Description) -> None:
     size = sum(math.prod(it["shape"]) * _width(it["dtype"]) for it in tensors.values())
     world = dist.get_world_size() if dist.is_initialized() else 1
-    staging.parent.mkdir(exist_ok=True)
     store.require_space(staging.parent, size + _BYTES_A_SHARD * len(tensors) * world)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
@@ -202,5 +217,5 @@ def _together(act: Callable[[], T], on: bool) -> list[T | None]:
     outcomes = ranks.gather((result, error))
     for _, failed in outcomes:
         if failed is not None:
-            raise error or OSError(failed.errno, str(failed))
+            raise error or failed
     return [value for value, _ in outcomes]

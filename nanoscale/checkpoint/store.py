@@ -1,7 +1,10 @@
 """Checkpoints on disk: whole or absent, and every byte accounted for. Imports no torch.
 
-A checkpoint is a folder `step-<8 digits>` with a `manifest.json` that records the size and the XXH3-128 sum of
-every other file in it, and a sum of itself. It is written under another name and becomes visible by one rename.
+A checkpoint is a folder `step-<8 digits>` with a `manifest.json` that records the size and the XXH3-128 sum
+of every other file in it, and a sum of itself. It is written in the workspace of the run's attempt and
+becomes visible by one rename. Whatever else is changed here is also a rename out of this workspace or into
+it, which fails once the run has gone on without the attempt; nanoscale/runs/fence.py tells why that is
+enough.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.errors import UserError, Violation
+from nanoscale.runs import fence
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -43,9 +47,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def staging_path(folder: Path, step: int) -> Path:
+def staging_path(workspace: Path, step: int) -> Path:
     """Where the ranks write a checkpoint before it is published."""
-    return folder / f".writing-step-{step:08d}"
+    return workspace / f"writing-step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
@@ -92,65 +96,73 @@ def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, A
     """Make a checkpoint visible, and `latest` point to it, after every file in it is on disk.
 
     `sums` is what `sum_files` gave for all files in `staging`.
+
+    Raises:
+        FencedError: the run has gone on without this attempt.
     """
-    folder, step = staging.parent, manifest["step"]
+    workspace, step = staging.parent, manifest["step"]
     text = render_manifest(manifest | {"format": FORMAT, "files": dict(sorted(sums.items()))})
-    with (staging / MANIFEST).open("x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(staging)
-    final = checkpoint_path(folder, step)
-    staging.rename(final)
-    sync_folder(folder)
-    point_latest(folder, final)
+    with fence.explained(workspace):
+        with (staging / MANIFEST).open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(staging)
+        final = checkpoint_path(workspace.parent, step)
+        staging.rename(final)
+        sync_folder(final.parent)
+        point_latest(workspace, final)
     return final
 
 
-def point_latest(folder: Path, target: Path | None) -> None:
+def point_latest(workspace: Path, target: Path | None) -> None:
     """Let the link `latest` name a checkpoint, or nothing."""
-    link, aside = folder / "latest", folder / ".latest"
-    if target is None:
-        link.unlink(missing_ok=True)
-        return
+    link, aside = workspace.parent / "latest", workspace / "latest"
     aside.unlink(missing_ok=True)
-    aside.symlink_to(target.name)
-    aside.rename(link)
-    sync_folder(folder)
+    if target is not None:
+        aside.symlink_to(target.name)
+        aside.rename(link)
+        sync_folder(link.parent)
+    elif link.is_symlink():
+        link.rename(aside)
 
 
-def prune(folder: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`; the steps deleted."""
-    stored = list_checkpoints(folder)
+def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`; the steps deleted.
+
+    Raises:
+        FencedError: the run has gone on without this attempt.
+    """
     if keep_last is None:
         return []
+    stored = list_checkpoints(workspace.parent)
     old = [c for c in stored[:-keep_last] if not (keep_every and c.step % keep_every == 0)]
-    for checkpoint in old:
-        # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-        doomed = folder / f".deleting-{checkpoint.path.name}"
-        checkpoint.path.rename(doomed)
-        shutil.rmtree(doomed)
+    with fence.explained(workspace):
+        for checkpoint in old:
+            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
+            doomed = workspace / f"deleting-{checkpoint.path.name}"
+            checkpoint.path.rename(doomed)
+            shutil.rmtree(doomed)
     return [checkpoint.step for checkpoint in old]
 
 
-def clean_up(folder: Path) -> None:
-    """Remove what a killed attempt was writing or deleting."""
-    for pattern in (".writing-*", ".deleting-*"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
+def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
+    """Rename a damaged checkpoint, so that it is in nobody's way and still there to look at.
 
-
-def set_aside(checkpoint: StoredCheckpoint) -> Path:
-    """Rename a damaged checkpoint, so that it is in nobody's way and still there to look at."""
+    Raises:
+        FencedError: the run has gone on without this attempt.
+    """
     folder = checkpoint.path.parent
     aside = folder / f"damaged-{checkpoint.path.name}"
     number = 2
     while aside.exists():
         aside = folder / f"damaged-{checkpoint.path.name}-{number}"
         number += 1
-    checkpoint.path.rename(aside)
-    left = list_checkpoints(folder)
-    point_latest(folder, left[-1].path if left else None)
+    with fence.explained(workspace):
+        checkpoint.path.rename(workspace / aside.name)
+        (workspace / aside.name).rename(aside)
+        left = list_checkpoints(folder)
+        point_latest(workspace, left[-1].path if left else None)
     return aside
 
 

@@ -21,6 +21,7 @@ from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
+from nanoscale.runs.lock import RunLock
 
 _LOG_LINES = 12
 _NOISE = ("The hostname of the client socket cannot be retrieved",)
@@ -44,7 +45,7 @@ def ready_fleet(request: Request) -> Iterator[Fleet]:
 
 
 def attempt(
-    run: RunDirectory,
+    lock: RunLock,
     request: Request,
     number: int,
     fleet: Fleet,
@@ -55,11 +56,13 @@ def attempt(
 
     Raises:
         UserError: a rank found that the request is wrong.
+        TakenOverError: another launcher has the run now.
     """
+    run = lock.run
     stream = sys.stderr if as_json else sys.stdout
     submission.note(run)
     with LiveView(run, stream) as view:
-        supervisor = Supervisor(run, request, fleet, signals, view)
+        supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
     report(run, outcome, stream)
     if as_json:

@@ -37,7 +37,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except UserError as error:
         show_error(error, as_json=as_json)
-        return WRONG_REQUEST
+        return _code(error)
     except typer.TyperException as error:
         if error.format_message().startswith("Usage:"):
             # A group without a sub-command hands us its help text as the error.
@@ -61,6 +61,12 @@ def run(arguments: list[str]) -> int:
         _show_fault()
         return FAILED
     return result if isinstance(result, int) else DONE
+
+
+def _code(error: UserError) -> int:
+    from nanoscale.runs.lock import TakenOverError
+
+    return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:

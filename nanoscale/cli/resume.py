@@ -67,7 +67,7 @@ def resume(
         _say_what_differs(load(directory.config), request.config)
         show_plan(directory, request, directory.last_attempt() + 1, as_json)
         return DONE
-    with RunLock(directory), Signals() as signals:
+    with RunLock(directory) as lock, Signals() as signals:
         request = _request(directory, overrides or [], options)
         previous = load(directory.config)
         if _is_complete(directory, previous, request.config):
@@ -77,8 +77,9 @@ def resume(
         _say_where_from(directory)
         last = directory.last_attempt()
         with ready_fleet(request) as fleet:
+            lock.require()
             replace_configuration(directory, request, last)
-            return attempt(directory, request, last + 1, fleet, signals, as_json)
+            return attempt(lock, request, last + 1, fleet, signals, as_json)
 
 
 def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -> Request:

@@ -26,6 +26,7 @@ from nanoscale.runs.failure import (
     is_consequence,
     waited_in_vain,
 )
+from nanoscale.runs.lock import RunLock
 from nanoscale.runs.status import State
 
 DONE, FAILED, WRONG, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -66,7 +67,7 @@ class Outcome:
 class Attempt:
     """One attempt: what has been heard of it, and what is being done about it."""
 
-    run: RunDirectory
+    lock: RunLock
     plan: LaunchPlan
     members: Sequence[Member]
     """by the plan's hosts"""
@@ -84,8 +85,16 @@ class Attempt:
     forced: str | None = None
     """why it was ended by force; None where it was not"""
 
+    @property
+    def run(self) -> RunDirectory:
+        return self.lock.run
+
     def go(self) -> Outcome:
-        """Start the ranks, follow them, pass on what the user wants, until none is left."""
+        """Start the ranks, follow them, pass on what the user wants, until none is left.
+
+        Raises:
+            TakenOverError: another launcher has the run now.
+        """
         self._notice_lost()
         if not self.failures:
             self._launch()
@@ -93,7 +102,9 @@ class Attempt:
             self.outcomes = {member.name: "never started" for member in self.members}
         was_running = False
         while not self._is_over():
-            for member, message in self.fleet.poll(_LOOK_S):
+            news = self.fleet.poll(_LOOK_S)
+            self._mind_lock()
+            for member, message in news:
                 self._take(member, message)
             self._notice_lost()
             self.view.poll()
@@ -167,7 +178,18 @@ class Attempt:
                 patience_s=self.launcher.lost_after_s,
             )
 
+    def _mind_lock(self) -> None:
+        """Where another launcher has the run now, end the ranks and write nothing more."""
+        if self.lock.lost:
+            self.fleet.write_no_logs()
+            self._kill()
+            self.lock.require()
+
     def _mind_signals(self) -> None:
+        if self.signals.suspended:
+            self.signals.suspended = False
+            why = "Ctrl-Z is not heeded: the ranks would take a suspended launcher for lost"
+            events.append(self.run, "note", why)
         if self.signals.first is None or self.killing_since is not None:
             return
         if self.stopping_since is None:

@@ -27,8 +27,8 @@ _PATIENCE_S = 10.0
 class Caller:
     """An agent that has proved itself, and what it says it is."""
 
-    def __init__(self, stream: socket.socket, hello: dict[str, Any]) -> None:
-        self.stream = stream
+    def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
+        self.socket = accepted
         self._names = set(hello["names"])
         self._addresses = set(hello["addresses"])
 
@@ -43,7 +43,7 @@ class Caller:
         return None
 
     def close(self) -> None:
-        self.stream.close()
+        self.socket.close()
 
 
 class Callbacks:

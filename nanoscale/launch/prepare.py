@@ -142,7 +142,7 @@ def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
 
 
 @contextmanager
-def new_run(request: Request) -> Iterator[RunDirectory]:
+def new_run(request: Request) -> Iterator[RunLock]:
     """Create the run directory, whole or not at all, and hold its lock until the block ends.
 
     Raises:
@@ -151,11 +151,11 @@ def new_run(request: Request) -> Iterator[RunDirectory]:
     run = request.run
     with ExitStack() as held:
         with RunDirectory.build(run.path.parent, run.name) as aside:
-            held.enter_context(RunLock(aside, run.name))
+            lock = held.enter_context(RunLock(run, aside.path))
             write_configuration(aside, request)
             write_json(aside.environment, environment(request.devices))
             status.write(aside, status.prepared())
-        yield run
+        yield lock
 
 
 def write_configuration(run: RunDirectory, request: Request) -> None:

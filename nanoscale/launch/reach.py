@@ -9,9 +9,14 @@ from nanoscale.runs.failure import signal_name
 
 _CAUSES = (
     (
-        r"cannot call the launcher at .* back",
-        "its agent cannot reach the launcher, which listens where this machine is reached from there",
-        "let the hosts connect to any port of this machine, or use launcher.name=ssh",
+        r"does not see the launcher's folder of runs",
+        "it does not see the folder of runs",
+        "run.root=FOLDER on a file system that every host mounts at the same path",
+    ),
+    (
+        r"no answer of the launcher at",
+        "it cannot reach the launcher, which it was to call back",
+        "look for a firewall between them, or use launcher=ssh",
     ),
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
 
 class Signals:
     """Listens for Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 from `with` to its end. Main thread only.
 
-    A signal that was ignored before stays ignored, as under nohup.
+    Ctrl-Z does not suspend the launcher meanwhile: the hosts would take it for lost. A signal that
+    was ignored before stays ignored, as under nohup.
     """
 
     def __init__(self) -> None:
@@ -19,6 +20,8 @@ class Signals:
         """the first that came"""
         self.insists = False
         """whether Ctrl-C came when there had been a signal already"""
+        self.suspended = False
+        """whether Ctrl-Z came"""
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Signals:
@@ -41,7 +44,9 @@ class Signals:
 
     def hear(self, number: int) -> None:
         """Take note of a signal, whoever was sent it."""
-        if self.first is None:
+        if number == signal.SIGTSTP:
+            self.suspended = True
+        elif self.first is None:
             self.first = signal.Signals(number)
         elif number == signal.SIGINT:
             self.insists = True

@@ -67,8 +67,8 @@ class Batch:
         script = self.script
         with taken_back(self.root) as made:
             for request in self.requests:
-                with new_run(request) as run:
-                    made.append(run.path)
+                with new_run(request) as lock:
+                    made.append(lock.run.path)
             if self.is_array:
                 self.path.parent.mkdir()
                 made.append(self.path.parent)

@@ -18,8 +18,9 @@ from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
 from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.prepare import Request, replace_configuration
 from nanoscale.launch.signals import Signals
-from nanoscale.runs import events, status
+from nanoscale.runs import events, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
+from nanoscale.runs.lock import RunLock
 
 _PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
@@ -31,20 +32,28 @@ _MOST_EMPTY_LOGS = 1024
 class Supervisor:
     """Sees a run through to its end. The fleet's hosts have said what they are like."""
 
-    run: RunDirectory
+    lock: RunLock
     request: Request
     fleet: Fleet
     signals: Signals
     view: View
 
     def supervise(self, number: int) -> Outcome:
-        """Make attempt `number`, and further ones as launcher.max_restarts grants them."""
+        """Make attempt `number`, and further ones as launcher.max_restarts grants them.
+
+        Raises:
+            TakenOverError: another launcher has the run now.
+        """
         try:
             outcome = self._attempts(number)
         except BaseException:
             self._conclude(Outcome("failed", FAILED))
             raise
         return self._conclude(outcome)
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.lock.run
 
     @property
     def last_plan(self) -> LaunchPlan:
@@ -67,12 +76,13 @@ class Supervisor:
             self._gather_again()
 
     def _attempt(self, number: int) -> Outcome:
+        self.lock.require()
         members = self._members(number)
         self._plan = plan = self._make_plan(number, members)
         self._begin(plan)
         self.view.begin(plan, derive(self.request.config).steps)
         return Attempt(
-            run=self.run,
+            lock=self.lock,
             plan=plan,
             members=members,
             fleet=self.fleet,
@@ -150,6 +160,7 @@ class Supervisor:
 
     def _begin(self, plan: LaunchPlan) -> None:
         self.fleet.write_logs_to(self.run, plan.attempt)
+        fence.begin(self.run, plan.attempt)
         self._make_logs(plan)
         status.write(self.run, status.read(self.run).starting(plan.attempt))
         write_json(self.run.launch, plan.document())
@@ -176,7 +187,10 @@ class Supervisor:
                     self.run.log(plan.attempt, host.host, rank, stream).touch()
 
     def _conclude(self, outcome: Outcome) -> Outcome:
+        self.lock.require()
         cause = outcome.failure
+        with suppress(OSError):
+            fence.end(self.run)
         with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
             if cause is not None:
                 events.append(

@@ -35,7 +35,7 @@ def commands(
     """What is run here for each host; pdsh and srun take many hosts in one command.
 
     Args:
-        addresses: where agents that such a command starts call the launcher back, `HOST:PORT,HOST:PORT`.
+        addresses: where agents that such a command starts call the launcher back.
         key_file: by which they prove who they are.
     """
     call = ("--connect", addresses, key_file)
@@ -151,7 +151,7 @@ def _pdsh(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tu
 
 
 def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
-    """One task a node, which gets all that the job has there."""
+    """One task a node, which gets all that the allocation has there."""
     count = len(hosts)
     nodes = ",".join(host.name for host in hosts)
     cpus = cpus_a_node(os.environ)

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any, Protocol
 
 from nanoscale.config.schema import Logger
 from nanoscale.errors import UserError
+from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
 
 Record = dict[str, Any]
@@ -18,7 +20,8 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """Takes one record a logged step."""
 
-    def write(self, record: Record) -> None: ...
+    def write(self, record: Record) -> None:
+        """Raise a FencedError where the run has gone on without this attempt."""
 
     def flush(self) -> None:
         """Return when everything written so far would survive a crash of the machine."""
@@ -26,9 +29,16 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-def open_sinks(run: RunDirectory, logger: Logger, step: int) -> list[Sink]:
-    """The sinks of a run that goes on after `step`; what they hold of later steps is dropped."""
-    sinks: list[Sink] = [JsonLines(run, step)]
+def open_sinks(run: RunDirectory, workspace: Path, logger: Logger, step: int) -> list[Sink]:
+    """The sinks of a run that goes on after `step`; what they hold of later steps is dropped.
+
+    Args:
+        workspace: of the run's attempt.
+
+    Raises:
+        FencedError: the run has gone on without this attempt.
+    """
+    sinks: list[Sink] = [JsonLines(run, workspace, step)]
     if wants_tensorboard(logger):
         sinks.append(TensorBoard(run, step))
     return sinks
@@ -50,14 +60,22 @@ def wants_tensorboard(logger: Logger) -> bool:
 
 
 class JsonLines:
-    """metrics.jsonl: one object a logged step, no step twice, none of a future that was lost."""
+    """metrics.jsonl: one object a logged step, no step twice, none of a future that was lost.
 
-    def __init__(self, run: RunDirectory, step: int) -> None:
+    Each attempt replaces the file of the one before, by a rename out of its workspace: that makes it safe from
+    ranks that the run has gone on without, like a checkpoint.
+    """
+
+    def __init__(self, run: RunDirectory, workspace: Path, step: int) -> None:
+        self._workspace = workspace
         if run.metrics.exists():
-            write_atomically(run.metrics, "".join(lines_up_to(run.metrics.read_text(), step)))
+            kept = "".join(lines_up_to(run.metrics.read_text(), step))
+            with fence.explained(workspace):
+                write_atomically(run.metrics, kept, workspace)
         self._file = run.metrics.open("a")
 
     def write(self, record: Record) -> None:
+        fence.require(self._workspace)
         finite = {name: value if is_finite(value) else None for name, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()

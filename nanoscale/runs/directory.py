@@ -100,6 +100,10 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def workspace(self, attempt: int) -> Path:
+        """Where an attempt prepares what it changes in `checkpoints/`; see fence.py."""
+        return self.checkpoints / f".attempt-{attempt}"
+
     @property
     def latest(self) -> Path:
         return self.checkpoints / "latest"
@@ -180,6 +184,7 @@ class RunDirectory:
                 aside.mkdir()
                 (aside / "logs").mkdir()
                 (aside / "checkpoints").mkdir()
+                (aside / "lock").touch()
             yield cls(aside)
             try:
                 aside.rename(root / name)
@@ -301,10 +306,13 @@ def taken_back(root: Path) -> Iterator[list[Path]]:
         raise
 
 
-def write_atomically(path: Path, text: str | bytes) -> None:
-    """Write a file so that readers and a crash see the whole old one or the whole new one."""
+def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:
+    """Write a file so that readers and a crash see the whole old one or the whole new one.
+
+    It is written beside `path` first, or in `folder`, and renamed.
+    """
     data = text.encode() if isinstance(text, str) else text
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{next(_counter)}")
+    aside = (folder or path.parent) / f".{path.name}.{os.getpid()}-{next(_counter)}"
     try:
         with aside.open("xb") as file:
             file.write(data)

@@ -302,6 +302,11 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
+    if failure.type.endswith("FencedError"):
+        return (
+            f"{failure.message}; what it had not saved is trained again there",
+            "nothing is to be done about this rank; `nanoscale runs show` tells how the run goes on",
+        )
     name = signal_name(failure.exit_code)
     if name and not failure.type:
         return _diagnose_signal(name, evidence)

@@ -1,7 +1,22 @@
-"""The lock of a run: one launcher at a time, named to whoever comes second."""
+"""The lock of a run: one launcher at a time, named to whoever comes second, on whatever host.
+
+A run directory has one token, a file that is made with it and never again: `lock` while nobody has the run,
+`lock.<random>` while a launcher has it. To take the run, also from a launcher that is dead, is to rename the
+token from the name that it was seen under to one's own. Of several who try, the file system lets one succeed.
+
+The holder writes into the token who it is, keeps a flock on it, and touches it every few seconds: its beat.
+Whoever comes second is refused where the flock is held. Not on every shared file system does a flock reach
+other hosts, so a free one says nothing yet; whether the holder is alive shows on its own host by its process,
+and on another by watching for a few beats whether the token changes. The clocks of two hosts are never
+compared.
+
+A holder that was suspended for longer than that finds the token gone, at its next beat at the latest. Before
+it writes anything it asks `lost`, which beats first if the last beat is not recent.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import json
@@ -9,7 +24,9 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
+import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +35,18 @@ from types import TracebackType
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs.directory import RunDirectory
 
+BEAT_S = 3.0
+PATIENCE_BEATS = 3
+"""without which the holder is taken for dead"""
+
+_FREE = "lock"
 _TRIES = 5
 _PAUSE_S = 0.02
+_LOOK_S = 0.1
+_SHOWN_S = 60.0
+"""how old a beat may be, by this host's clock, for a holder elsewhere to be shown as one"""
+_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+_GONE = (errno.ENOENT, errno.ESTALE)
 
 
 @dataclass(frozen=True)
@@ -32,42 +59,85 @@ class Owner:
     since: float
     """UNIX seconds"""
     command: str
+    kernel: str = ""
+    """which one counts the process's id, and in which namespace, since which boot"""
+    born: int | None = None
+    """when the process began, in the kernel's ticks: an id is used again"""
 
     @classmethod
     def me(cls) -> Owner:
-        return cls(socket.gethostname(), os.getpid(), _user(), time.time(), shlex.join(sys.argv))
+        return cls(
+            socket.gethostname(),
+            os.getpid(),
+            _user(),
+            time.time(),
+            shlex.join(sys.argv),
+            _kernel(),
+            _born(os.getpid()),
+        )
 
     @property
     def is_here(self) -> bool:
-        """Whether its process can be reached from this host."""
-        return self.host == socket.gethostname() and self.pid > 0
+        """Whether `pid` is that of a process of this host, or was."""
+        return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel())
+
+    @property
+    def is_alive(self) -> bool:
+        """Of one that is here."""
+        return _born(self.pid) == self.born is not None
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} of {self.user} on {self.host} since {since} ({self.command})"
 
 
+class TakenOverError(UserError):
+    """Another launcher has the run now."""
+
+
+@dataclass(frozen=True)
+class _Token:
+    """What was seen of the token; equal as long as nobody beats or takes it."""
+
+    name: str
+    changed: int
+    owner: Owner
+
+    @property
+    def is_free(self) -> bool:
+        return self.name == _FREE
+
+
 class RunLock:
     """Holds a run from `with` to its end, or until the process dies.
 
+    Args:
+        run: the run.
+        folder: where it lies for now, if it is yet to be moved to its place.
+
     Raises:
-        UserError: another launcher holds it.
+        UserError: another launcher holds it, or it cannot be locked.
     """
 
-    def __init__(self, run: RunDirectory, name: str | None = None) -> None:
-        self._path = run.lock
-        self._name = name or run.name
-        self._handle: int | None = None
+    def __init__(self, run: RunDirectory, folder: Path | None = None) -> None:
+        self.run = run
+        self._path = folder or run.path
+        self._name = f"{_FREE}.{uuid.uuid4().hex[:12]}"
+        self._folder = self._handle = -1
+        self._beaten = 0.0
+        self._lost = False
+        self._closing = threading.Event()
 
     def __enter__(self) -> RunLock:
-        handle = _open(self._path)
-        if not _acquire(handle):
-            owner = _read_owner(handle)
-            os.close(handle)
-            raise _held(self._name, owner)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps(asdict(Owner.me())).encode(), 0)
-        self._handle = handle
+        self._folder = _open_folder(self._path)
+        try:
+            self._take()
+        except BaseException as error:
+            os.close(self._folder)
+            if isinstance(error, OSError):
+                raise _unlockable(self._path, error) from error
+            raise
+        threading.Thread(target=self._beat_on, name="lock", daemon=True).start()
         return self
 
     def __exit__(
@@ -76,32 +146,130 @@ class RunLock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._handle is not None:
-            os.ftruncate(self._handle, 0)
-            os.close(self._handle)
-            self._handle = None
+        self._closing.set()
+        with suppress(OSError):  # it may not be ours any more
+            _rename(self._folder, self._name, _FREE)
+        os.close(self._handle)
+        os.close(self._folder)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another launcher has taken the run."""
+        # Nobody takes it within PATIENCE_BEATS of our last beat.
+        if not self._lost and _now() - self._beaten > 1.5 * BEAT_S:
+            self._beat()
+        return self._lost
+
+    def require(self) -> None:
+        """Raise a TakenOverError where another launcher has taken the run."""
+        if self.lost:
+            raise _taken_over(self.run, owner(self.run))
+
+    def _take(self) -> None:
+        dead: _Token | None = None
+        while True:
+            seen, handle = self._look_and_lock()
+            if seen.is_free or seen == dead or (seen.owner.is_here and not seen.owner.is_alive):
+                if self._rename_token(seen, handle):
+                    return
+                continue
+            os.close(handle)
+            if seen.owner.is_here:
+                raise _held(self.run, seen.owner)
+            dead = seen if self._stays(seen) else None
+
+    def _look_and_lock(self) -> tuple[_Token, int]:
+        """The token, and a descriptor of it with a flock, where there are flocks."""
+        for _ in range(_TRIES):
+            seen = _look(self._folder)
+            with suppress(FileNotFoundError):
+                handle = os.open(seen.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._folder)
+                if _flock(handle, fcntl.LOCK_EX):
+                    return seen, handle
+                os.close(handle)
+            time.sleep(_PAUSE_S)  # others hold it for a moment, only to look
+        raise _held(self.run, seen.owner)
+
+    def _rename_token(self, seen: _Token, handle: int) -> bool:
+        """Whether the token is ours now; another may have been faster."""
+        self._beaten = _now()
+        try:
+            with suppress(FileNotFoundError):
+                _rename(self._folder, seen.name, self._name)
+            # A server whose answer was lost may deny what it did: only the result counts.
+            os.utime(self._name, dir_fd=self._folder)
+        except OSError as error:
+            os.close(handle)
+            if error.errno in _GONE:
+                return False
+            raise
+        self._handle = handle
+        record = json.dumps({"token": self._name, **asdict(Owner.me())}).encode()
+        os.pwrite(handle, record, 0)
+        os.ftruncate(handle, len(record))
+        return True
+
+    def _stays(self, seen: _Token) -> bool:
+        """Whether the token of a holder on another host stays as it is, so that the holder must be dead.
+
+        Raises:
+            UserError: the holder is alive.
+        """
+        limit = PATIENCE_BEATS * BEAT_S
+        text = f"{self.run.name} is held by {seen.owner}; waiting up to {limit:g} s to see if it is alive"
+        print(text, file=sys.stderr, flush=True)
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            now = _look(self._folder)
+            if now.name != seen.name:
+                return False
+            if now.changed != seen.changed:
+                raise _held(self.run, now.owner)
+        return True
+
+    def _beat_on(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            self._beat()
+
+    def _beat(self) -> None:
+        now = _now()
+        try:
+            os.utime(self._name, dir_fd=self._folder)
+            self._beaten = now
+        except OSError as error:
+            # Where the file server does not answer, nobody else gets the run either.
+            self._lost = self._lost or error.errno in _GONE
 
 
 def owner(run: RunDirectory) -> Owner | None:
-    """Who holds the run now; None where nobody does."""
+    """Who holds the run now; None where nobody does.
+
+    Of a holder on another host, where flocks do not reach, it is a guess: only to take the lock makes sure.
+    """
     try:
-        handle = os.open(run.lock, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+        folder = _open_folder(run.path)
+    except UserError:
         return None
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_owner(handle)
+        seen = _look(folder)
+        if seen.is_free:
+            return None
+        if seen.owner.is_here:
+            return seen.owner if seen.owner.is_alive else None
+        fresh = abs(time.time() - seen.changed / 1e9) < _SHOWN_S
+        return seen.owner if fresh or _is_locked(folder, seen.name) else None
+    except (OSError, UserError):
+        return None
     finally:
-        os.close(handle)
-    return None
+        os.close(folder)
 
 
 def refuse_if_held(run: RunDirectory) -> None:
     """Raise a UserError where a launcher holds the run."""
     holder = owner(run)
     if holder is not None:
-        raise _held(run.name, holder)
+        raise _held(run, holder)
 
 
 def require_here(run: RunDirectory, holder: Owner) -> None:
@@ -123,45 +291,134 @@ def require_here(run: RunDirectory, holder: Owner) -> None:
     )
 
 
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UserError(
-            "run",
-            f"the run cannot be locked: {error.strerror}",
-            [Violation("RUN", str(path), "", "must be a file that can be written")],
-        ) from error
-
-
-def _acquire(handle: int) -> bool:
-    """Take the lock. Somebody who only looks at it holds it for a moment, so one try is too few."""
-    for _ in range(_TRIES):
-        with suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        time.sleep(_PAUSE_S)
-    return False
-
-
-def _read_owner(handle: int) -> Owner:
+def _look(folder: int) -> _Token:
+    """The token as it is now. A holder that has only just taken it gets time to say who it is."""
     unknown = Owner("an unknown host", 0, "an unknown user", 0.0, "unknown command")
+    seen = None
+    for _ in range(_TRIES):
+        with suppress(FileNotFoundError):  # it was renamed
+            name = _find(folder)
+            # Opened, since a client of a network file system then asks its server, and does not for a look.
+            handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                changed = os.fstat(handle).st_mtime_ns
+                seen = _Token(name, changed, _read_owner(handle, name) or unknown)
+            finally:
+                os.close(handle)
+            if seen.is_free or seen.owner is not unknown:
+                return seen
+        time.sleep(_PAUSE_S)
+    if seen is None:
+        raise FileNotFoundError(errno.ENOENT, "it has no file `lock`")
+    return seen
+
+
+def _find(folder: int) -> str:
+    names = [name for name in os.listdir(folder) if name == _FREE or name.startswith(f"{_FREE}.")]
+    if not names:
+        raise FileNotFoundError
+    return max(names)  # while it is given back, both names may show up
+
+
+def _read_owner(handle: int, name: str) -> Owner | None:
     with suppress(OSError, ValueError, TypeError):
-        return Owner(**json.loads(os.pread(handle, 65536, 0)))
-    return unknown
+        record = json.loads(os.read(handle, 65536))
+        if record.pop("token") == name:  # not that of the holder before
+            return Owner(**record)
+    return None
 
 
-def _held(name: str, owner: Owner) -> UserError:
+def _is_locked(folder: int, name: str) -> bool:
+    handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return not _flock(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int, kind: int) -> bool:
+    """Whether nobody is in the way, as far as flocks tell."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+    return True
+
+
+def _rename(folder: int, old: str, new: str) -> None:
+    os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _open_folder(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unlockable(path, error) from error
+
+
+def _now() -> float:
+    """Seconds, also those that the machine was asleep."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _kernel() -> str:
+    """Two containers on one host may share a host name and a kernel, and count their processes apart."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
+
+
+def _born(pid: int) -> int | None:
+    """When a process began; None where there is none, or only what its parent has not yet taken note of."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if words[0] in ("Z", "X") else int(words[19])
+
+
+def _unlockable(path: Path, error: OSError) -> UserError:
+    gone = error.errno in _GONE
+    law = "must be there, once" if gone else "must be a file that can be written"
+    remedy = (f"touch {path / _FREE}",) if gone else ()
+    violation = Violation("RUN", str(path / _FREE), "", law, remedy)
+    return UserError("run", f"the run cannot be locked: {error.strerror}", [violation])
+
+
+def _held(run: RunDirectory, owner: Owner) -> UserError:
     return UserError(
         "run",
-        f"the run {name!r} is going on: {owner} holds it",
+        f"the run {run.name!r} is going on: {owner} holds it",
         [
             Violation(
                 "RUN",
-                name,
+                run.name,
                 "",
                 "has one launcher at a time",
-                (f"nanoscale runs logs {name} --follow", f"nanoscale runs stop {name}"),
+                (f"nanoscale runs logs {run.name} --follow", f"nanoscale runs stop {run.name}"),
+            )
+        ],
+    )
+
+
+def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
+    limit = PATIENCE_BEATS * BEAT_S
+    by = f"by {taker}" if taker else "by another launcher, which has ended"
+    return TakenOverError(
+        "run",
+        f"the run {run.name!r} was taken over {by}, as this launcher was not heard of for {limit:g} s: "
+        "it was suspended, or cut off from the disk; it has ended its ranks and written nothing more",
+        [
+            Violation(
+                "RUN",
+                run.name,
+                "",
+                "has one launcher at a time",
+                (f"nanoscale runs logs {run.name} --follow",),
             )
         ],
     )

@@ -12,9 +12,9 @@ from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.errors import UserError
 from nanoscale.metrics.meter import Meter
-from nanoscale.metrics.sinks import open_sinks
+from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
-from nanoscale.runs import events
+from nanoscale.runs import events, fence
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.sample import sample
 from nanoscale.train.stop import StopAgreement
@@ -30,6 +30,7 @@ def run(context: RankContext) -> str:
         UserError: the data or the checkpoints are not what the configuration needs.
         NonFiniteError: the training has diverged.
         OSError: a checkpoint could not be written.
+        FencedError: the run has gone on without this rank's attempt.
     """
     config = context.config
     device = ranks.local_device(config.launcher.device)
@@ -39,14 +40,14 @@ def run(context: RankContext) -> str:
     progress = restore(context, engine, data)
     stop = StopAgreement(context.stop)
     training = Training(
-        run=context.run,
+        workspace=context.workspace,
         config=config,
         engine=engine,
         data=data,
         progress=progress,
         rank=context.rank,
         meter=Meter(config, context.world_size, device),
-        sinks=open_sinks(context.run, config.logger, progress.step) if context.rank == 0 else [],
+        sinks=sinks_of(context, progress.step),
         note=noter(context),
     )
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
@@ -77,13 +78,13 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     Raises:
         UserError: none of them is whole, or they are of another model or other data.
     """
-    folder, note = context.run.checkpoints, noter(context)
-    if context.rank == 0:
-        store.clean_up(folder)
-    if not ranks.from_first(store.list_checkpoints(folder)):
+    note = noter(context)
+    if context.attempt == 0 and context.rank == 0:
+        fence.begin(context.run, 0)  # which else a launcher does
+    if not ranks.from_first(store.list_checkpoints(context.run.checkpoints)):
         return Progress()  # before any optimizer state is made
     state = engine.empty_state()
-    loaded = sharded.load_newest(folder, state)
+    loaded = sharded.load_newest(context.workspace, state)
     assert loaded is not None, "an unreadable one raises"
     engine.take(state)
     for sentence in loaded.damaged:
@@ -114,9 +115,17 @@ def show_sample(training: Training, data: Dataset) -> None:
     training.note("sample", "a sample of the trained model", text=text)
 
 
+def sinks_of(context: RankContext, step: int) -> list[Sink]:
+    """Those of the run on rank 0, on others none."""
+    if context.rank > 0:
+        return []
+    return open_sinks(context.run, context.workspace, context.config.logger, step)
+
+
 def noter(context: RankContext) -> Note:
     def note(kind: str, message: str, **fields: Any) -> None:
         if context.rank == 0:
+            fence.require(context.workspace)
             events.append(context.run, kind, message, **fields)
 
     return note

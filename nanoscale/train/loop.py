@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
@@ -15,7 +16,6 @@ from nanoscale.data.dataset import Dataset
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.parallel import ranks
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 from nanoscale.train.stop import StopAgreement
@@ -36,7 +36,7 @@ class Progress:
 class Training:
     """One rank's view of a run while it trains."""
 
-    run: RunDirectory
+    workspace: Path
     config: Config
     engine: Engine
     data: Dataset
@@ -149,6 +149,7 @@ class Training:
         Raises:
             NonFiniteError: the step's gradients were not finite, and its weights are worth nothing.
             OSError: the checkpoint could not be written.
+            FencedError: the run has gone on without this rank's attempt.
         """
         if self.last is None or self.saved_step == self.progress.step:
             return
@@ -164,12 +165,12 @@ class Training:
             "world_size": self.sizes.world_size,
             "time": time.time(),
         }
-        path = sharded.save(self.run.checkpoints, self.engine.state(), about)
+        path = sharded.save(self.workspace, self.engine.state(), about)
         self.saved_step = self.progress.step
         seconds = time.perf_counter() - began
         if self.rank == 0:
             kept = self.config.checkpoint
-            store.prune(self.run.checkpoints, kept.keep_last, kept.keep_every)
+            store.prune(self.workspace, kept.keep_last, kept.keep_every)
         message = f"{path.name} saved in {seconds:.2f} s"
         self.note("checkpoint", message, step=self.progress.step, seconds=seconds)
 

@@ -21,6 +21,13 @@ from tests.ranks import run_ranks
 WHOLE = torch.arange(70.0).reshape(10, 7)
 
 
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    """Of an attempt that has begun."""
+    (tmp_path / ".attempt-1").mkdir()
+    return tmp_path / ".attempt-1"
+
+
 def state_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
     """One sharded, one replicated, one plain tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -31,58 +38,58 @@ def state_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def save_rank(rank: int, folder: Path, world: int, step: int, kill: int | None) -> str:
-    ranks.join(world, torch.device("cpu"))
+def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | None) -> str:
+    ranks.join(world, torch.device("cpu"), 120.0)
     if kill == rank:
         # Die in the middle of the write: after this rank's file, before the manifest.
         sharded.store.sum_files = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    return sharded.save(folder, state_of(WHOLE * step), {"step": step}).name
+    return sharded.save(workspace, state_of(WHOLE * step), {"step": step}).name
 
 
-def load_rank(rank: int, folder: Path, world: int) -> Any:
-    ranks.join(world, torch.device("cpu"))
+def load_rank(rank: int, workspace: Path, world: int) -> Any:
+    ranks.join(world, torch.device("cpu"), 120.0)
     state = state_of(torch.zeros(10, 7))
-    loaded = sharded.load_newest(folder, state)
+    loaded = sharded.load_newest(workspace, state)
     assert loaded is not None
     values = [state["sharded"].full_tensor(), state["replicated"].full_tensor(), state["plain"]]
     return loaded.manifest["step"], [value.tolist() for value in values]
 
 
-def test_saved_by_three_loaded_by_two(tmp_path: Path) -> None:
-    assert run_ranks(save_rank, 3, tmp_path, 3, 5, None) == ["step-00000005"] * 3
-    (path,) = [c.path for c in store.list_checkpoints(tmp_path)]
+def test_saved_by_three_loaded_by_two(workspace: Path) -> None:
+    assert run_ranks(save_rank, 3, workspace, 3, 5, None) == ["step-00000005"] * 3
+    (path,) = [c.path for c in store.list_checkpoints(workspace.parent)]
     assert store.find_damage(path) == []
     tensors = store.read_manifest(path)["tensors"]
     assert tensors["sharded"] == {"shape": [10, 7], "dtype": "float32"}
-    for step, values in run_ranks(load_rank, 2, tmp_path, 2):
+    for step, values in run_ranks(load_rank, 2, workspace, 2):
         assert step == 5
         assert values == [(WHOLE * 5).tolist()] * 3
 
 
 @pytest.mark.parametrize("kill", [0, 1])
-def test_a_rank_killed_while_writing_leaves_the_one_before(tmp_path: Path, kill: int) -> None:
-    run_ranks(save_rank, 2, tmp_path, 2, 1, None)
+def test_a_rank_killed_while_writing_leaves_the_one_before(workspace: Path, kill: int) -> None:
+    run_ranks(save_rank, 2, workspace, 2, 1, None)
     with pytest.raises(RuntimeError, match="died|failed"):
-        run_ranks(save_rank, 2, tmp_path, 2, 2, kill)
-    assert [c.step for c in store.list_checkpoints(tmp_path)] == [1]
-    assert (tmp_path / "latest").resolve().name == "step-00000001"
-    assert run_ranks(load_rank, 2, tmp_path, 2)[0][0] == 1
-    assert run_ranks(save_rank, 2, tmp_path, 2, 2, None) == ["step-00000002"] * 2
-    assert run_ranks(load_rank, 2, tmp_path, 2)[1] == (2, [(WHOLE * 2).tolist()] * 3)
+        run_ranks(save_rank, 2, workspace, 2, 2, kill)
+    assert [c.step for c in store.list_checkpoints(workspace.parent)] == [1]
+    assert (workspace.parent / "latest").resolve().name == "step-00000001"
+    assert run_ranks(load_rank, 2, workspace, 2)[0][0] == 1
+    assert run_ranks(save_rank, 2, workspace, 2, 2, None) == ["step-00000002"] * 2
+    assert run_ranks(load_rank, 2, workspace, 2)[1] == (2, [(WHOLE * 2).tolist()] * 3)
 
 
-def full_disk_rank(rank: int, folder: Path, world: int) -> str:
-    ranks.join(world, torch.device("cpu"))
+def full_disk_rank(rank: int, workspace: Path, world: int) -> str:
+    ranks.join(world, torch.device("cpu"), 120.0)
     sharded.store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 10, 0)
     with pytest.raises(OSError, match="nothing was written") as caught:
-        sharded.save(folder, state_of(WHOLE), {"step": 1})
+        sharded.save(workspace, state_of(WHOLE), {"step": 1})
     return str(caught.value.errno)
 
 
-def test_every_rank_learns_that_the_disk_is_full(tmp_path: Path) -> None:
-    assert run_ranks(full_disk_rank, 2, tmp_path, 2) == ["28"] * 2
-    assert list(tmp_path.iterdir()) == []
+def test_every_rank_learns_that_the_disk_is_full(workspace: Path) -> None:
+    assert run_ranks(full_disk_rank, 2, workspace, 2) == ["28"] * 2
+    assert list(workspace.iterdir()) == []
 
 
-def test_loading_from_nothing(tmp_path: Path) -> None:
-    assert sharded.load_newest(tmp_path, {}) is None
+def test_loading_from_nothing(workspace: Path) -> None:
+    assert sharded.load_newest(workspace, {}) is None

@@ -13,37 +13,53 @@ import torch
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.errors import UserError
+from nanoscale.runs import fence
+from nanoscale.runs.directory import RunDirectory
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The checkpoints of a run, of which the first attempt has begun."""
+    (tmp_path / "checkpoints").mkdir()
+    fence.begin(RunDirectory(tmp_path), 1)
+    return tmp_path / "checkpoints"
+
+
+def workspace(folder: Path) -> Path:
+    """Of the attempt that goes on."""
+    (found,) = folder.glob(".attempt-*")
+    return found
 
 
 def publish(folder: Path, step: int) -> Path:
-    staging = store.staging_path(folder, step)
-    staging.mkdir(parents=True)
+    staging = store.staging_path(workspace(folder), step)
+    staging.mkdir()
     for number in range(3):
         (staging / f"__{number}_0.distcp").write_bytes(bytes(range(256)) * (number + step))
     return store.publish(staging, {"step": step}, store.sum_files(sorted(staging.iterdir())))
 
 
-def test_published_is_whole_and_latest(tmp_path: Path) -> None:
+def test_published_is_whole_and_latest(folder: Path) -> None:
     for step in (3, 6):
-        path = publish(tmp_path, step)
+        path = publish(folder, step)
         assert store.find_damage(path) == []
-        assert (tmp_path / "latest").resolve() == path
-    assert [c.step for c in store.list_checkpoints(tmp_path)] == [3, 6]
+        assert (folder / "latest").resolve() == path
+    assert [c.step for c in store.list_checkpoints(folder)] == [3, 6]
 
 
-def test_unpublished_is_no_checkpoint(tmp_path: Path) -> None:
-    publish(tmp_path, 3)
-    staging = store.staging_path(tmp_path, 6)
+def test_unpublished_is_no_checkpoint(folder: Path) -> None:
+    publish(folder, 3)
+    staging = store.staging_path(workspace(folder), 6)
     staging.mkdir()
     (staging / "__0_0.distcp").write_bytes(b"half")
-    assert [c.step for c in store.list_checkpoints(tmp_path)] == [3]
-    assert (tmp_path / "latest").resolve().name == "step-00000003"
-    store.clean_up(tmp_path)
+    assert [c.step for c in store.list_checkpoints(folder)] == [3]
+    assert (folder / "latest").resolve().name == "step-00000003"
+    fence.begin(RunDirectory(folder.parent), 2)
     assert not staging.exists()
 
 
-def test_every_flipped_byte_is_found_with_the_name_of_its_file(tmp_path: Path) -> None:
-    path = publish(tmp_path, 1)
+def test_every_flipped_byte_is_found_with_the_name_of_its_file(folder: Path) -> None:
+    path = publish(folder, 1)
     for file in sorted(path.iterdir()):
         whole = file.read_bytes()
         for place in range(0, len(whole), 7):
@@ -56,8 +72,8 @@ def test_every_flipped_byte_is_found_with_the_name_of_its_file(tmp_path: Path) -
     assert store.find_damage(path) == []
 
 
-def test_truncated_missing_and_foreign_files_are_found(tmp_path: Path) -> None:
-    path = publish(tmp_path, 1)
+def test_truncated_missing_and_foreign_files_are_found(folder: Path) -> None:
+    path = publish(folder, 1)
     (path / "__0_0.distcp").write_bytes((path / "__0_0.distcp").read_bytes()[:-1])
     (path / "__1_0.distcp").unlink()
     (path / "__9_0.distcp").write_bytes(b"")
@@ -69,48 +85,49 @@ def test_truncated_missing_and_foreign_files_are_found(tmp_path: Path) -> None:
     ]
 
 
-def test_the_shares_of_several_readers_cover_every_file(tmp_path: Path) -> None:
-    path = publish(tmp_path, 1)
+def test_the_shares_of_several_readers_cover_every_file(folder: Path) -> None:
+    path = publish(folder, 1)
     for file in path.glob("*.distcp"):
         file.write_bytes(b"x" * file.stat().st_size)
     found = [sentence for share in range(4) for sentence in store.find_damage(path, share, 4)]
     assert sorted(found) == sorted(store.find_damage(path)) and len(found) == 3
 
 
-def test_a_renamed_checkpoint_is_found(tmp_path: Path) -> None:
-    path = publish(tmp_path, 1)
-    renamed = path.rename(store.checkpoint_path(tmp_path, 2))
+def test_a_renamed_checkpoint_is_found(folder: Path) -> None:
+    path = publish(folder, 1)
+    renamed = path.rename(store.checkpoint_path(folder, 2))
     assert store.find_damage(renamed) == ["manifest.json: belongs to step 1"]
 
 
-def test_prune_keeps_the_last_and_every_mth(tmp_path: Path) -> None:
+def test_prune_keeps_the_last_and_every_mth(folder: Path) -> None:
     for step in range(1, 11):
-        publish(tmp_path, step)
-    assert store.prune(tmp_path, None, None) == []
-    assert store.prune(tmp_path, 2, 4) == [1, 2, 3, 5, 6, 7]
-    assert [c.step for c in store.list_checkpoints(tmp_path)] == [4, 8, 9, 10]
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+        publish(folder, step)
+    assert store.prune(workspace(folder), None, None) == []
+    assert store.prune(workspace(folder), 2, 4) == [1, 2, 3, 5, 6, 7]
+    assert [c.step for c in store.list_checkpoints(folder)] == [4, 8, 9, 10]
+    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".")) == [".attempt-1"]
+    assert list(workspace(folder).iterdir()) == []
 
 
-def test_set_aside_moves_latest_back(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
-    publish(tmp_path, 2)
-    aside = store.set_aside(store.list_checkpoints(tmp_path)[-1])
+def test_set_aside_moves_latest_back(folder: Path) -> None:
+    publish(folder, 1)
+    publish(folder, 2)
+    aside = store.set_aside(workspace(folder), store.list_checkpoints(folder)[-1])
     assert aside.name == "damaged-step-00000002" and aside.is_dir()
-    assert (tmp_path / "latest").resolve().name == "step-00000001"
+    assert (folder / "latest").resolve().name == "step-00000001"
 
 
-def test_space_is_checked_before_writing(tmp_path: Path) -> None:
+def test_space_is_checked_before_writing(folder: Path) -> None:
     with pytest.raises(OSError, match="no space left for a checkpoint of .* nothing was written"):
-        store.require_space(tmp_path, 1 << 60)
-    store.require_space(tmp_path, 1)
+        store.require_space(folder, 1 << 60)
+    store.require_space(folder, 1)
 
 
-def test_find_checkpoint_names_the_steps_that_are_there(tmp_path: Path) -> None:
-    publish(tmp_path, 4)
-    assert store.find_checkpoint(tmp_path, None).step == store.find_checkpoint(tmp_path, 4).step
+def test_find_checkpoint_names_the_steps_that_are_there(folder: Path) -> None:
+    publish(folder, 4)
+    assert store.find_checkpoint(folder, None).step == store.find_checkpoint(folder, 4).step
     with pytest.raises(UserError) as caught:
-        store.find_checkpoint(tmp_path, 5)
+        store.find_checkpoint(folder, 5)
     assert caught.value.violations[0].suggestions == ("--step 4",)
 
 
@@ -160,19 +177,19 @@ class Disk:
 
 
 def test_the_order_in_which_a_checkpoint_reaches_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish(tmp_path, 1)
-    disk = Disk(tmp_path, monkeypatch)
-    publish(tmp_path, 2)
-    writing, final = ".writing-step-00000002", "step-00000002"
+    publish(folder, 1)
+    disk = Disk(folder, monkeypatch)
+    publish(folder, 2)
+    writing, final = ".attempt-1/writing-step-00000002", "step-00000002"
     assert disk.acts == [
         ("fsync", f"{writing}/manifest.json"),
         ("fsync", writing),
         ("rename", writing, final),
         ("fsync", "."),
-        ("symlink", final, ".latest"),
-        ("rename", ".latest", "latest"),
+        ("symlink", final, ".attempt-1/latest"),
+        ("rename", ".attempt-1/latest", "latest"),
         ("fsync", "."),
     ]
     assert disk.steps == [[1]] * 3 + [[1, 2]] * 5
@@ -181,47 +198,45 @@ def test_the_order_in_which_a_checkpoint_reaches_the_disk(
 @pytest.mark.parametrize(
     ("fails", "left"),
     [
-        (("fsync", ".writing-step-00000002/manifest.json"), [1]),
-        (("fsync", ".writing-step-00000002"), [1]),
-        (("rename", ".writing-step-00000002", "step-00000002"), [1]),
-        (("symlink", "step-00000002", ".latest"), [1, 2]),
-        (("rename", ".latest", "latest"), [1, 2]),
+        (("fsync", ".attempt-1/writing-step-00000002/manifest.json"), [1]),
+        (("fsync", ".attempt-1/writing-step-00000002"), [1]),
+        (("rename", ".attempt-1/writing-step-00000002", "step-00000002"), [1]),
+        (("symlink", "step-00000002", ".attempt-1/latest"), [1, 2]),
+        (("rename", ".attempt-1/latest", "latest"), [1, 2]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
 def test_latest_names_the_old_one_where_publishing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: tuple[str, ...], left: list[int]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fails: tuple[str, ...], left: list[int]
 ) -> None:
-    publish(tmp_path, 1)
-    disk = Disk(tmp_path, monkeypatch)
+    publish(folder, 1)
+    disk = Disk(folder, monkeypatch)
     disk.fails = fails
     with pytest.raises(OSError, match="Input/output"):
-        publish(tmp_path, 2)
+        publish(folder, 2)
     assert disk.steps[-1] == left
-    assert (tmp_path / "latest").resolve().name == "step-00000001"
+    assert (folder / "latest").resolve().name == "step-00000001"
     disk.fails = None
-    store.clean_up(tmp_path)
-    publish(tmp_path, 3)  # whatever was left behind is in nobody's way
-    assert (tmp_path / "latest").resolve().name == "step-00000003"
+    fence.begin(RunDirectory(folder.parent), 2)
+    publish(folder, 3)  # whatever was left behind is in nobody's way
+    assert (folder / "latest").resolve().name == "step-00000003"
 
 
-def test_nothing_half_deleted_is_ever_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_half_deleted_is_ever_listed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 6):
-        publish(tmp_path, step)
-    disk = Disk(tmp_path, monkeypatch)
-    assert store.prune(tmp_path, 1, 2) == [1, 3]
-    assert store.prune(tmp_path, 1, None) == [2, 4]
+        publish(folder, step)
+    disk = Disk(folder, monkeypatch)
+    assert store.prune(workspace(folder), 1, 2) == [1, 3]
+    assert store.prune(workspace(folder), 1, None) == [2, 4]
     assert len(disk.acts) > 20  # each file of four checkpoints was watched as it went
     assert disk.steps[-1] == [5]
 
 
 def test_a_prune_that_fails_lists_nothing_half_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2, 3):
-        publish(tmp_path, step)
+        publish(folder, step)
 
     def fail_halfway(path: Path) -> None:
         next(Path(path).glob("*.distcp")).unlink()
@@ -230,29 +245,30 @@ def test_a_prune_that_fails_lists_nothing_half_deleted(
     with monkeypatch.context() as broken:
         broken.setattr(store.shutil, "rmtree", fail_halfway)
         with pytest.raises(OSError, match="Input/output"):
-            store.prune(tmp_path, 1, None)
-    stored = store.list_checkpoints(tmp_path)
+            store.prune(workspace(folder), 1, None)
+    stored = store.list_checkpoints(folder)
     assert [c.step for c in stored] == [2, 3]
     assert all(store.find_damage(c.path) == [] for c in stored)
-    store.clean_up(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
+    fence.begin(RunDirectory(folder.parent), 2)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        ".attempt-2",
         "latest",
         "step-00000002",
         "step-00000003",
     ]
 
 
-def test_one_step_can_be_set_aside_twice(tmp_path: Path) -> None:
-    publish(tmp_path, 1)
+def test_one_step_can_be_set_aside_twice(folder: Path) -> None:
+    publish(folder, 1)
     names = []
     for _ in range(3):
-        publish(tmp_path, 2)
-        names.append(store.set_aside(store.list_checkpoints(tmp_path)[-1]).name)
+        publish(folder, 2)
+        names.append(store.set_aside(workspace(folder), store.list_checkpoints(folder)[-1]).name)
     assert names == [f"damaged-step-00000002{number}" for number in ("", "-2", "-3")]
-    assert all((tmp_path / name / "manifest.json").is_file() for name in names)
-    assert [c.step for c in store.list_checkpoints(tmp_path)] == [1]
-    store.set_aside(store.list_checkpoints(tmp_path)[0])
-    assert not (tmp_path / "latest").is_symlink()
+    assert all((folder / name / "manifest.json").is_file() for name in names)
+    assert [c.step for c in store.list_checkpoints(folder)] == [1]
+    store.set_aside(workspace(folder), store.list_checkpoints(folder)[0])
+    assert not (folder / "latest").is_symlink()
 
 
 STATE = {
@@ -263,13 +279,13 @@ STATE = {
 
 
 def test_a_checkpoint_needs_the_space_that_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte, the estimate decides; and what is written then fits in it."""
     asked: list[int] = []
     require = store.require_space
     monkeypatch.setattr(store, "require_space", lambda folder, size: asked.append(size))
-    path = sharded.save(tmp_path / "measured", STATE, {"step": 1})
+    path = sharded.save(workspace(folder), STATE, {"step": 1})
     (size,) = asked
     written = sum(file.stat().st_size for file in path.iterdir())
     tensors = sum(value.nbytes for value in STATE.values())
@@ -282,18 +298,18 @@ def test_a_checkpoint_needs_the_space_that_it_takes(
 
     leave_free(size - 1)
     with pytest.raises(OSError, match="nothing was written") as caught:
-        sharded.save(tmp_path / "checkpoints", STATE, {"step": 1})
-    assert caught.value.errno == errno.ENOSPC and not list((tmp_path / "checkpoints").iterdir())
+        sharded.save(workspace(folder), STATE, {"step": 2})
+    assert caught.value.errno == errno.ENOSPC and not list(workspace(folder).iterdir())
     leave_free(size)
-    assert store.find_damage(sharded.save(tmp_path / "checkpoints", STATE, {"step": 1})) == []
+    assert store.find_damage(sharded.save(workspace(folder), STATE, {"step": 2})) == []
 
 
 def test_every_file_is_on_disk_before_the_checkpoint_is_visible(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = Disk(tmp_path, monkeypatch)
-    path = sharded.save(tmp_path, STATE, {"step": 1})
-    visible = disk.acts.index(("rename", ".writing-step-00000001", path.name))
+    disk = Disk(folder, monkeypatch)
+    path = sharded.save(workspace(folder), STATE, {"step": 1})
+    visible = disk.acts.index(("rename", ".attempt-1/writing-step-00000001", path.name))
     synced = {Path(act[1]).name for act in disk.acts[:visible] if act[0] == "fsync"}
     files = {file.name for file in path.iterdir()}
     assert "__0_0.distcp" in files

@@ -7,6 +7,7 @@ import pytest
 
 from nanoscale.checkpoint import store
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 
 ABOUT = {
@@ -22,8 +23,9 @@ ABOUT = {
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory.create(tmp_path, "run")
     directory.config.write_text("")
+    fence.begin(directory, 1)
     for step in (5, 10):
-        staging = store.staging_path(directory.checkpoints, step)
+        staging = store.staging_path(directory.workspace(1), step)
         staging.mkdir()
         (staging / "__0_0.distcp").write_bytes(b"x" * 2**20)
         sums = store.sum_files(staging.iterdir())

@@ -12,8 +12,9 @@ Traps that were met:
 
 - slurmctld looks at time limits every 30 s, so USR1 comes up to 30 s before it was asked for, and the limit up
   to 30 s late. A limit of one minute takes up to 90 s; nothing makes that shorter.
-- A requeued job waits two minutes (reason BeginTime). `hasten` ends that, once the job is pending: before, the
-  change is accepted and has no effect.
+- A requeued job waits two minutes (reason BeginTime), which `hasten` ends. A change too early is accepted
+  without effect, and a job that starts in the second in which it was ended fails at once (`Job credential
+  revoked`).
 - A node is given up SlurmdTimeout after its last answer at the earliest, and each question waits MessageTimeout
   for its answer: with the usual 10 s of the latter a loss takes half a minute, with 5 s up to 20.
 - proctrack/linuxproc follows parents. What becomes an orphan outlives its job; control groups would prevent it.
@@ -69,6 +70,8 @@ NodeName=s2 NodeAddr={s2} CPUs=4 State=UNKNOWN
 PartitionName=low Nodes=s1,s2 Default=YES PriorityTier=1 GraceTime=30 DefaultTime=10
 PartitionName=high Nodes=s1,s2 PriorityTier=2 PreemptMode=OFF DefaultTime=10
 """
+_CREDENTIALS_S = 1.1
+"""A job's new credential must be younger than the end of its old one, in whole seconds."""
 _READY = {"idle", "mixed", "allocated", "completing", "planned"}
 
 
@@ -112,8 +115,17 @@ class Slurm(Machines):
 
     def hasten(self, job: int) -> None:
         """Let a requeued job start now, and not in two minutes."""
+        argv = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
         self.wait_state(job, "PENDING", limit_s=60)
-        self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        time.sleep(_CREDENTIALS_S)
+
+        def started() -> bool:
+            state = self.show(job)["JobState"]
+            if state == "PENDING":
+                self.call(LOGIN, argv, env=os.environ | self.environment)
+            return state not in ("PENDING", "COMPLETING")
+
+        wait_until(started, f"new start of job {job}", 60)
 
     def processes(self, *nodes: str) -> dict[int, str]:
         """What is left of jobs and their commands."""

@@ -213,9 +213,11 @@ def test_nothing_is_left_of_nodes_whose_owner_is_killed(nodes, tmp_path):
         text=True,
         cwd=Path(__file__).parents[2],
     )
-    pids = owner.stdout.readline().split()
-    assert len(pids) == 6
-    assert ssh(nodes, "n1", "hostname").stdout == "n1\n"  # the others do not disturb
-    owner.kill()
-    owner.wait()
+    try:
+        pids = owner.stdout.readline().split()
+        assert len(pids) == 6
+        assert ssh(nodes, "n1", "hostname").stdout == "n1\n"  # the others do not disturb
+    finally:
+        owner.kill()
+        owner.wait()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of them all")

@@ -15,7 +15,7 @@ from nanoscale.launch.attempt import Attempt
 from nanoscale.launch.command import HostPlan, LaunchPlan
 from nanoscale.launch.fleet import Member
 from nanoscale.launch.signals import Signals
-from nanoscale.runs import failure
+from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, agent_failure
 
@@ -43,7 +43,8 @@ def attempt(tmp_path):
     run = RunDirectory.create(tmp_path, "x")
     members = [Member(Host(name, 2), ("x",)) for name in ("a", "b")]
     view = SimpleNamespace(running=True)
-    return Attempt(run, PLAN, members, Fleet(), Launcher(), Signals(), view)
+    lock = SimpleNamespace(run=run, lost=False)
+    return Attempt(lock, PLAN, members, Fleet(), Launcher(), Signals(), view)
 
 
 def ended(attempt, host, outcome, *failures):
@@ -175,6 +176,16 @@ def test_signals_are_remembered_and_handlers_put_back():
         os.kill(os.getpid(), signal.SIGINT)
         assert (signals.first, signals.insists) == (signal.SIGTERM, True)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ctrl_z_does_not_suspend_and_is_answered(attempt):
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGTSTP)
+        assert signals.first is None and signals.suspended
+        attempt.signals = signals
+        attempt._mind_signals()
+        assert not signals.suspended and attempt.killing_since is None
+    assert "Ctrl-Z" in events.read(attempt.run)[-1]["message"]
 
 
 def test_what_nohup_ignores_stays_ignored():

@@ -72,10 +72,9 @@ def test_a_byte_order_mark_and_a_missing_last_line_end_do_no_harm():
     assert [host.slots for host in hosts()] == [1, 2]
 
 
-def test_nothing_is_read_without_a_hostfile_or_for_another_launcher():
+def test_nothing_is_read_without_a_hostfile_or_for_this_machine():
     assert read_hosts(changed()) == ()
     assert hosts("launcher=local", hostfile="nowhere") == ()
-    assert hosts("launcher=slurm", hostfile="nowhere") == ()
     assert len(hosts("launcher=pdsh")) == 4
 
 

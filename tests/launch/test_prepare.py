@@ -29,7 +29,8 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_new_run_is_written_whole_and_held(folder):
     asked = request("run.name=x")
-    with new_run(asked) as run:
+    with new_run(asked) as held:
+        run = held.run
         assert run.path == asked.run.path == folder / "runs" / "x"
         assert load(run.config) == asked.config
         assert lock.owner(run) is not None
@@ -47,8 +48,8 @@ def test_a_new_run_is_written_whole_and_held(folder):
 
 
 def test_provenance_names_the_writer_and_what_it_overrode():
-    with new_run(request("run.name=x", "train.steps=9")) as run:
-        entry = read_json(run.provenance)["train.steps"]
+    with new_run(request("run.name=x", "train.steps=9")) as held:
+        entry = read_json(held.run.provenance)["train.steps"]
     assert (entry["value"], entry["source"]) == (9, "command line")
     assert "debug.yaml" in entry["overrode"][0]["source"]
 
@@ -73,7 +74,8 @@ def test_names_come_from_the_recipe_and_the_time_and_are_free(folder, monkeypatc
 
 
 def test_the_configuration_of_an_earlier_attempt_is_kept_where_it_differs():
-    with new_run(request("run.name=x")) as run:
+    with new_run(request("run.name=x")) as held:
+        run = held.run
         before = run.config.read_text()
         further(run, 1)
         assert run.config.read_text() == before
@@ -90,7 +92,8 @@ def further(run, attempt, *words):
 
 
 def test_what_was_left_open_stays_open_through_every_attempt():
-    with new_run(request("run.name=x", "parallel.dp=2")) as run:
+    with new_run(request("run.name=x", "parallel.dp=2")) as held:
+        run = held.run
         assert load(run.config).launcher.devices == 2
         further(run, 1, "parallel.dp=1")
         further(run, 2, "parallel.dp=4")

@@ -8,6 +8,7 @@ import pytest
 from nanoscale.config.schema import Logger
 from nanoscale.errors import UserError
 from nanoscale.metrics import sinks
+from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 
 
@@ -16,7 +17,8 @@ def steps(run: RunDirectory) -> list[int]:
 
 
 def write(run: RunDirectory, first: int, last: int, logger: Logger | None = None) -> None:
-    opened = sinks.open_sinks(run, logger or Logger(), first - 1)
+    fence.begin(run, first)
+    opened = sinks.open_sinks(run, run.workspace(first), logger or Logger(), first - 1)
     for step in range(first, last + 1):
         for sink in opened:
             sink.write({"step": step, "loss": 1 / step, "mfu": None, "time": 1000.0 + step})

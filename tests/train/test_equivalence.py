@@ -20,7 +20,6 @@ from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
 from nanoscale.parallel import ranks
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
 from nanoscale.train.stop import StopAgreement
@@ -186,7 +185,7 @@ def record_all(rank: int, config: Config) -> Records:
         ranks.join(derive(config).world_size, torch.device("cpu"))
     device, records = torch.device("cpu"), Records()
     training = Training(
-        run=RunDirectory(Path(config.run.root) / "none"),
+        workspace=Path(config.run.root) / "none",
         config=config,
         engine=make_engine(config, device),
         data=open_data(config.data, config.train, config.model.vocab),

@@ -41,7 +41,7 @@ def train_with_overflow(rank: int, config: Any) -> Records:
     """The last rank alone finds an infinite gradient in one step."""
     world = derive(config).world_size
     gradients.scale = _spoil(gradients.scale, world - 1 == rank)
-    ranks.join(world, torch.device("cpu"))
+    ranks.join(world, torch.device("cpu"), 120.0)
     return record_all(rank, config)
 
 
