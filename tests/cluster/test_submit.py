@@ -59,19 +59,6 @@ class User:
         assert job is not None
         return run, int(job.job)
 
-    def waits_for_restart(self, job: int) -> None:
-        """Wait for a job to be queued again and to run, without the two minutes that SLURM lets it wait."""
-
-        def restarted() -> bool:
-            now = self.slurm.show(job)
-            if (
-                now["JobState"] == "PENDING"
-            ):  # the change is lost while the first job's end is cleaned up
-                self.slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
-            return (now["JobState"], now["Restarts"]) == ("RUNNING", "1")
-
-        wait_until(restarted, f"restart of job {job}", LIMIT_S)
-
     def says_of(self, name: str) -> str:
         """The state of a run as `runs ls` tells it."""
         rows = json.loads(self.types("runs", "ls", "--json"))
@@ -156,7 +143,8 @@ def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: U
         "launcher.slurm.signal_before_s=10",
         "launcher.slurm.max_requeues=1",
     )
-    user.waits_for_restart(job)
+    user.slurm.wait_state(job, "RUNNING")
+    user.slurm.hasten(job)
     before = steps(run)[-1]
     assert run.checkpoint_steps()[-1] == before
     wait_step(run, before + 3)
@@ -180,7 +168,7 @@ def test_a_preempted_run_saves_makes_room_and_goes_on(user: User) -> None:
     user.slurm.wait_state(urgent, "COMPLETED", limit_s=LIMIT_S)
     before = steps(run)[-1]
     assert run.checkpoint_steps()[-1] == before
-    user.waits_for_restart(job)
+    user.slurm.hasten(job)
     wait_step(run, before + 3)
     user.types("runs", "stop", "low")
     assert steps(run) == list(range(1, steps(run)[-1] + 1))
