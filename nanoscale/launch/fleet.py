@@ -38,7 +38,7 @@ _LOOK_S = 0.1
 """between two looks at all hosts, however much comes from some of them"""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
-_PDSH_ENDED = re.compile(rb"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
