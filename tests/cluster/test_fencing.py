@@ -119,8 +119,8 @@ def test_a_node_that_comes_back_publishes_nothing(nodes: Nodes, tmp_path: Path) 
     (rank,) = [pid for pid in suspended if inner_pid(pid) == number]
     send(suspended, signal.SIGSTOP)
     nodes.partition("n1")
-    until(lambda: max(attempts(run)) > 5 or launcher.poll() is not None, "checkpoint without n1")
-    assert attempts(run)[3] == 2
+    until(lambda: max(attempts(run)) > 10 or launcher.poll() is not None, "checkpoint without n1")
+    assert 3 not in attempts(run)
 
     nodes.heal("n1")
     (run.path / "go").touch()
@@ -134,13 +134,13 @@ def test_a_node_that_comes_back_publishes_nothing(nodes: Nodes, tmp_path: Path) 
     finish(launcher, 0)
     finish(start(nodes, "n3", tmp_path, *NANOSCALE, "checkpoints", "verify", "r"), 0)
     saved = attempts(run)
-    assert saved == {step: 1 if step < 3 else 2 for step in range(1, max(saved) + 1)}
+    assert saved == {1: 1, 2: 1} | dict.fromkeys(range(12, max(saved) + 1, 10), 2)
     assert run.latest.resolve() == run.checkpoint(max(saved)).resolve()
     assert [record["step"] for record in metrics.read(run)] == sorted(saved)
     assert events.last(run, "late") is None
     assert not [path for path in run.checkpoints.iterdir() if path.name.startswith(".")]
     assert json.loads(run.launch.read_text())["world_size"] == 2
-    assert not any(nodes.processes(node) for node in nodes.names)
+    until(lambda: not any(map(nodes.processes, nodes.names)), "end of all processes")
 
 
 def send(pids: Sequence[int], number: signal.Signals) -> None:
