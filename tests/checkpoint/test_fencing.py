@@ -131,7 +131,7 @@ def test_nothing_changes_after_the_next_attempt_has_begun(
 
 
 def late_rank(rank: int, workspace: Path) -> str:
-    ranks.join(2, torch.device("cpu"))
+    ranks.join(2, torch.device("cpu"), 60)
     try:
         sharded.save(workspace, STATE, {"step": 4})
     except FencedError as error:

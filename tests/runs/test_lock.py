@@ -131,6 +131,7 @@ def test_a_killed_holder_of_this_host_holds_nothing(run, launcher, flocks):
     assert holder.say("take") == "held"
     assert second.say("take").startswith("refused")
     holder.process.kill()
+    holder.process.wait()
     assert second.say("take") == "held"
     assert lock.owner(run).pid == second.process.pid
     assert second.say("release") == "released"
