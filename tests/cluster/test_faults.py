@@ -1,7 +1,7 @@
 """The fault table: what befalls a training on two nodes, and what the user has after ten seconds.
 
-Every test holds the law (everything has ended everywhere within 10 s, the first cause is true, the exit code says
-so, and the screen shows a diagnosis) and measures one row of docs/faults.md; scripts/faults.py writes that page.
+Every test holds the law (everything has ended everywhere within 10 s, the first cause is true, the exit code
+says so, and the screen shows a diagnosis) and measures one row of docs/faults.md, which scripts/faults.py writes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,11 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from nanoscale.runs import failure
@@ -29,13 +24,10 @@ from tests.cluster.launches import (
     LONG,
     TINY,
     Launch,
-    Terminal,
     hostfile,
-    interrupt,
     left,
     nothing_left,
 )
-from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, Nodes
 
 LAW_S = 10.0
