@@ -1,6 +1,6 @@
 """`python -m nanoscale.agent`: serve the launcher over the standard streams.
 
-With `--connect ADDRESSES KEY_FILE`, call it back where the standard streams are not the agent's own. With
+With `--connect HOST:PORT KEY_FILE`, call it back where the standard streams are not the agent's own. With
 `--sweep MARK`, end what an agent that is lost has left here.
 """
 
@@ -18,11 +18,18 @@ def _serve(arguments: list[str]) -> int:
     match arguments:
         case []:
             return main(Link.over_standard_streams())
-        case ["--connect", addresses, key_file]:
-            return main(Link.over_network(addresses, Path(key_file)))
+        case ["--connect", address, key_file]:
+            return main(_call(address, Path(key_file)))
         case ["--sweep", mark]:
             return 1 if sweep(mark) else 0
-    sys.exit("usage: python -m nanoscale.agent [--connect ADDRESSES KEY_FILE | --sweep MARK]")
+    sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --sweep MARK]")
+
+
+def _call(address: str, key_file: Path) -> Link:
+    try:
+        return Link.over_network(address, key_file)
+    except OSError as error:
+        sys.exit(f"nanoscale.agent: cannot call the launcher at {address} back: {error}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
 from nanoscale.runs import fence
+from nanoscale.runs.fence import FencedError
 
 State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
@@ -57,7 +58,7 @@ def save(workspace: Path, state: State, about: dict[str, Any]) -> Path:
         OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
         FencedError: the run has gone on without this attempt; no checkpoint has appeared.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = _rank()
     staging = store.staging_path(workspace, about["step"])
     final = store.checkpoint_path(workspace.parent, about["step"])
     if ranks.from_first(final.exists()):
@@ -153,20 +154,27 @@ def _read(candidate: StoredCheckpoint, state: State) -> None:
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 @contextmanager
 def _in_our_words(path: Path) -> Iterator[None]:
     """Turn torch's BaseException for a failed write or read into the OSError of the rank that had it.
 
-    It also warns where there is no process group, as if that were an oversight.
+    The others, which had none, tell of a lost peer. It also warns where there is no process group, as if that
+    were an oversight.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
         try:
             yield
         except CheckpointException as failed:
-            rank, (error, _) = min(failed.failures.items())
+            own = failed.failures.get(_rank())
+            rank, (error, _) = (_rank(), own) if own else min(failed.failures.items())
             number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-            raise OSError(number, f"{error} (rank {rank}, in {path})") from error
+            text = f"{error} (rank {rank}, in {path})"
+            raise OSError(number, text if own else f"a peer was lost: {text}") from error
 
 
 def _may_be_left(name: str) -> bool:
@@ -202,11 +210,11 @@ def _require_same_tensors(
 
 
 def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return _rank() == 0
 
 
 def _together(act: Callable[[], T], on: bool) -> list[T | None]:
-    """Act on some ranks and wait for all; what one raises, every rank raises."""
+    """Act on some ranks and wait for all; where one raises, every other rank tells of a lost peer."""
     result: T | None = None
     error: OSError | None = None
     if on:
@@ -215,7 +223,9 @@ def _together(act: Callable[[], T], on: bool) -> list[T | None]:
         except OSError as caught:
             error = caught
     outcomes = ranks.gather((result, error))
-    for _, failed in outcomes:
+    for rank, (_, failed) in enumerate(outcomes):
+        if isinstance(failed, FencedError):
+            raise failed
         if failed is not None:
-            raise error or failed
+            raise error or OSError(failed.errno, f"a peer was lost: {failed} (rank {rank})")
     return [value for value, _ in outcomes]

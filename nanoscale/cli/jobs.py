@@ -134,10 +134,10 @@ def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
 
 def in_words(state: str, going_on: bool, job: Job | None) -> str:
     """Where a run stands: a launcher that was killed, or never began, could not write it down."""
+    if job is not None and job.waits:  # of a launcher on a host that is lost, this is surer
+        return f"queued ({job})"
     if going_on:
         return state
-    if job is not None and job.waits:
-        return f"queued ({job})"
     if state in ("starting", "running"):
         if job is not None and job.has_ended:
             return f"{state}, then {job.end} ({job})"

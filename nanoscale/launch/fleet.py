@@ -38,7 +38,7 @@ _LOOK_S = 0.1
 """between two looks at all hosts, however much comes from some of them"""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
-_PDSH_ENDED = re.compile(rb"pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
+_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 @dataclass
@@ -168,8 +168,10 @@ class Fleet:
 
     def _has_left(self, member: Member) -> bool:
         gone = member.process is not None and member.process.exit_code() is not None
+        if not self._calls_back:
+            return not member.is_there or (gone and member.closed_at is not None)  # all is read
         # The command that has started its agent may wait for another one that is lost.
-        alone = self._calls_back and any(not other.is_there for other in self.members)
+        alone = any(not other.is_there for other in self.members)
         return gone or not member.is_there or (alone and member.said_bye)
 
     def _sweep(self, member: Member) -> None:

@@ -3,10 +3,10 @@
 Each attempt has a workspace, the folder `checkpoints/.attempt-<k>`, which its launcher makes and no rank ever
 does. Whatever ranks change in `checkpoints/` is one rename out of their workspace (a checkpoint that is
 published, the link `latest`) or into it (a checkpoint that is deleted). Before a further attempt begins, the
-launcher takes the workspace away: it renames what is in there, piece by piece, until the folder is empty and
-can be removed. After that a rank's rename finds nothing to take or nowhere to put it, on whatever host it is
-and however late it comes. Of two renames of one thing the file system lets one happen, so there is no moment
-between a check and an act, and no need for locks, which not every shared file system has.
+launcher takes the workspace away: it renames it, then renames what is in there, piece by piece, until it is
+empty and can be removed. After that a rank's rename finds nothing to take or nowhere to put it, on whatever
+host it is and however late it comes. Of two renames of one thing the file system lets one happen, so there is
+no moment between a check and an act, and no need for locks, which not every shared file system has.
 """
 
 from __future__ import annotations
@@ -37,10 +37,14 @@ def begin(run: RunDirectory, attempt: int) -> None:
 def end(run: RunDirectory) -> None:
     """Let no attempt change the checkpoints any more, and remove what was not published."""
     for workspace in run.checkpoints.glob(".attempt-*"):
+        workspace.rename(workspace.with_name(f".ended-{uuid.uuid4().hex}"))
+    for workspace in run.checkpoints.glob(".ended-*"):
         _take_away(workspace)
     for remains in run.checkpoints.glob(".deleting-*"):
-        # Where a rank still writes there, the last of it goes with the next attempt.
-        shutil.rmtree(remains, ignore_errors=True)
+        if remains.is_symlink():
+            remains.unlink(missing_ok=True)
+        else:  # where a rank still writes there, the last of it goes with the next attempt
+            shutil.rmtree(remains, ignore_errors=True)
 
 
 def require(workspace: Path) -> None:
@@ -72,6 +76,7 @@ def explained(workspace: Path) -> Iterator[None]:
 
 
 def _take_away(workspace: Path) -> None:
+    """Piece by piece: another host may still know the folder by its handle, and rename into it or out of it."""
     while workspace.exists():  # a rank may still be filling it
         for thing in list(workspace.iterdir()):
             with suppress(FileNotFoundError):  # it was published at the last moment

@@ -166,17 +166,17 @@ class RunLock:
             raise _taken_over(self.run, owner(self.run))
 
     def _take(self) -> None:
-        unmoved: _Token | None = None
+        dead: _Token | None = None
         while True:
             seen, handle = self._look_and_lock()
-            if seen.is_free or seen == unmoved or (seen.owner.is_here and not seen.owner.is_alive):
+            if seen.is_free or seen == dead or (seen.owner.is_here and not seen.owner.is_alive):
                 if self._rename_token(seen, handle):
                     return
                 continue
             os.close(handle)
             if seen.owner.is_here:
                 raise _held(self.run, seen.owner)
-            unmoved = self._watch(seen)
+            dead = seen if self._stays(seen) else None
 
     def _look_and_lock(self) -> tuple[_Token, int]:
         """The token, and a descriptor of it with a flock, where there are flocks."""
@@ -209,11 +209,11 @@ class RunLock:
         os.ftruncate(handle, len(record))
         return True
 
-    def _watch(self, seen: _Token) -> _Token:
-        """See whether a holder on another host is alive; what there is to see when it is not.
+    def _stays(self, seen: _Token) -> bool:
+        """Whether the token of a holder on another host stays as it is, so that the holder must be dead.
 
         Raises:
-            UserError: it is.
+            UserError: the holder is alive.
         """
         limit = PATIENCE_BEATS * BEAT_S
         text = f"{self.run.name} is held by {seen.owner}; waiting up to {limit:g} s to see if it is alive"
@@ -223,10 +223,10 @@ class RunLock:
             time.sleep(_LOOK_S)
             now = _look(self._folder)
             if now.name != seen.name:
-                return now
+                return False
             if now.changed != seen.changed:
                 raise _held(self.run, now.owner)
-        return seen
+        return True
 
     def _beat_on(self) -> None:
         while not self._closing.wait(BEAT_S):

@@ -31,8 +31,10 @@ def save_twice(rank: int, workspace: Path, world: int) -> tuple[int | None, str]
 def test_a_failing_write_is_an_error_of_its_rank_on_all(tmp_path: Path) -> None:
     workspace = tmp_path / ".attempt-1"
     workspace.mkdir()
-    for number, text in run_ranks(save_twice, 2, workspace, 2):
+    said = run_ranks(save_twice, 2, workspace, 2)
+    for number, text in said:
         assert number == errno.EFBIG, text
         assert "rank 1" in text and "step-00000002" in text
+    assert ["a peer was lost" in text for _, text in said] == [True, False]
     assert [stored.step for stored in store.list_checkpoints(tmp_path)] == [1]
     assert store.find_damage(store.checkpoint_path(tmp_path, 1)) == []

@@ -110,6 +110,18 @@ def test_the_file_system_is_shared_but_for_what_is_made_private(nodes, tmp_path)
     assert list((tmp_path / "own").iterdir()) == []
 
 
+def test_a_small_file_system_is_shared_and_gets_full(nodes, tmp_path):
+    nodes.share_memory(tmp_path / "small", "64k")
+    assert list((tmp_path / "small").iterdir()) == []
+    fill = f"head -c 70000 /dev/zero > {tmp_path}/small/file"
+    assert "No space left" in ssh(nodes, "n1", fill).stderr
+    for node in (*NODES, LOGIN):
+        assert (nodes.seen_from(node, tmp_path / "small") / "file").stat().st_size == 1 << 16
+    assert ssh(nodes, "n2", f"echo more > {tmp_path}/small/other").returncode != 0
+    assert ssh(nodes, "n3", f"rm {tmp_path}/small/file").returncode == 0
+    assert ssh(nodes, "n2", f"echo more > {tmp_path}/small/other").returncode == 0
+
+
 def test_host_keys_differ_and_a_changed_one_is_refused(nodes):
     scanned = nodes.call(LOGIN, ["ssh-keyscan", "-t", "ed25519", *NODES]).stdout.splitlines()
     assert len({line.split()[2] for line in scanned if not line.startswith("#")}) == len(NODES)

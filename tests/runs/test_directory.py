@@ -26,7 +26,8 @@ def test_the_layout(tmp_path):
     assert run.log(2, "h", 3, "out") == run.path / "logs/attempt-2/h.rank-3.out"
     assert run.rank_failure(2, "h", 3).parent == run.log(2, "h", 3, "err").parent
     assert run.checkpoint(7) == run.path / "checkpoints/step-00000007"
-    assert sorted(p.name for p in run.path.iterdir()) == ["checkpoints", "config.yaml", "logs"]
+    names = sorted(p.name for p in run.path.iterdir())
+    assert names == ["checkpoints", "config.yaml", "lock", "logs"]
 
 
 def test_a_name_that_is_taken(tmp_path):

@@ -1,0 +1,167 @@
+"""`nanoscale` as a user types it at the login node, and everything that can be seen of it from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nanoscale.runs import events, failure
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Failure
+from tests.cluster.machines import wait_until
+from tests.cluster.nodes import LOGIN, Nodes
+
+SOURCE = Path(__file__).parents[2]
+LIMIT_S = 90.0
+TINY = (
+    "recipe=debug",
+    "model.layers=2",
+    "launcher.device=cpu",
+    "launcher.threads=1",
+    "train.sample_tokens=0",
+    "run.name=r",
+)
+"""a job of a few milliseconds a step, which every number of ranks up to 3 divides"""
+LONG = ("train.steps=100000", "train.global_batch=6", "checkpoint.every=1")
+"""one that no test waits for the end of"""
+
+
+class Launch:
+    """One command that goes on. Its run, where it has one, is `r` in `root`.
+
+    Args:
+        words: what comes after `nanoscale`.
+        under: a command that it is started through.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        folder: Path,
+        *words: object,
+        root: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        under: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self.nodes = nodes
+        self.run = RunDirectory((root or folder / "runs") / "r")
+        self._screen = folder / f"screen-{time.monotonic_ns()}"
+        command = [*under, sys.executable, "-m", "nanoscale", *words]
+        with self._screen.open("wb") as screen:
+            self.process = nodes.run_in(
+                LOGIN,
+                command,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(SOURCE), **(environment or {})},
+                **({"stdout": screen, "stderr": screen} | options),
+            )
+
+    @property
+    def screen(self) -> str:
+        """What the user has seen so far."""
+        return self._screen.read_text(errors="replace")
+
+    def ends(self, limit_s: float = LIMIT_S) -> int:
+        """Wait for the end of the command; its exit code."""
+        try:
+            return int(self.process.wait(limit_s))
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"still going on after {limit_s:g} s:\n{self.screen}") from error
+
+    def must_end(self, code: int) -> None:
+        found = self.ends()
+        assert found == code, f"exit code {found}:\n{self.screen}"
+
+    # -- the run --
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError):
+            lines = self.run.metrics.read_text().splitlines()
+            return [json.loads(line) for line in lines]
+        return []
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.metrics]
+
+    @property
+    def cause(self) -> Failure:
+        found = failure.read(self.run)
+        assert found is not None, self.screen
+        return found
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events.read(self.run) if event["kind"] == kind]
+
+    def trains(self, steps: int) -> None:
+        """Wait until so many steps are written down."""
+
+        def reached() -> bool:
+            assert self.process.poll() is None, f"it ended early:\n{self.screen}"
+            return len(self.metrics) >= steps
+
+        wait_until(reached, f"step {steps}", LIMIT_S)
+
+    # -- the processes --
+
+    def agents(self, node: str) -> list[int]:
+        return [
+            pid for pid, line in self.nodes.processes(node).items() if "-m nanoscale.agent" in line
+        ]
+
+    def fork_servers(self, node: str) -> list[int]:
+        found = self.nodes.processes(node).items()
+        agents = set(self.agents(node))
+        return [pid for pid, line in found if "forkserver" in line and _parent(pid) in agents]
+
+    def ranks(self, node: str) -> list[int]:
+        """Processes of the ranks on a node, by their start."""
+        servers = set(self.fork_servers(node))
+        return sorted(pid for pid in self.nodes.processes(node) if _parent(pid) in servers)
+
+
+def hostfile(folder: Path, *lines: str) -> Path:
+    path = folder / "hostfile"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def left(nodes: Nodes) -> dict[str, str]:
+    """What still runs on any node that is on, by node and pid."""
+    return {
+        f"{node}:{pid}": line
+        for node in nodes.names
+        if nodes.is_on(node)
+        for pid, line in nodes.processes(node).items()
+    }
+
+
+def nothing_left(nodes: Nodes, limit_s: float) -> float:
+    """Wait until nothing runs on any node; when that was seen."""
+    deadline = time.monotonic() + limit_s
+    while found := left(nodes):
+        assert time.monotonic() < deadline, f"left after {limit_s:g} s: {found}"
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def interrupt(launch: Launch) -> None:
+    launch.process.send_signal(signal.SIGINT)
+
+
+def _parent(pid: int) -> int:
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).ppid())
+    return 0

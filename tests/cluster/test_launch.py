@@ -1,0 +1,187 @@
+"""Training on the nodes over ssh and pdsh: what runs on one machine runs on several, and ends there too."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from nanoscale.runs import status
+from tests.cluster.launches import (
+    SOURCE,
+    TINY,
+    Launch,
+    hostfile,
+    interrupt,
+    left,
+    nothing_left,
+)
+from tests.cluster.machines import wait_until
+from tests.cluster.nodes import LOGIN, NODES, Nodes
+
+STEPS = 60
+JOB = (*TINY, f"train.steps={STEPS}", "train.global_batch=6")
+FP32 = 1e-5
+END_S = 10.0
+SECRET = "MY_API_TOKEN"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same job in one process on this machine."""
+    folder = tmp_path_factory.mktemp("one")
+    words = [*JOB, "parallel.dp=1", f"run.root={folder}"]
+    subprocess.run(
+        [sys.executable, "-m", "nanoscale", "train", *words],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    lines = (folder / "r" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+class Hostile:
+    """Values that any shell on their way would take for its own business, and the file that it would make."""
+
+    def __init__(self) -> None:
+        self.bait = f"bait-{uuid.uuid4().hex}"
+        touch = f"touch {self.bait}"
+        self.name = f"a $({touch})`{touch}`'\";{touch};&|#%h%u\\ *"
+        """of a file"""
+        self.environment = {
+            "V_SUBSTITUTED": f"$({touch})",
+            "V_BACKTICKS": f"`{touch}`",
+            "V_QUOTES": "it's \"both\" '",
+            "V_LINES": f"one\n{touch}\n",
+            "V_COMMAND": f"; {touch} & | {touch} #",
+            "V_SPACES": "  two  ",
+            "V_PDSH": "%h %u %n %%",
+            "V_BACKSLASH": "\\n $HOME ~ * \\",
+        }
+
+    def was_taken(self, *folders: Path) -> list[Path]:
+        """Where somebody did run it."""
+        places = {Path("/"), Path.home(), Path.cwd(), *folders}
+        return [path for place in places for path in place.glob(f"*{self.bait}") if _is_bait(path)]
+
+
+def _is_bait(path: Path) -> bool:
+    return path.name.startswith("bait-")
+
+
+def interpreter(path: Path, scratch: Path, source: Path) -> Path:
+    """A Python that keeps its temporary files in `scratch`, and has nanoscale from `source`."""
+    words = {"TMPDIR": scratch, "PYTHONPATH": source}
+    settings = "\n".join(f"export {name}='{value}'" for name, value in words.items())
+    path.write_text(f'#!/bin/sh\n{settings}\nexec {sys.executable} "$@"\n')
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def recipe(folder: Path, **sections: object) -> Path:
+    """The debug recipe with further sections, in which YAML keeps every character."""
+    document = {"defaults": ["debug"], **sections}
+    path = folder / "mine.yaml"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def tells_where(log: Path) -> bool:
+    return log.exists() and "most recent call first" in log.read_text()
+
+
+def close(losses: list[float], expected: list[float]) -> bool:
+    pairs = zip(losses, expected, strict=True)
+    return all(abs(one - other) <= FP32 * abs(other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
+    nodes: Nodes, tmp_path: Path, one_process: list[float], launcher: str
+) -> None:
+    hostile = Hostile()
+    own = nodes.make_private(tmp_path / "own")
+    shutil.copytree(SOURCE / "nanoscale", own["n2"] / "copy" / "nanoscale")
+    usual = interpreter(tmp_path / "python", tmp_path / "own", SOURCE)
+    other = interpreter(tmp_path / hostile.name, tmp_path / "own", tmp_path / "own" / "copy")
+    root = tmp_path / f"{hostile.name}\nruns"
+    hosts = hostfile(tmp_path, "root@n1 slots=2", "n2 slots=1", "n3 slots=2")
+    secret = uuid.uuid4().hex
+    words = recipe(
+        tmp_path,
+        run={"root": str(root)},
+        cluster={"python": str(usual), "pythons": {"n2": str(other)}},
+        launcher={"env": hostile.environment, "pass_env": [f"{SECRET[:-3]}*"]},
+    )
+    first = Launch(
+        nodes,
+        tmp_path,
+        *("train", *JOB[1:], f"recipe={words}", f"launcher.name={launcher}"),
+        *("--hostfile", hosts, "--exclude", "n3"),
+        root=root,
+        environment={SECRET: secret, **nodes.pdsh_environment},
+    )
+    first.trains(3)
+    assert [len(first.ranks(node)) for node in NODES] == [2, 1, 0]
+    for node in ("n1", "n2"):
+        (server,) = first.fork_servers(node)
+        found = environment_of(server)
+        assert hostile.environment.items() <= found.items()
+        assert found[SECRET] == secret
+    assert environment_of(*first.fork_servers("n2"))["PYTHONPATH"] == f"{tmp_path}/own/copy"
+    assert not [line for line in left(nodes).values() if secret in line]
+    for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
+        (folder,) = own[node].glob("nanoscale-*")
+        assert all((folder / "attempt-1" / f"rank-{rank}.err").exists() for rank in ranks)
+        for pid in first.ranks(node):
+            os.kill(pid, signal.SIGUSR2)  # upon which it writes where it is
+        logs = [first.run.log(1, node, rank, "err") for rank in ranks]
+        wait_until(lambda logs=logs: all(map(tells_where, logs)), f"words of the ranks of {node}")
+    interrupt(first)
+    first.must_end(130)
+    nothing_left(nodes, END_S)
+    assert status.read(first.run).state == "stopped"
+    assert first.run.checkpoint_steps() == [len(first.metrics)]
+    assert not [path for node in NODES for path in own[node].glob("nanoscale-*")]
+    files = [path for path in first.run.path.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if secret.encode() in path.read_bytes()]
+    assert hostile.was_taken(tmp_path, root, *own.values()) == []
+
+    second = Launch(
+        nodes, tmp_path, "resume", first.run.path, root=root, environment=nodes.pdsh_environment
+    )
+    second.trains(len(first.metrics) + 3)
+    stopped = nodes.call(
+        LOGIN,
+        [sys.executable, "-m", "nanoscale", "runs", "stop", first.run.path],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    assert stopped.returncode == 0, stopped.stderr
+    second.must_end(75)
+    nothing_left(nodes, END_S)
+
+    last = Launch(
+        nodes,
+        tmp_path,
+        *("resume", first.run.path, "--exclude", "n1@n2", "parallel.tp=2"),
+        root=root,
+        environment=nodes.pdsh_environment,
+    )
+    last.must_end(0)
+    nothing_left(nodes, END_S)
+    assert [record["step"] for record in last.metrics] == list(range(1, STEPS + 1))
+    assert close(last.losses, one_process)
