@@ -21,6 +21,9 @@ MARK = "NANOSCALE_JOB"
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
+TRAINING, BANDWIDTH = "training", "bandwidth"
+"""what ranks may be asked to do"""
+
 _WRITE_S = 1.0
 """for a write that is going on; to a reader that does not read it may hang"""
 

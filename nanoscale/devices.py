@@ -97,6 +97,39 @@ def driver() -> str | None:
         pynvml.nvmlShutdown()
 
 
+def gpu_memory() -> list[tuple[float, float]]:
+    """Free and whole memory of each GPU that CUDA would show a program here, GiB."""
+    gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return []
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for _, uuid in gpus]
+        found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+        return [(memory.free / 2**30, memory.total / 2**30) for memory in found]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def gpu_problem() -> str | None:
+    """Why GPUs cannot be asked for, where there is a driver that should answer."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except ImportError:
+        return None
+    except pynvml.NVMLError as error:
+        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return None if error.value in absent else str(error)
+    pynvml.nvmlShutdown()
+    return None
+
+
 def _quota() -> float:
     """Cores that the control group grants; infinity where it does not say."""
     with suppress(OSError, ValueError):

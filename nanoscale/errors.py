@@ -19,6 +19,8 @@ class Violation:
     """the law that it breaks, as a sentence without the key"""
     suggestions: tuple[str, ...] = ()
     """what to type instead, each ready to paste"""
+    remedy: str = ""
+    """what to do, where it is more than something to type"""
 
 
 @dataclass

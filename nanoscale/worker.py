@@ -15,10 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
+from nanoscale.channel import BANDWIDTH, TRAINING
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
 from nanoscale.lifeline import die_with
@@ -66,13 +68,16 @@ class RankContext:
 Job = Callable[[RankContext], str]
 """What a rank does; it returns a key of EXIT_CODES."""
 
+JOBS = {TRAINING: "nanoscale.train.job", BANDWIDTH: "nanoscale.parallel.bandwidth"}
+"""by what the launcher calls it, the module whose `run` is the job"""
 
-def main(run_dir: Path | str, job: Job | None = None) -> str:
-    """Train as the rank that the environment says, and return how it ended.
+
+def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
+    """Do the job as the rank that the environment says, and return how it ended.
 
     Args:
         run_dir: the run directory, with its frozen configuration.
-        job: what to do; by default the training job.
+        job: what to do, or its name in JOBS.
 
     Raises:
         Exception: what ended the rank, after it was written to the rank's failure file.
@@ -87,7 +92,7 @@ def main(run_dir: Path | str, job: Job | None = None) -> str:
     try:
         context = _context(run, stop)
         _use_threads(context.config)
-        return (job or _training_job())(context)
+        return (named_job(job) if isinstance(job, str) else job)(context)
     except BaseException as error:
         _record(run, error)
         raise
@@ -131,9 +136,9 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def _training_job() -> Job:
-    from nanoscale.train.job import run
-
+def named_job(name: str) -> Job:
+    """The job that the launcher calls so."""
+    run: Job = import_module(JOBS[name]).run
     return run
 
 

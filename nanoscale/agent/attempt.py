@@ -14,21 +14,27 @@ from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
 from nanoscale.agent.network import interface_towards
 from nanoscale.channel import Message
+from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
+
+_MEET_S = 600.0
 
 if TYPE_CHECKING:
     from nanoscale.agent.elastic import WatchingAgent
     from nanoscale.agent.watch import Watch
 
 
-def attempt(link: Link, order: Message, job: Job | None) -> object:
+def attempt(link: Link, order: Message, job: Job | str) -> object:
     """Run the ranks that the launcher orders, and tell it how they ended.
+
+    Args:
+        job: what each rank does, or its name in worker.JOBS.
 
     Returns:
         what must live until the ranks of all hosts have ended: on the first host, the store they meet at.
     """
-    host = Host.of(order)
+    host, run = Host.of(order), _run_directory(link, order)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
@@ -37,7 +43,7 @@ def attempt(link: Link, order: Message, job: Job | None) -> object:
         if link.killed_attempt >= host.attempt:
             outcome = "killed"
         else:
-            elastic, watch = _agent(link, host, order, job)
+            elastic, watch = _agent(link, host, run, order, job)
             outcome = _run_ranks(elastic, watch)
             failures += watch.failures.values()
     except Exception as error:
@@ -52,11 +58,12 @@ def attempt(link: Link, order: Message, job: Job | None) -> object:
         outcome=outcome,
         failures=[asdict(failure) for failure in failures],
         evidence=asdict(evidence),
+        result=_result(run),
     )
     return elastic
 
 
-def be_rank(run_dir: Path, job: Job | None) -> str:
+def be_rank(run_dir: Path, job: Job | str) -> str:
     """What a copy of the fork server does.
 
     After a failure the process ends at once: what is left to destroy could wait for lost peers.
@@ -70,14 +77,35 @@ def be_rank(run_dir: Path, job: Job | None) -> str:
         os._exit(worker.exit_code(error))
 
 
-def _agent(link: Link, host: Host, order: Message, job: Job | None) -> tuple[WatchingAgent, Watch]:
+def _run_directory(link: Link, order: Message) -> RunDirectory:
+    """That of the run; a job that is of no run has one that nobody but this host sees."""
+    if order["run"] is not None:
+        return RunDirectory(Path(order["run"]))
+    own = RunDirectory(link.scratch / f"run-{order['attempt']}")
+    own.path.mkdir()
+    own.config.write_text(order["config"])
+    return own
+
+
+def _result(run: RunDirectory) -> object:
+    """What the job has left for the launcher; None where it left nothing."""
+    try:
+        return read_json(run.result)
+    except (OSError, ValueError):
+        return None
+
+
+def _agent(
+    link: Link, host: Host, run: RunDirectory, order: Message, job: Job | str
+) -> tuple[WatchingAgent, Watch]:
     from nanoscale.agent.elastic import elastic_agent
     from nanoscale.agent.logs import RankLogs
     from nanoscale.agent.watch import Watch
 
     logs = RankLogs(link, host, _environment(host))
     watch = Watch(link, host, logs, order["patience_s"])
-    return elastic_agent(host, be_rank, (Path(order["run"]), job), logs, watch.look), watch
+    meet_s = order.get("meet_s", _MEET_S)
+    return elastic_agent(host, be_rank, (run.path, job), logs, watch.look, meet_s), watch
 
 
 def _run_ranks(elastic: WatchingAgent, watch: Watch) -> str:

@@ -25,7 +25,6 @@ Sight = Literal["well", "waiting", "over"]
 Look = Callable[[Sequence[BaseProcess]], Sight]
 
 _MONITOR_S = 0.05
-_RENDEZVOUS_TIMEOUT_S = 600
 
 
 class WatchingAgent(LocalElasticAgent):
@@ -59,8 +58,13 @@ def elastic_agent(
     arguments: tuple[Any, ...],
     logs: RankLogs,
     look: Look,
+    meet_s: float,
 ) -> WatchingAgent:
-    """The agent that starts `entrypoint(*arguments)` once for each rank of this host."""
+    """The agent that starts `entrypoint(*arguments)` once for each rank of this host.
+
+    Args:
+        meet_s: how long the agents of all hosts wait for each other at first.
+    """
     # Nobody sends this signal, so our own handlers stay in place.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGRTMAX"
     rendezvous = StaticTCPRendezvous(
@@ -69,7 +73,7 @@ def elastic_agent(
         rank=host.node_rank,
         world_size=host.nodes,
         run_id=f"attempt-{host.attempt}",
-        timeout=_RENDEZVOUS_TIMEOUT_S,
+        timeout=int(meet_s),
     )
     spec = WorkerSpec(
         role="rank",

@@ -2,85 +2,128 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import os
-import platform
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import nanoscale
 from nanoscale.agent.host import available_gib
 from nanoscale.agent.network import addresses, interface_towards, resolve
+from nanoscale.cache import cache_path, user_cache
 from nanoscale.channel import Message
-from nanoscale.devices import detect, driver
+from nanoscale.devices import detect, gpu_memory, gpu_problem
+from nanoscale.versions import versions
 
-_PACKAGES = ("torch", "deepspeed")
+_STALE_S = 3600.0
+"""no compilation of an operation takes longer"""
+_SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
     """What the launcher, or `doctor`, judges this host by; JSON. `port`: the one that is reserved here."""
     return {
         "hostname": socket.gethostname(),
+        "machine": _machine(),
         "pid": os.getpid(),
         "executable": sys.executable,
-        "versions": _versions(),
+        "versions": versions(),
         "devices": asdict(detect()),
+        "gpu_memory_gib": gpu_memory(),
+        "gpu_problem": gpu_problem(),
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
         "root": _look_at(Path(order["root"]), order["probe"]),
+        "cache": _look_at_cache(order["cache_dir"]),
         "network": _network(order["master_addr"]),
+        "stale_locks": _stale_locks(),
         "port": port,
         "asked_at": order["time"],
         "time": time.time(),
     }
 
 
-def source_sum() -> str:
-    """A sum of this nanoscale's own source: two copies of one version may differ."""
-    folder = Path(nanoscale.__file__).parent
-    total = hashlib.blake2b(digest_size=4)
-    for path in sorted(folder.rglob("*.py")):
-        total.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return total.hexdigest()
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "nanoscale": f"{nanoscale.__version__} ({source_sum()})",
-    }
-    for name in _PACKAGES:
-        versions[name] = None
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions | {"driver": driver()}
+def _machine() -> str:
+    """The same for two names of one machine, and for nothing else."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"  # containers share the kernel
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _look_at(root: Path, probe: str) -> dict[str, Any]:
     """The folder of runs, by the file that the launcher has put there."""
+    visible = (root / probe).is_file()
     return {
-        "visible": (root / probe).is_file(),
-        "writable": os.access(root, os.W_OK | os.X_OK),
+        "path": str(root),
+        "visible": visible,
+        "problem": _try_to_write(root) if visible or root.is_dir() else None,
         "free_gib": _free_gib(root),
     }
 
 
-def _network(master_addr: str) -> dict[str, Any]:
-    own = addresses()
-    found = resolve(master_addr)
+def _look_at_cache(named: str | None) -> dict[str, Any]:
+    """The folder of prepared corpora, or what is there of the way to it."""
+    try:
+        folder = cache_path(named)
+    except RuntimeError:
+        return {"path": "~/.cache", "problem": "the user has no home", "free_gib": None}
+    # Path.exists() raises where a folder above may not be looked into.
+    existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
-        "addresses": own,
-        "master": found,
-        "is_master": any(address in own for address in found),
-        "interface": interface_towards(master_addr),
+        "path": str(folder),
+        "problem": _try_to_write(existing),
+        "free_gib": _free_gib(existing),
     }
+
+
+def _try_to_write(folder: Path) -> str | None:
+    """Why nothing can be written there; permissions alone do not tell of quotas and file servers."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".nanoscale-", buffering=0) as file:
+            file.write(b"\n")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _network(master_addr: str) -> dict[str, Any]:
+    return {
+        "addresses": addresses(),
+        "asked_for": master_addr,
+        "found": resolve(master_addr),
+        "interface": interface_towards(master_addr),
+        "chosen": {name: os.environ[name] for name in _SOCKETS if os.environ.get(name)},
+    }
+
+
+def _stale_locks() -> list[str]:
+    """Locks that compilations of PyTorch extensions have left; the next one waits for them for ever.
+
+    DeepSpeed compiles its operations in this way. A lock is a file that whoever compiles removes in the end.
+    """
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    try:
+        found = Path(named).glob("*/lock") if named else _extensions().glob("*/*/lock")
+        return [str(path) for path in sorted(found) if _age_s(path) > _STALE_S]
+    except (OSError, RuntimeError):
+        return []
+
+
+def _extensions() -> Path:
+    return user_cache() / "torch_extensions"
+
+
+def _age_s(path: Path) -> float:
+    with suppress(OSError):
+        return time.time() - path.stat().st_mtime
+    return 0.0
 
 
 def _free_gib(folder: Path) -> float | None:

@@ -16,14 +16,14 @@ from types import FrameType
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
-from nanoscale.channel import Message
+from nanoscale.channel import BANDWIDTH, TRAINING, Message
 from nanoscale.devices import cores
 from nanoscale.lifeline import end_group
 from nanoscale.ports import ReservedPort
-from nanoscale.worker import Job
+from nanoscale.versions import nanoscale_version
+from nanoscale.worker import JOBS, Job
 
-# torch._dynamo is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
-_PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch", "torch._dynamo"]
+_PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch"]
 
 _PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -32,11 +32,12 @@ def main(link: Link, job: Job | None = None) -> int:
     """Serve the launcher until it says "quit".
 
     Args:
-        job: what each rank does, a function that can be pickled; by default the training job.
+        job: what each rank does, a function that can be pickled; by default what the launcher orders.
     """
     _lead_a_group()
     _pass_signals_up(link)
     link.open()
+    link.send("hello", nanoscale=nanoscale_version())
     port = None
     last: object = None
     while (order := link.next_order())["kind"] != "quit":
@@ -44,9 +45,9 @@ def main(link: Link, job: Job | None = None) -> int:
             last = None
             gc.collect()  # so that the last attempt's store no longer listens
             port = _reserve(port, order["master_port"])
-            _prepare(link, order, port, job)
+            _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
-            last = attempt(link, order, job)  # noqa: F841 - its store serves the other hosts' ranks
+            last = attempt(link, order, job or order.get("job", TRAINING))  # noqa: F841 - its store serves the other hosts' ranks
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
     link.close()
@@ -63,7 +64,7 @@ def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | No
         return None
 
 
-def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | None) -> None:
+def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | str) -> None:
     """Take the job's environment, begin to load torch, and meanwhile say what this host is like."""
     os.environ.update(order["environment"])
     if order["slots"] and "OMP_NUM_THREADS" not in order["environment"]:
@@ -90,9 +91,12 @@ def _pass_signals_up(link: Link) -> None:
         signal.signal(number, tell)
 
 
-def _start_fork_server(job: Job | None) -> None:
+def _start_fork_server(job: Job | str) -> None:
     os.environ["NANOSCALE_AGENT_PID"] = str(os.getpid())
     os.environ["TORCH_MP_PARALLEL_START"] = "1"
-    training = "nanoscale.train.job" if job is None else job.__module__
-    multiprocessing.set_forkserver_preload([*_PRELOADED, training])
+    preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
+    if job != BANDWIDTH:
+        # It is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
+        preloaded.insert(-1, "torch._dynamo")
+    multiprocessing.set_forkserver_preload(preloaded)
     forkserver.ensure_running()

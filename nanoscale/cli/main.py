@@ -15,7 +15,7 @@ from nanoscale import __version__
 from nanoscale.cli.output import DONE, FAILED, INTERRUPTED, WRONG_REQUEST, show_error
 from nanoscale.errors import UserError, Violation
 
-VERBS = ("train", "resume", "submit", "runs", "checkpoints", "config", "recipes")
+VERBS = ("train", "resume", "submit", "doctor", "runs", "checkpoints", "config", "recipes")
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 
@@ -121,7 +121,7 @@ def _as_overrides(option: str, arguments: Sequence[str]) -> list[str]:
     from nanoscale.config.suggest import nearest_key
 
     position = next((i for i, word in enumerate(arguments) if word.startswith(option)), None)
-    if position is None or arguments[0] not in ("train", "resume", "submit", "config"):
+    if position is None or arguments[0] not in ("train", "resume", "submit", "doctor", "config"):
         return []
     _, equals, value = arguments[position].partition("=")
     if not equals:

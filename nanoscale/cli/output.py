@@ -51,6 +51,7 @@ def error_document(error: UserError) -> dict[str, Any]:
             "source": violation.source,
             "message": violation.message,
             "suggestions": list(violation.suggestions),
+            **({"remedy": violation.remedy} if violation.remedy else {}),
         }
         for violation in error.violations
     ]
@@ -99,3 +100,6 @@ def _append_details(text: Text, violation: Violation, indent: str) -> None:
             text.append(" or ", style="dim") if index else None
             text.append(suggestion, style="green")
         text.append("\n")
+    if violation.remedy:
+        text.append(f"{indent}remedy: ", style="dim")
+        text.append(f"{violation.remedy}\n")

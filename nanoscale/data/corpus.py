@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from nanoscale.cache import cache_path
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter, bin_path, sync_folder
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
@@ -89,14 +90,8 @@ def stdlib_folder() -> Path:
 
 def cache_folder(data: Data) -> Path:
     """Where prepared corpora lie: data.cache_dir, $NANOSCALE_CACHE or the user's cache folder."""
-    named = data.cache_dir or os.environ.get("NANOSCALE_CACHE")
-    if named:
-        return Path(named).expanduser().absolute()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if base.is_absolute():  # the specification has relative ones ignored
-        return base / "nanoscale"
     try:
-        return Path.home() / ".cache" / "nanoscale"
+        return cache_path(data.cache_dir)
     except RuntimeError as error:
         raise _unwritable(Path("~/.cache"), error) from error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nanoscale.channel import BEAT, BEAT_S, MARK, Message, Sender, Unpacker
+from nanoscale.channel import BEAT, BEAT_S, MARK, TRAINING, Message, Sender, Unpacker
 from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
@@ -60,6 +60,8 @@ class Member:
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
+    nanoscale: str | None = None
+    """the version of its agent"""
     facts: Message | None = None
     lost: RankFailure | None = None
     said_bye: bool = False
@@ -166,8 +168,10 @@ class Fleet:
 
     def _has_left(self, member: Member) -> bool:
         gone = member.process is not None and member.process.exit_code() is not None
+        if not self._calls_back:
+            return not member.is_there or (gone and member.closed_at is not None)  # all is read
         # The command that has started its agent may wait for another one that is lost.
-        alone = self._calls_back and any(not other.is_there for other in self.members)
+        alone = any(not other.is_there for other in self.members)
         return gone or not member.is_there or (alone and member.said_bye)
 
     def _sweep(self, member: Member) -> None:
@@ -238,15 +242,20 @@ class Fleet:
         for stream in (process.stdout, process.stderr):
             self._selector.register(stream, selectors.EVENT_READ, (None, "words"))
 
-    def prepare(self, environment: dict[str, str], *, will_launch: bool) -> None:
+    def prepare(
+        self, environment: dict[str, str], *, will_launch: bool, job: str = TRAINING
+    ) -> None:
         """Ask every host that is there what it is like, and let it get ready.
 
         Args:
             environment: what its ranks are to have on top of what the host has.
+            job: what they will do: TRAINING or BANDWIDTH.
         """
         self._preparation = {
             "environment": environment,
             "will_launch": will_launch,
+            "job": job,
+            "cache_dir": self._config.data.cache_dir,
             "master_addr": self.master_addr,
         }
         for member in self.members:
@@ -341,6 +350,8 @@ class Fleet:
         for message in member.unpacker.feed(data):
             if isinstance(message, str):
                 self._note(member, message.encode() + b"\n")
+            elif message["kind"] == "hello":
+                member.nanoscale = message["nanoscale"]
             elif message["kind"] == "facts":
                 member.facts = {**message, "heard_at": time.time()}
             elif message["kind"] == "bye":
@@ -443,8 +454,10 @@ class Fleet:
             labels = line.split()[:2]
             for number, member in enumerate(self.members):
                 label = str(number) if self._launcher.name == "slurm" else member.name
-                if f"{label}:".encode() in labels:
-                    member.words = (member.words + line)[-_KEPT_BYTES:]
+                prefix = f"{label}:".encode()
+                if prefix in labels:
+                    words = line.removeprefix(prefix + b" ")
+                    member.words = (member.words + words)[-_KEPT_BYTES:]
             ended = _PDSH_ENDED.match(line)
             for member in self.members if ended else ():
                 if ended and ended[1].decode(errors="replace") == member.name:

@@ -14,7 +14,7 @@ from nanoscale.errors import UserError
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
-from nanoscale.runs import events, fence
+from nanoscale.runs import events, fence, lock
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.sample import sample
 from nanoscale.train.stop import StopAgreement
@@ -76,11 +76,12 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     """Load the newest whole checkpoint of the run, if it has any.
 
     Raises:
-        UserError: none of them is whole, or they are of another model or other data.
+        UserError: none of them is whole, or they are of another model or other data; or a launcher has the run.
     """
     note = noter(context)
-    if context.attempt == 0 and context.rank == 0:
-        fence.begin(context.run, 0)  # which else a launcher does
+    if context.attempt == 0 and context.rank == 0:  # torchrun's, which knows of no runs
+        lock.refuse_if_held(context.run)
+        fence.begin(context.run, 0)
     if not ranks.from_first(store.list_checkpoints(context.run.checkpoints)):
         return Progress()  # before any optimizer state is made
     state = engine.empty_state()

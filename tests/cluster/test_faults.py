@@ -212,7 +212,10 @@ def lost_steps(launch: Launch) -> int | None:
 def shown(launch: Launch) -> str:
     """The diagnosis as the screen has it, without what differs from run to run."""
     cause = failure.read(launch.run)
-    return f"{cause.who}: {cause.diagnosis}" if cause is not None else ""
+    if cause is None:
+        return ""
+    raised = f" ({cause.message.partition(' (')[0]})" if cause.traceback else ""
+    return f"{cause.who}: {cause.diagnosis}{raised}"
 
 
 def assert_shown(launch: Launch, cause: Failure) -> None:
@@ -375,7 +378,7 @@ NOWHERE = "cluster.pythons={n2: /nowhere/python}"
 NO_PYTHON = "agent of n2: there is no such Python there"
 WRONG_KEY = "agent of n2: its ssh host key is not the one that is known"
 FLAWS = [
-    Flaw("port taken", take_port, 2, f"n1: port {PORT} is in use", (FIXED_PORT,)),
+    Flaw("port taken", take_port, 2, f"n1: port {PORT} is taken", (FIXED_PORT,)),
     Flaw(
         "port taken, without preflight",
         take_port,
@@ -423,4 +426,4 @@ def test_hosts_that_cannot_do_it(
 
 def refusal(screen: str) -> str:
     """What is wrong, of an error of the user's."""
-    return next(line.partition(": ")[2] for line in screen.splitlines() if "• port: " in line)
+    return next(line.partition("• ")[2] for line in screen.splitlines() if "• " in line)

@@ -112,7 +112,7 @@ def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
     watch = user.begins("runs", "watch", "other")
     printed = user.types("runs", "stop", "other")
     assert f"asked job {second} to stop" in printed and "other is preempted" in printed
-    assert user.slurm.wait_state(second, "FAILED")["ExitCode"] == "75:0"
+    assert user.slurm.wait_state(second, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "75:0"
     shown, _ = watch.communicate(timeout=LIMIT_S)
     assert watch.returncode == 75, shown
     assert other.checkpoint_steps() == [steps(other)[-1]]
@@ -135,22 +135,26 @@ def test_how_slurm_ended_a_job_is_told(user: User) -> None:
 
 
 def test_the_time_limit_saves_and_queues_again_a_limited_number_of_times(user: User) -> None:
-    """60 s: slurmctld looks at time limits every 30 s."""
+    """20 to 50 s: slurmctld looks at time limits every 30 s, and sends signals as much too early."""
     run, job = user.submits(
         "long",
         "train.steps=100000",
         "launcher.slurm.time=0:01:00",
-        "launcher.slurm.signal_before_s=50",
+        "launcher.slurm.signal_before_s=10",
         "launcher.slurm.max_requeues=1",
     )
-    wait_step(run, 1)
+    user.slurm.wait_state(job, "RUNNING")
     user.slurm.hasten(job)
-    last = user.slurm.wait_state(job, "FAILED", limit_s=90)
+    before = steps(run)[-1]
+    assert run.checkpoint_steps()[-1] == before
+    wait_step(run, before + 3)
+    user.slurm.command("scancel", "--batch", "--signal=USR1", job)
+    last = user.slurm.wait_state(job, "FAILED", limit_s=LIMIT_S)
     assert (last["Restarts"], last["ExitCode"]) == ("1", "75:0")
-    attempts = [event["message"] for event in events.read(run) if event["kind"] == "signal"]
-    assert len(attempts) == 2 and all("SIGUSR1" in message for message in attempts)
+    heard = [event["signal"] for event in events.read(run) if event["kind"] == "signal"]
+    assert heard == ["SIGUSR1", "SIGUSR1"]
     (resumed,) = [event for event in events.read(run) if event["kind"] == "resumed"]
-    assert 0 < resumed["step"] < steps(run)[-1] == run.checkpoint_steps()[-1]
+    assert resumed["step"] == before
     assert steps(run) == list(range(1, steps(run)[-1] + 1))
     assert "was queued again 1 times already" in user.types("runs", "logs", "long", "--batch")
 
@@ -161,7 +165,7 @@ def test_a_preempted_run_saves_makes_room_and_goes_on(user: User) -> None:
     urgent = user.slurm.sbatch(
         "-N2", "--exclusive", "-phigh", "--output=/dev/null", "--wrap", "true"
     )
-    user.slurm.wait_state(urgent, "COMPLETED")
+    user.slurm.wait_state(urgent, "COMPLETED", limit_s=LIMIT_S)
     before = steps(run)[-1]
     assert run.checkpoint_steps()[-1] == before
     user.slurm.hasten(job)
@@ -247,5 +251,5 @@ def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
     wait_step(run, 3)
     assert f"job {job}: RUNNING, on s[1-2]" in user.types("runs", "show", run.name)
     assert f"asked job {job} to stop" in user.types("runs", "stop", run.name)
-    assert user.slurm.wait_state(job, "FAILED")["ExitCode"] == "75:0"
+    assert user.slurm.wait_state(job, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "75:0"
     assert run.checkpoint_steps() == [steps(run)[-1]]

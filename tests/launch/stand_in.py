@@ -50,10 +50,11 @@ def agent(job: str) -> int:
 
 if __name__ == "__main__":
     from nanoscale.errors import UserError
+    from nanoscale.runs.lock import TakenOverError
 
     try:
         code = {"launch": launch, "agent": agent}[sys.argv[1]](*sys.argv[2:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = 1 if isinstance(error, TakenOverError) else 2
     sys.exit(code)

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nanoscale.runs import lock
+
 HERE = Path(__file__).parent
 LIMIT_S = 60.0
 
@@ -239,3 +241,27 @@ def test_a_killed_launcher_leaves_nothing(launch, with_agent):
     job.process.wait()
     job.wait_for(lambda: job.processes() == [], "end of all processes")
     assert job.end() == -signal.SIGKILL
+
+
+def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_nothing(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    job.process.send_signal(signal.SIGSTOP)
+    (token,) = job.run.glob("lock.*")
+    thief = token.rename(token.with_name("lock.thief"))
+    owner = {**json.loads(thief.read_text()), "token": thief.name, "host": "elsewhere"}
+    thief.write_text(json.dumps(owner))
+    time.sleep(lock.PATIENCE_BEATS * lock.BEAT_S)  # before that nobody takes it
+    before = written(job.run)
+    job.process.send_signal(signal.SIGCONT)
+    assert job.end() == 1
+    assert "was taken over by process" in job.text and "on elsewhere since" in job.text
+    assert written(job.run) == before
+    assert [path.name for path in job.run.glob("lock*")] == ["lock.thief"]
+
+
+def written(run):
+    """What a launcher writes: all but the ranks' own files."""
+    theirs = ("metrics.jsonl", "pid-0", "pid-1")
+    files = [path for path in run.rglob("*") if path.is_file() and path.name not in theirs]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

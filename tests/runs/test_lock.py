@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanoscale.errors import UserError
@@ -131,6 +132,7 @@ def test_a_killed_holder_of_this_host_holds_nothing(run, launcher, flocks):
     assert holder.say("take") == "held"
     assert second.say("take").startswith("refused")
     holder.process.kill()
+    holder.process.wait()
     assert second.say("take") == "held"
     assert lock.owner(run).pid == second.process.pid
     assert second.say("release") == "released"
@@ -223,11 +225,16 @@ def test_a_taken_run_is_known_before_anything_is_written(run):
     os.geteuid() != 0 or not shutil.which("unshare"), reason="needs unshare as root"
 )
 def test_where_flocks_reach_another_host_it_is_refused_at_once(run, launcher):
+    """A holder that is suspended there has no beat, and holds the run all the same."""
     away = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "sh", "-c")
     holder = launcher((*away, 'hostname elsewhere; exec "$@"', "sh"), patience=1000)
     assert holder.say("take") == "held"
+    for process in psutil.Process(holder.process.pid).children(recursive=True):
+        process.suspend()
+    before = time.monotonic()
     with pytest.raises(UserError, match="on elsewhere since"), RunLock(run):
         pass
+    assert time.monotonic() - before < lock.BEAT_S
     assert lock.owner(run).host == "elsewhere"
     with pytest.raises(UserError, match="held from another host") as error:
         lock.require_here(run, lock.owner(run))

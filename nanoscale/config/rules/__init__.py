@@ -13,9 +13,9 @@ from nanoscale.config.report import refuse
 from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
-from nanoscale.config.rules.files import check_saving, resolve_data, resolve_run
+from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
-from nanoscale.config.rules.layout import resolve_layout
+from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.numbers import check_optimizer, check_precision
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
@@ -24,7 +24,7 @@ from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
 from nanoscale.devices import Devices
 
-__all__ = ["Devices", "Host", "check"]
+__all__ = ["Devices", "Host", "check", "check_machines"]
 
 
 def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
@@ -76,3 +76,24 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         scheduler=scheduler,
         data=data,
     )
+
+
+def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
+    """The same for what concerns the machines alone, whatever job they are for.
+
+    Returns:
+        the configuration with the launcher, its device, and the folders resolved. On this machine
+        `launcher.devices` is an integer.
+
+    Raises:
+        UserError: with every violation.
+    """
+    case, config = Case(composed, devices, hosts), composed.config
+    launcher = replace(resolve_launcher(case), device=resolve_device(case))
+    if launcher.devices == "auto" and not hosts:
+        launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
+    run = resolve_run(case)
+    if case.violations:
+        refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")
+    data = replace(config.data, cache_dir=absolute(config.data.cache_dir))
+    return replace(config, run=run, data=data, launcher=launcher)

@@ -35,7 +35,7 @@ class Layout:
 
 def resolve_layout(case: Case, model: Model) -> Layout:
     """Hold the axes against the devices and the model."""
-    device = _device(case)
+    device = resolve_device(case)
     dp, ranks = _degrees_on_hosts(case, device) if case.hosts else _degrees(case, device)
     _replicas(case, dp)
     # Of a tp that must change, nothing follows for the sequence.
@@ -46,7 +46,8 @@ def resolve_layout(case: Case, model: Model) -> Layout:
     return Layout(device, dp, ranks)
 
 
-def _device(case: Case) -> Literal["cpu", "cuda"]:
+def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
+    """What the ranks compute on."""
     asked = case.config.launcher.device
     if asked == "auto":
         return "cuda" if case.remote else case.devices.kind

@@ -1,0 +1,292 @@
+"""`nanoscale doctor`: judge the machines before a job has to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.cli.config import ConfigDir, Overrides
+from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
+from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from nanoscale.config.rules import Host
+    from nanoscale.config.schema import Config
+    from nanoscale.launch.bandwidth import Figures, Measured, Pair
+    from nanoscale.launch.verdicts import Group, Verdict
+
+_FEW_HOSTS = 4
+"""of which everything is shown"""
+_FEW_PAIRS = 6
+"""and the slowest of more"""
+_NO_EDGE = 1000
+
+
+def doctor(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", "--no-bandwidth", help="Do not measure how fast the hosts talk."),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what is good of many hosts, too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Look at this machine, or at all hosts at once: what is wrong, what to do, how fast they talk."""
+    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
+    config, hosts = _machines(overrides or [], config_dir, options)
+    verdicts, measured = _examine(config, hosts, quick=quick)
+    names = list(dict.fromkeys(verdict.host for verdict in verdicts))
+    if as_json:
+        print_json(_document(names, verdicts, measured))
+    else:
+        _print(names, verdicts, measured, verbose=verbose)
+    all_of_them = [*verdicts, *(measured.verdicts if measured is not None else ())]
+    return DONE if all(verdict.good for verdict in all_of_them) else FAILED
+
+
+def _machines(
+    words: list[str], config_dir: Path | None, options: dict[str, Any]
+) -> tuple[Config, Sequence[Host]]:
+    """The configuration, of which no job is looked at, and the hosts."""
+    from nanoscale.config.compose import compose
+    from nanoscale.config.rules import check_machines
+    from nanoscale.devices import detect
+    from nanoscale.launch.command import here
+    from nanoscale.launch.hosts import read_hosts
+    from nanoscale.runs.directory import check_root
+
+    composed = compose(words, config_dir=config_dir, options=options)
+    hosts = read_hosts(composed)
+    config = check_machines(composed, detect(), hosts)
+    if config.launcher.name != "local":
+        check_root(Path(config.run.root))  # the hosts look for a file there
+    return config, hosts or (here(config),)
+
+
+def _examine(
+    config: Config, hosts: Sequence[Host], *, quick: bool
+) -> tuple[list[Verdict], Measured | None]:
+    """Look at all hosts, and measure between those that can compute."""
+    from nanoscale.config.rules.case import counted
+    from nanoscale.launch.bandwidth import Measured, measure, prepare
+    from nanoscale.launch.fleet import Fleet
+    from nanoscale.launch.preflight import can_compute, judge
+
+    measured = None
+    root = Path(config.run.root).absolute()
+    with _saying() as say, Fleet(config, hosts, root) as fleet:
+        say(f"looking at {counted(len(hosts), 'host')} …")
+        prepare(fleet, config, will_measure=not quick)
+        verdicts = judge(fleet.members, config)
+        ill = {verdict.host for verdict in verdicts if not can_compute(verdict)}
+        able = [member for member in fleet.members if member.name not in ill]
+        if not quick:
+            say(f"measuring the bandwidth of {counted(len(able), 'host')} …")
+            measured = measure(fleet, able, config) if able else Measured(None)
+    return verdicts, measured
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """For what is being done at the moment, where somebody is looking."""
+    screen = console(error=True)
+    if not screen.is_terminal:
+        yield lambda _: None
+        return
+    with screen.status("") as status:
+        yield status.update
+
+
+def _document(
+    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None
+) -> dict[str, Any]:
+    """`doctor --json`."""
+    by_host: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for verdict in verdicts:
+        by_host[verdict.host].append(_plain(verdict))
+    hosts = [{"host": name, "verdicts": found} for name, found in by_host.items()]
+    return {"hosts": hosts, "bandwidth": _measured(names, measured)}
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "check": verdict.check,
+        "good": verdict.good,
+        "finding": verdict.finding,
+        "remedy": "" if verdict.good else verdict.remedy,
+    }
+
+
+def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any] | None:
+    if measured is None:
+        return None
+    found = measured.figures
+    verdicts = [{"host": verdict.host, **_plain(verdict)} for verdict in measured.verdicts]
+    if found is None:
+        return {"hosts": [], "left_out": list(names), "verdicts": verdicts}
+    return {
+        "backend": found.backend,
+        "ranks": found.ranks,
+        "hosts": list(found.hosts),
+        "left_out": [name for name in names if name not in found.hosts],
+        "all_reduce": [asdict(one) for one in found.all_reduce],
+        "point_to_point": [asdict(pair) for pair in found.pairs],
+        "pairs_left_out": found.left_out,
+        "verdicts": verdicts,
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _print(
+    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None, *, verbose: bool
+) -> None:
+    screen = console()
+    both = [*verdicts, *(measured.verdicts if measured is not None else ())]
+    screen.print(_summary(names, both), style="bold")
+    everything = verbose or len(names) <= _FEW_HOSTS
+    shown = [verdict for verdict in both if everything or not verdict.good]
+    if shown:
+        screen.print()
+        _print_verdicts(screen, names, shown, verbose=verbose)
+    if measured is not None and measured.figures is not None:
+        _print_figures(screen, names, measured.figures, verbose=verbose)
+
+
+def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
+    from nanoscale.launch.verdicts import named
+
+    ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
+    if len(names) == 1:
+        return f"{names[0]}: {'something is wrong' if ill else 'all is well'}"
+    if not ill:
+        return f"{len(names)} hosts: all is well"
+    count = f"{len(ill)} of them: " if len(ill) > 1 else ""
+    return f"{len(names)} hosts: something is wrong with {count}{named(ill)}"
+
+
+def _print_verdicts(
+    screen: Console, names: Sequence[str], verdicts: Sequence[Verdict], *, verbose: bool
+) -> None:
+    """A line for each thing that is the same for some hosts, with the remedy below it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from nanoscale.launch.verdicts import grouped
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    order = list(dict.fromkeys(verdict.check for verdict in verdicts))
+    for group in sorted(grouped(verdicts), key=lambda group: order.index(group.check)):
+        text, who = Text(_without_label(group)), _who(group, names)
+        if not group.good:
+            text.append(f"\nremedy: {group.remedy}", style="dim")
+        if verbose and " more" in who:
+            text.append(f"\nhosts: {', '.join(group.hosts)}", style="dim")
+        mark = Text("✓", style="green") if group.good else Text("✗", style="bold red")
+        style = "" if group.good else "red"
+        hosts = [who] if len(names) > 1 else []
+        table.add_row(mark, Text(group.check, style=style), *hosts, text)
+    _print_table(screen, table)
+
+
+def _without_label(group: Group) -> str:
+    """What was found, where the check stands beside it."""
+    label, finding = f"{group.check} ", group.finding
+    return finding[len(label) :] if finding.lower().startswith(label) else finding
+
+
+def _who(group: Group, names: Sequence[str]) -> str:
+    from nanoscale.launch.verdicts import named
+
+    return "all" if len(group.hosts) == len(names) else named(group.hosts)
+
+
+def _print_figures(
+    screen: Console, names: Sequence[str], figures: Figures, *, verbose: bool
+) -> None:
+    from rich.table import Table
+
+    from nanoscale.config.rules.case import counted
+    from nanoscale.launch.verdicts import named
+
+    without = [name for name in names if name not in figures.hosts]
+    title = f"\nall-reduce of {counted(figures.ranks, 'rank')} over {figures.backend}"
+    title += f", without {named(without)}" if without else ""
+    reduced = Table("size", "latency µs", "bus bandwidth GB/s", box=None, pad_edge=False)
+    for column in reduced.columns:
+        column.justify = "right"
+    for one in figures.all_reduce:
+        reduced.add_row(_size(one.bytes), f"{one.latency_us:,.0f}", _gb_s(one.bus_gb_s))
+    screen.print(title, style="bold")
+    _print_table(screen, reduced)
+    _print_pairs(screen, figures, verbose=verbose)
+
+
+def _print_pairs(screen: Console, figures: Figures, *, verbose: bool) -> None:
+    from rich.table import Table
+
+    if not figures.pairs:
+        return
+    pairs = figures.pairs
+    shown = pairs
+    if len(pairs) > _FEW_PAIRS and not verbose:
+        shown = tuple(sorted(pairs, key=lambda pair: pair.gb_s)[:_FEW_PAIRS])
+    title = "\npoint to point"
+    if len(shown) < len(pairs):
+        title += f", the slowest {len(shown)} of {len(pairs)} pairs"
+    if figures.left_out:
+        title += f"; for {figures.left_out} pairs time did not suffice"
+    table = Table("between", "latency µs", "bandwidth GB/s", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for pair in shown:
+        row = (" – ".join(pair.ends), f"{pair.latency_us:,.0f}", _gb_s(pair.gb_s))
+        table.add_row(*row, style="red" if pair.slow else None)
+    if len(shown) < len(pairs):
+        table.add_row("median", *_medians(pairs), style="dim")
+    screen.print(title, style="bold")
+    _print_table(screen, table)
+
+
+def _print_table(screen: Console, table: Table) -> None:
+    """A file has no edge to wrap at, and no use for blanks at the ends of lines."""
+    if screen.is_terminal:
+        screen.print(table)
+        return
+    screen.width = _NO_EDGE
+    with screen.capture() as printed:
+        screen.print(table)
+    for line in printed.get().splitlines():
+        typer.echo(line.rstrip())
+
+
+def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:
+    from statistics import median
+
+    latency = median(pair.latency_us for pair in pairs)
+    return f"{latency:,.0f}", _gb_s(median(pair.gb_s for pair in pairs))
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+def _gb_s(value: float) -> str:
+    return f"{value:.3g}"

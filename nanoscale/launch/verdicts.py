@@ -1,0 +1,96 @@
+"""What looking at hosts came to, and the same of many hosts in one piece."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_NAMED = 3
+"""more hosts are counted"""
+_HOST = "HOST"
+"""stands for the name of each in what is said of several"""
+_ADDRESS = re.compile(r"\S+(?= port \d+\b)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one look at one host came to."""
+
+    host: str
+    check: str
+    good: bool
+    text: str
+    """what was found; `{}` is where the amount stands"""
+    remedy: str = ""
+    amount: float | None = None
+    needed: bool = True
+    """whether no job should start before it is good"""
+
+    @property
+    def finding(self) -> str:
+        return _with_amounts(self.text, [self.amount])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Verdicts that say the same of several hosts."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def check(self) -> str:
+        return self.verdicts[0].check
+
+    @property
+    def good(self) -> bool:
+        return self.verdicts[0].good
+
+    @property
+    def hosts(self) -> list[str]:
+        return [verdict.host for verdict in self.verdicts]
+
+    @property
+    def finding(self) -> str:
+        first = self.verdicts[0]
+        text = first.text if len(self.verdicts) == 1 else _anonymous(first.text, first.host)
+        return _with_amounts(text, [verdict.amount for verdict in self.verdicts])
+
+    @property
+    def remedy(self) -> str:
+        first = self.verdicts[0]
+        alone = len(self.verdicts) == 1
+        return first.remedy if alone else _anonymous(first.remedy, first.host)
+
+
+def grouped(verdicts: Iterable[Verdict]) -> list[Group]:
+    """Those that differ in nothing but the host, its name in what they say, and an amount, together."""
+    groups: dict[tuple[str, bool, str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        text = _anonymous(verdict.text, verdict.host)
+        remedy = "" if verdict.good else _anonymous(verdict.remedy, verdict.host)
+        groups.setdefault((verdict.check, verdict.good, text, remedy), []).append(verdict)
+    return [Group(tuple(group)) for group in groups.values()]
+
+
+def named(hosts: Sequence[str]) -> str:
+    """`n1`, `n1 and n2`, `n1, n2 and 14 more`."""
+    if len(hosts) <= _NAMED:
+        return " and ".join(filter(None, [", ".join(hosts[:-1]), *hosts[-1:]]))
+    return f"{', '.join(hosts[: _NAMED - 1])} and {len(hosts) - _NAMED + 1} more"
+
+
+def _anonymous(text: str, host: str) -> str:
+    """Without the host's name, and without the address that ssh has found for it."""
+    text = _ADDRESS.sub(_HOST, text)
+    if host not in text:
+        return text
+    return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", _HOST, text)
+
+
+def _with_amounts(text: str, amounts: Sequence[float | None]) -> str:
+    known = [f"{amount:.1f}" for amount in sorted(a for a in amounts if a is not None)]
+    if not known:
+        return text
+    span = known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"
+    return text.replace("{}", span)

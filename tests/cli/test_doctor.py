@@ -1,0 +1,244 @@
+"""`nanoscale doctor` on this machine, and how it shows what it found on many."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nanoscale.cli import doctor as cli
+from nanoscale.launch.bandwidth import AllReduce, Figures, Measured, Pair
+from nanoscale.launch.verdicts import Verdict
+
+SOURCE = Path(__file__).parents[2]
+LIMIT_S = 120
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "nanoscale", "doctor", *words]
+
+
+def doctor(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*words, "launcher.device=cpu"),
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def verdicts(done: subprocess.CompletedProcess[str]) -> dict[str, dict]:
+    (host,) = json.loads(done.stdout)["hosts"]
+    assert host["host"] == socket.gethostname()
+    return {verdict["check"]: verdict for verdict in host["verdicts"]}
+
+
+def code_of(found: dict[str, dict]) -> int:
+    return 0 if all(verdict["good"] for verdict in found.values()) else 1
+
+
+def test_this_machine_is_looked_at_and_measured(tmp_path):
+    done = doctor(tmp_path, "--json")
+    found, measured = verdicts(done), json.loads(done.stdout)["bandwidth"]
+    assert {"python", "torch", "devices", "memory", "run.root", "cache", "port"} <= set(found)
+    assert found["interpreter"]["finding"] == sys.executable
+    assert found["python"]["finding"] == f"Python {sys.version.split()[0]}"
+    assert found["run.root"]["good"] and str(tmp_path) in found["run.root"]["finding"]
+    assert done.returncode == code_of(found), done.stderr
+    assert (measured["backend"], measured["ranks"]) == ("gloo", 2)
+    sizes = [one["bytes"] for one in measured["all_reduce"]]
+    assert sizes[0] == 1024 and sizes == sorted(sizes)
+    for one in measured["all_reduce"]:  # of two ranks, 2(n - 1)/n is one
+        assert one["bus_gb_s"] == pytest.approx(one["bytes"] / one["latency_us"] / 1e3)
+    (pair,) = measured["point_to_point"]
+    assert pair["ends"] == ["rank 0", "rank 1"] and pair["gb_s"] > 0.01
+    assert list(tmp_path.glob("runs*")) == []
+
+
+def test_the_quick_part_starts_no_ranks_and_says_all_in_plain_lines(tmp_path):
+    done = doctor(tmp_path, "--quick")
+    first, blank, *lines = done.stdout.splitlines()
+    assert first.startswith(f"{socket.gethostname()}: ") and blank == ""
+    assert all(line == line.rstrip() and "\x1b" not in line for line in lines)
+    assert any(line.split()[1:] == ["python", sys.version.split()[0]] for line in lines)
+    assert "all-reduce" not in done.stdout
+    assert json.loads(doctor(tmp_path, "--no-bandwidth", "--json").stdout)["bandwidth"] is None
+
+
+def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path):
+    lock = tmp_path / ".cache/torch_extensions/py311_cpu/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert "locks" not in verdicts(doctor(tmp_path, "--quick", "--json"))
+    os.utime(lock, (time.time() - 4000,) * 2)
+    done = doctor(tmp_path, "--quick", "--json")
+    assert done.returncode == 1
+    assert verdicts(done)["locks"]["remedy"] == f"rm {lock}"
+
+
+def test_a_port_that_is_taken_is_told(tmp_path):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = doctor(tmp_path, "--json", f"launcher.master_port={port}")
+    assert done.returncode == 1
+    assert str(port) in verdicts(done)["port"]["finding"]
+    assert json.loads(done.stdout)["bandwidth"] == {
+        "hosts": [],
+        "left_out": [socket.gethostname()],
+        "verdicts": [],
+    }
+
+
+def test_a_folder_of_runs_that_takes_nothing_is_told(tmp_path):
+    done = doctor(tmp_path, "--quick", "--json", "run.root=/proc/sys/runs")
+    assert done.returncode == 1
+    assert not verdicts(done)["run.root"]["good"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--hostfile", "nowhere"], "does not exist"),
+        (["--hostfile", "hosts"], "hosts:2"),
+        (["launcher.devicess=2"], "is no key"),
+        (["--includ", "x"], "launcher.include=x"),
+    ],
+)
+def test_what_is_mistyped_is_wrong_as_everywhere(tmp_path, words, text):
+    (tmp_path / "hosts").write_text("n1 slots=1\nn2 slot=1\n")
+    done = doctor(tmp_path, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
+
+
+def test_no_law_of_a_job_stands_in_the_way(tmp_path):
+    done = doctor(tmp_path, "--quick", "--json", "train.global_batch=7", "parallel.tp=3")
+    assert done.returncode == code_of(verdicts(done))
+
+
+HEAVY = """
+import sys
+from nanoscale.cli.main import run
+run(["doctor", "--json", "--quick"])
+print(*{"torch", "numpy", "deepspeed", "transformers"} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_the_launchers_half_imports_nothing_heavy(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", HEAVY],
+        cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert done.stderr.strip() == "" and json.loads(done.stdout)["hosts"]
+
+
+@pytest.mark.parametrize("agent_has", ["begun", "started its ranks"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path, agent_has):
+    mark = f"{tmp_path}"
+    process = subprocess.Popen(
+        command("launcher.device=cpu"),
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"TEST_MARK": mark},
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    deadline = time.monotonic() + LIMIT_S
+    wanted = (
+        2 if agent_has == "begun" else 6
+    )  # launcher, agent, fork server, its tracker, two ranks
+    while len(marked(mark)) < wanted:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, b"")
+    assert marked(mark) == []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            dead = process.status() == psutil.STATUS_ZOMBIE
+            if not dead and process.environ().get("TEST_MARK") == mark:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+# --- what is shown of many hosts ---------------------------------------------------------------------
+
+MANY = [f"n{number:03}" for number in range(128)]
+
+
+def judged(ill: int) -> list[Verdict]:
+    found = []
+    for number, host in enumerate(MANY):
+        good = number >= ill
+        text = "torch 2.13.0" if good else "torch 2.12.0, and 2.13.0 on most"
+        found.append(Verdict(host, "torch", good, text, "install torch 2.13.0 there"))
+        found.append(Verdict(host, "memory", True, "{} GiB free", amount=float(number)))
+    return found
+
+
+def shown(capsys, verdicts, measured=None, *, verbose=False, names=MANY) -> str:
+    cli._print(names, verdicts, measured, verbose=verbose)
+    return capsys.readouterr().out
+
+
+def test_of_many_hosts_only_what_is_wrong_is_shown(capsys):
+    lines = shown(capsys, judged(16)).splitlines()
+    assert lines[0] == "128 hosts: something is wrong with 16 of them: n000, n001 and 14 more"
+    assert len(lines) == 4
+    assert lines[2].split(maxsplit=2)[1:] == [
+        "torch",
+        "n000, n001 and 14 more  2.12.0, and 2.13.0 on most",
+    ]
+    assert lines[3].strip() == "remedy: install torch 2.13.0 there"
+    assert shown(capsys, judged(0)).splitlines() == ["128 hosts: all is well"]
+
+
+def test_verbose_shows_all_of_it_with_every_name(capsys):
+    text = shown(capsys, judged(5), verbose=True)
+    assert "n000, n001 and 3 more" in text and f"hosts: {', '.join(MANY[:5])}\n" in text
+    assert f"hosts: {', '.join(MANY[5:])}\n" in text
+    assert "all" in text and "0.0 to 127.0 GiB free" in text
+
+
+def test_everything_is_shown_of_few_hosts(capsys):
+    few = [verdict for verdict in judged(0) if verdict.host in MANY[:4]]
+    text = shown(capsys, few, names=MANY[:4])
+    assert "2.13.0" in text and "0.0 to 3.0 GiB free" in text
+
+
+def test_the_slowest_pairs_are_shown_of_many(capsys):
+    pairs = tuple(Pair((MANY[n], MANY[n + 1]), 10.0 + n, 1.0 + n, slow=n == 0) for n in range(20))
+    figures = Figures("nccl", 1024, tuple(MANY), (AllReduce(1 << 26, 1500.0, 87.25),), pairs)
+    text = shown(capsys, judged(0), Measured(figures))
+    assert "all-reduce of 1024 ranks over nccl" in text
+    assert "64 MiB       1,500                87.2" in text
+    assert "the slowest 6 of 20 pairs" in text
+    assert "n005 – n006" in text and "n006 – n007" not in text
+    assert "median" in text and "10.5" in text
+    assert "n019 – n020" in shown(capsys, judged(0), Measured(figures), verbose=True)
+
+
+def test_hosts_that_were_not_measured_are_named(capsys):
+    figures = Figures("gloo", 2, ("n000", "n002"), (AllReduce(1024, 100.0, 0.01),))
+    text = shown(capsys, judged(0), Measured(figures), names=MANY[:3])
+    assert "all-reduce of 2 ranks over gloo, without n001" in text

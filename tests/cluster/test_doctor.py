@@ -1,0 +1,349 @@
+"""`nanoscale doctor` on several machines: healthy ones, and each way of being ill that it must tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.launch.fleet import _FAREWELL_S
+from tests.cluster.machines import wait_until
+from tests.cluster.nodes import LOGIN, NODES, Nodes
+
+SOURCE = Path(__file__).parents[2]
+LIMIT_S = 120.0
+PORT = 29517
+
+
+class Doctor:
+    """Called on the login node, in a folder that all nodes see, with a hostfile of all of them."""
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.nodes = nodes
+        self.folder = folder
+        self.write(*(f"{node} slots=2" for node in NODES))
+
+    def write(self, *lines: str) -> None:
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def start(self, verb: str, *words: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "nanoscale", verb, "--hostfile", "hosts"]
+        return self.nodes.run_in(
+            LOGIN,
+            [*command, "launcher.device=cpu", "launcher.connect_timeout_s=8", *words],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def run(self, *words: str, verb: str = "doctor") -> subprocess.CompletedProcess[str]:
+        process = self.start(verb, *words)
+        out, err = process.communicate(timeout=LIMIT_S)
+        for node in NODES:
+            wait_until(
+                lambda node=node: not self.left_on(node), f"end of all processes on {node}", 5
+            )
+        return subprocess.CompletedProcess([], process.returncode, out, err)
+
+    def left_on(self, node: str) -> list[str]:
+        if not self.nodes.is_on(node):
+            return []
+        return [words for words in self.nodes.processes(node).values() if "nanoscale" in words]
+
+    def look(self, *words: str, quick: bool = True) -> tuple[int, dict[str, Any]]:
+        """Exit code and document."""
+        done = self.run("--json", *(["--quick"] if quick else []), *words)
+        assert done.stderr == ""
+        return done.returncode, json.loads(done.stdout)
+
+    def the_wrong_one(self, *words: str) -> tuple[str, dict[str, Any]]:
+        code, document = self.look(*words)
+        (found,) = wrong(document)
+        assert code == 1
+        return found
+
+
+def wrong(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (host["host"], verdict)
+        for host in document["hosts"]
+        for verdict in host["verdicts"]
+        if not verdict["good"]
+    ]
+
+
+@pytest.fixture
+def doctor(nodes: Nodes, tmp_path: Path) -> Doctor:
+    return Doctor(nodes, tmp_path)
+
+
+@contextmanager
+def listening(nodes: Nodes, node: str, port: int) -> Iterator[None]:
+    program = (
+        f"import socket\ns = socket.create_server(('', {port}))\nprint(1, flush=True)\ninput()"
+    )
+    process = nodes.run_in(
+        node, [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    yield
+    process.kill()
+    process.wait()
+
+
+def test_healthy_hosts_and_how_fast_they_talk(doctor):
+    code, document = doctor.look(quick=False)
+    assert (code, wrong(document)) == (0, [])
+    assert [host["host"] for host in document["hosts"]] == list(NODES)
+    for host in document["hosts"]:
+        found = {verdict["check"]: verdict["finding"] for verdict in host["verdicts"]}
+        assert found["network"] == "meets the others over eth0"
+        assert found["interpreter"] == sys.executable
+        assert found["ssh"] == "answers" and str(doctor.folder) in found["run.root"]
+    measured = document["bandwidth"]
+    assert (measured["backend"], measured["ranks"], measured["left_out"]) == ("gloo", 3, [])
+    assert {one["bytes"] for one in measured["all_reduce"]} >= {1 << 10, 1 << 16, 1 << 20}
+    for one in measured["all_reduce"]:
+        bus = one["bytes"] / one["latency_us"] / 1e3 * 2 * (3 - 1) / 3
+        assert one["bus_gb_s"] == pytest.approx(bus)
+    pairs = {tuple(pair["ends"]) for pair in measured["point_to_point"]}
+    assert pairs == {("n1", "n2"), ("n1", "n3"), ("n2", "n3")}
+    assert all(pair["gb_s"] > 0.001 for pair in measured["point_to_point"])
+    assert sorted(path.name for path in doctor.folder.iterdir()) == ["hosts"]
+
+
+def test_a_host_that_is_off_is_told_and_left_out_of_the_measuring(doctor):
+    doctor.nodes.power_off("n2")
+    done = doctor.run()
+    lines = done.stdout.splitlines()
+    assert (done.returncode, lines[0]) == (1, "3 hosts: something is wrong with n2")
+    ((number, bad),) = [(n, line) for n, line in enumerate(lines) if line.startswith("✗")]
+    assert bad.split()[1:3] == ["ssh", "n2"] and "host unreachable" in bad
+    assert lines[number + 1].strip().startswith("remedy: ") and "--exclude n2" in lines[number + 1]
+    assert any(line.split()[1:5] == ["torch", "n1", "and", "n3"] for line in lines)
+    assert "all-reduce of 2 ranks over gloo, without n2" in lines and "point to point" in lines
+    assert [line for line in lines if line.startswith("n1 – n3 ")]
+
+
+def test_the_others_are_not_blamed_for_a_first_host_that_is_off(doctor):
+    doctor.nodes.power_off("n1")
+    host, verdict = doctor.the_wrong_one()
+    assert (host, verdict["check"]) == ("n1", "ssh")
+
+
+def test_no_host_at_all(doctor):
+    doctor.write("n7 slots=1", "n8 slots=1")
+    done = doctor.run()
+    assert done.returncode == 1
+    assert "2 hosts: something is wrong with 2 of them: n7 and n8" in done.stdout
+    assert "its name leads to no address" in done.stdout and "all-reduce" not in done.stdout
+
+
+def test_a_host_key_that_changed(doctor):
+    doctor.nodes.change_host_key("n3")
+    host, verdict = doctor.the_wrong_one()
+    assert (host, verdict["check"]) == ("n3", "ssh")
+    assert "host key" in verdict["finding"] and "ssh-keygen -R n3" in verdict["remedy"]
+
+
+def test_an_interpreter_that_is_not_there(doctor):
+    host, verdict = doctor.the_wrong_one("cluster.pythons.n2=/no/such/python")
+    assert (host, verdict["check"]) == ("n2", "interpreter")
+    assert "/no/such/python" in verdict["finding"]
+    assert "cluster.pythons.n2=" in verdict["remedy"]
+
+
+def test_an_interpreter_without_nanoscale(doctor, tmp_path):
+    python = script(tmp_path / "python", f"exec {sys.executable} -S -E -P")
+    host, verdict = doctor.the_wrong_one(f"cluster.pythons.n2={python}")
+    assert (host, verdict["check"]) == ("n2", "interpreter")
+    assert "no nanoscale" in verdict["finding"]
+
+
+def test_another_nanoscale_does_not_take_part(doctor, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(SOURCE / "nanoscale", other / "nanoscale", ignore=lambda *_: ["__pycache__"])
+    (other / "nanoscale" / "versions.py").open("a").write("# one line more\n")
+    python = script(tmp_path / "python", f"exec env PYTHONPATH={other} {sys.executable}")
+    host, verdict = doctor.the_wrong_one(f"cluster.pythons.n2={python}")
+    assert (host, verdict["check"]) == ("n2", "nanoscale")
+    assert "is the launcher's" in verdict["finding"]
+
+
+def test_an_agent_that_does_not_understand_us_is_known_by_its_version(doctor, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(SOURCE / "nanoscale", other / "nanoscale", ignore=lambda *_: ["__pycache__"])
+    facts = other / "nanoscale" / "agent" / "facts.py"
+    facts.write_text(facts.read_text().replace('order["probe"]', 'order["sign"]'))
+    python = script(tmp_path / "python", f"exec env PYTHONPATH={other} {sys.executable}")
+    code, document = doctor.look(f"cluster.pythons.n2={python}")
+    found = {(host, verdict["check"]) for host, verdict in wrong(document)}
+    assert (code, found) == (1, {("n2", "agent"), ("n2", "nanoscale")})
+
+
+def script(path: Path, command: str) -> Path:
+    path.write_text(f'#!/bin/sh\n{command} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_port_that_is_taken_on_the_first_host(doctor):
+    with listening(doctor.nodes, "n2", PORT):
+        assert doctor.look(f"launcher.master_port={PORT}")[0] == 0
+    with listening(doctor.nodes, "n1", PORT):
+        host, verdict = doctor.the_wrong_one(f"launcher.master_port={PORT}")
+    assert (host, verdict["check"]) == ("n1", "port") and str(PORT) in verdict["finding"]
+
+
+def test_a_folder_of_runs_that_one_host_does_not_see(doctor, tmp_path):
+    shared = tmp_path / "runs"
+    shared.mkdir()
+    nodes = doctor.nodes
+    assert nodes.call("n2", ["mount", "-t", "tmpfs", "tmpfs", shared]).returncode == 0
+    try:
+        host, verdict = doctor.the_wrong_one("run.root=runs")
+    finally:
+        assert nodes.call("n2", ["umount", shared]).returncode == 0
+    assert (host, verdict["check"]) == ("n2", "run.root")
+    assert "does not see" in verdict["finding"] and "run.root=FOLDER" in verdict["remedy"]
+    assert list(shared.iterdir()) == []
+
+
+def test_a_folder_of_runs_that_no_host_shares_with_the_launcher(doctor, tmp_path):
+    doctor.nodes.make_private(tmp_path / "own")
+    done = doctor.run("run.root=own", "--quick")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("✗")]
+    assert line.split()[1:3] == ["run.root", "all"]
+
+
+def test_a_first_host_whose_own_name_leads_home(doctor, tmp_path):
+    """As Debian's installer writes it into /etc/hosts."""
+    nodes = doctor.nodes
+    own = tmp_path / "etc_hosts"
+    kept = Path(nodes.folder / "hosts").read_text()
+    own.write_text(kept.replace(f"{nodes.address('n1')} n1", "127.0.1.1 n1"))
+    assert nodes.call("n1", ["mount", "--bind", own, "/etc/hosts"]).returncode == 0
+    try:
+        host, verdict = doctor.the_wrong_one()
+        assert doctor.look(f"launcher.master_addr={nodes.address('n1')}")[0] == 0
+    finally:
+        assert nodes.call("n1", ["umount", "/etc/hosts"]).returncode == 0
+    assert (host, verdict["check"]) == ("n1", "network")
+    assert "127.0.1.1" in verdict["finding"] and "launcher.master_addr" in verdict["remedy"]
+
+
+def test_two_names_of_one_machine(doctor):
+    doctor.write("n1 slots=1", f"{doctor.nodes.address('n1')} slots=1", "n3 slots=1")
+    host, verdict = doctor.the_wrong_one()
+    assert (host, verdict["check"]) == (doctor.nodes.address("n1"), "machine")
+
+
+def test_two_hosts_that_cannot_reach_each_other(doctor):
+    """The launcher reaches both, and so would every other check be good."""
+    n3 = doctor.nodes.address("n3")
+    nowhere = ["ip", "neigh", "replace", n3, "lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]
+    assert doctor.nodes.call("n2", nowhere).returncode == 0
+    try:
+        code, document = doctor.look(quick=False)
+    finally:
+        doctor.nodes.call("n2", ["ip", "neigh", "del", n3, "dev", "eth0"])
+    assert (code, wrong(document)) == (1, [])
+    told = {one["host"]: one for one in document["bandwidth"]["verdicts"]}
+    assert "n3" in told["n2"]["finding"] and "n2" in told["n3"]["finding"]
+    assert all("firewall" in one["remedy"] and not one["good"] for one in told.values())
+
+
+def test_a_hostfile_that_is_mistyped_is_a_wrong_request(doctor):
+    doctor.write("n1 slots=1", "n2 slots=")
+    done = doctor.run()
+    assert (done.returncode, done.stdout) == (2, "") and "hosts:2" in done.stderr
+
+
+def test_filters_and_numbers_choose_the_hosts(doctor):
+    assert [host["host"] for host in doctor.look("--num-nodes", "2")[1]["hosts"]] == ["n1", "n2"]
+    one = doctor.look("--include", "n3:1")[1]["hosts"]
+    assert [host["host"] for host in one] == ["n3"]
+
+
+def test_through_pdsh(doctor, monkeypatch):
+    for name, value in doctor.nodes.pdsh_environment.items():
+        monkeypatch.setenv(name, value)
+    _, document = doctor.look("--exclude", "n2", "launcher=pdsh", quick=False)
+    assert wrong(document) == []
+    assert [host["host"] for host in document["hosts"]] == ["n1", "n3"]
+    assert document["bandwidth"]["hosts"] == ["n1", "n3"]
+
+
+@pytest.mark.parametrize("ranks_run", [False, True])
+def test_ctrl_c_leaves_nothing_on_any_host(doctor, ranks_run):
+    process = doctor.start("doctor")
+    least = (
+        5 if ranks_run else 1
+    )  # agent, fork server and its tracker, rank, and pdsh's or ssh's shell
+    wait_until(
+        lambda: (
+            all(len(doctor.nodes.processes(node)) >= least for node in NODES)
+            or process.poll() is not None
+        ),
+        "agents",
+        60,
+    )
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, "")
+    for node in NODES:
+        wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+
+
+def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
+    n1 = doctor.nodes.address("n1")
+    nowhere = ["ip", "neigh", "replace", n1, "lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]
+    assert doctor.nodes.call("n2", nowhere).returncode == 0
+    process = doctor.start("doctor")
+    try:
+        wait_until(lambda: len(doctor.left_on("n2")) >= 1, "agent", 60)
+        wait_until(lambda: _connects(doctor, "n2"), "agent that looks for the first host", 60)
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=40)
+    finally:
+        doctor.nodes.call("n2", ["ip", "neigh", "del", n1, "dev", "eth0"])
+    assert (process.returncode, out) == (130, "")
+    assert time.monotonic() - asked < _FAREWELL_S
+    for node in NODES:
+        wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+
+
+def _connects(doctor: Doctor, node: str) -> bool:
+    """Whether a connection from there is on its way; 02 is the kernel's SYN_SENT."""
+    table = doctor.nodes.call(node, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout
+    return any(line.split()[3] == "02" for line in table.splitlines() if ":" in line[:6])
+
+
+def test_train_refuses_with_one_line_for_all_hosts_and_the_lost_ones_beside(doctor, tmp_path):
+    doctor.nodes.make_private(tmp_path / "own")
+    done = doctor.run(
+        "recipe=debug", "run.root=own", "run.name=x", "train.global_batch=6",
+        "cluster.pythons.n3=/no/such/python",
+        verb="train",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("does not see") == 1
+    assert "n1 and n2: does not see the folder of runs" in done.stderr
+    assert "n3: there is no such Python there" in done.stderr
+    assert done.stderr.count("remedy: run.root=FOLDER") == 1
+    assert not (tmp_path / "own" / "x").exists()
