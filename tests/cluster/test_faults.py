@@ -18,7 +18,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -293,12 +292,14 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
 
 
 def fill(folder: Path, room: int) -> None:
-    """Leave so many bytes free, whatever is written meanwhile."""
+    """Leave about so many bytes free, whatever is written meanwhile."""
+    piece = shutil.disk_usage(folder).free
     with (folder / "filler").open("wb") as filler:
-        while (free := shutil.disk_usage(folder).free) > room:
-            with suppress(OSError):
-                size = os.fstat(filler.fileno()).st_size
-                os.posix_fallocate(filler.fileno(), size, free - room)
+        while (piece := min(piece, shutil.disk_usage(folder).free - room)) > 0:
+            try:
+                os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, piece)
+            except OSError:
+                piece //= 2
 
 
 def test_numbers_that_are_none(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
