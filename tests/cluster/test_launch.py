@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 import uuid
@@ -21,6 +20,7 @@ from tests.cluster.launches import (
     SOURCE,
     TINY,
     Launch,
+    agrees,
     hostfile,
     interrupt,
     left,
@@ -30,25 +30,9 @@ from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 STEPS = 60
-JOB = (*TINY, f"train.steps={STEPS}", "train.global_batch=6")
-FP32 = 1e-5
+JOB = (*TINY, f"train.steps={STEPS}")
 END_S = 10.0
 SECRET = "MY_API_TOKEN"
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same job in one process on this machine."""
-    folder = tmp_path_factory.mktemp("one")
-    words = [*JOB, "parallel.dp=1", f"run.root={folder}"]
-    subprocess.run(
-        [sys.executable, "-m", "nanoscale", "train", *words],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )
-    lines = (folder / "r" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 class Hostile:
@@ -104,11 +88,6 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def tells_where(log: Path) -> bool:
     return log.exists() and "most recent call first" in log.read_text()
-
-
-def close(losses: list[float], expected: list[float]) -> bool:
-    pairs = zip(losses, expected, strict=True)
-    return all(abs(one - other) <= FP32 * abs(other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
@@ -186,7 +165,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
     last.must_end(0)
     nothing_left(nodes, END_S)
     assert [record["step"] for record in last.metrics] == list(range(1, STEPS + 1))
-    assert close(last.losses, one_process)
+    assert agrees(last.losses, one_process)
 
 
 def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
@@ -227,5 +206,5 @@ def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(
     assert bad.cause.who == "rank 1 on n2"
     good.must_end(0)
     nothing_left(nodes, END_S)
-    assert close(good.losses, one_process)
+    assert agrees(good.losses, one_process)
     assert good.run.log(1, second, 1, "err").exists()
