@@ -36,16 +36,21 @@ def attempt(link: Link, order: Message, job: Job | str) -> object:
     """
     host, run = Host.of(order), _run_directory(link, order)
     killed_before = oom_kills()
+    link.is_starting = True
     failures: list[RankFailure] = []
     elastic = None
     try:
-        elastic, watch = _agent(link, host, run, order, job)
-        outcome = _run_ranks(elastic, watch)
-        failures += watch.failures.values()
+        if link.killed_attempt >= host.attempt:
+            outcome = "killed"
+        else:
+            elastic, watch = _agent(link, host, run, order, job)
+            outcome = _run_ranks(elastic, watch)
+            failures += watch.failures.values()
     except Exception as error:
         traceback.print_exc()
         failures.append(RankFailure.of(error, rank=None, local_rank=None, host=host.name))
         outcome = "failed"
+    link.is_starting = False
     evidence = Evidence(oom_kills() - killed_before, available_gib())
     link.send(
         "ended",

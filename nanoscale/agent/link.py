@@ -37,6 +37,8 @@ class Link:
         """the last attempt that the launcher wants to stop in good order"""
         self.killed_attempt = 0
         """the last attempt that it wants to end at once"""
+        self.is_starting = False
+        """whether an attempt has begun and is not looked after yet: what it waits for cannot be interrupted"""
         self.wants_stacks = False
         """whether the ranks that are killed should say where they are"""
         self.scratch = Path(tempfile.mkdtemp(prefix="nanoscale-"))
@@ -131,6 +133,8 @@ class Link:
             case "kill":
                 self.wants_stacks = message["stacks"]
                 self.killed_attempt = message["attempt"]
+                if self.is_starting:
+                    self._end("the attempt was ended before its ranks had started")
             case _:
                 self._orders.put(message)
 

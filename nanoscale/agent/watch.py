@@ -36,6 +36,7 @@ class Watch:
 
     def look(self, processes: Sequence[BaseProcess]) -> Sight:
         """Report what is new and obey."""
+        self._link.is_starting = False
         self._logs.forward()
         if self._link.killed_attempt >= self._host.attempt:
             self._end(processes)

@@ -18,7 +18,7 @@ from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
 from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.prepare import Request, replace_configuration
 from nanoscale.launch.signals import Signals
-from nanoscale.runs import events, fence, status
+from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
 from nanoscale.runs.lock import RunLock
 
@@ -193,6 +193,8 @@ class Supervisor:
             fence.end(self.run)
         with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
             if cause is not None:
+                if not self.run.failure.exists():  # there was no room for it before the fence's end
+                    failure.write(self.run, cause)
                 events.append(
                     self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
                 )

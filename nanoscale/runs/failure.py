@@ -251,7 +251,7 @@ _BY_TEXT = (
     _Rule(
         r"Address already in use|EADDRINUSE",
         "another program holds the port that the ranks were to meet at",
-        "start it again: each launch takes a port that is free",
+        "launcher.master_port=auto, and start it again: each launch takes a port that is free",
     ),
     _Rule(
         r"FloatingPointError|non-?finite|not finite",

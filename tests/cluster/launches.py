@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -132,6 +134,41 @@ class Launch:
         return sorted(pid for pid in self.nodes.processes(node) if _parent(pid) in servers)
 
 
+class Terminal:
+    """A terminal that somebody looks at, until they close the window.
+
+    Args:
+        screen: the file that what it shows is copied to.
+    """
+
+    UNDER = ("setsid", "--ctty")
+    """a command through which a program gets it as its own"""
+
+    def __init__(self, screen: Path) -> None:
+        self._screen = screen
+        self._ours, self.theirs = os.openpty()
+        self._closing = threading.Event()
+        self._reader = threading.Thread(target=self._show, daemon=True)
+        self._reader.start()
+
+    def started(self) -> None:
+        """Let the program alone have its end."""
+        os.close(self.theirs)
+
+    def hang_up(self) -> None:
+        self._closing.set()
+        self._reader.join()
+        os.close(self._ours)  # the last reference, or the kernel would not send SIGHUP
+
+    def _show(self) -> None:
+        with self._screen.open("ab") as screen:
+            while not self._closing.is_set():
+                ready, _, _ = select.select([self._ours], [], [], 0.05)
+                with suppress(OSError):
+                    if ready:
+                        screen.write(os.read(self._ours, 1 << 16))
+
+
 def hostfile(folder: Path, *lines: str) -> Path:
     path = folder / "hostfile"
     path.write_text("\n".join(lines) + "\n")
@@ -139,12 +176,13 @@ def hostfile(folder: Path, *lines: str) -> Path:
 
 
 def left(nodes: Nodes) -> dict[str, str]:
-    """What still runs on any node that is on, by node and pid."""
+    """What still runs on any node that is on, by node and pid; sshd's own processes are the system's."""
     return {
         f"{node}:{pid}": line
         for node in nodes.names
         if nodes.is_on(node)
         for pid, line in nodes.processes(node).items()
+        if "sshd: " not in line
     }
 
 

@@ -1,7 +1,8 @@
 """The fault table: what befalls a training on two nodes, and what the user has after ten seconds.
 
 Every test holds the law (everything has ended everywhere within 10 s, the first cause is true, the exit code
-says so, and the screen shows a diagnosis) and measures a row of docs/faults.md, which scripts/faults.py writes.
+says so, and the screen shows a diagnosis) and measures one row of docs/faults.md; scripts/faults.py writes
+that page.
 """
 
 from __future__ import annotations
@@ -10,24 +11,33 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from nanoscale.runs import failure
+from nanoscale.runs import failure, status
 from nanoscale.runs.failure import Failure
 from tests.cluster.launches import (
     LONG,
+    SOURCE,
     TINY,
     Launch,
+    Terminal,
     hostfile,
+    interrupt,
     left,
     nothing_left,
 )
+from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, Nodes
 
 LAW_S = 10.0
@@ -148,7 +158,7 @@ FAULTS = [
     ),
     Fault("agent SIGKILL", send(signal.SIGKILL, agent), "agent of n2", AGENT_LOST),
     Fault("agent SIGSTOP", send(signal.SIGSTOP, agent), "agent of n2", SILENT),
-    Fault("agent SIGKILL, its rank SIGSTOP", stop_rank_kill_agent, "agent of n2", AGENT_LOST),
+    Fault("agent SIGKILL, its rank SIGSTOP", stop_rank_kill_agent, "agent of n2", SILENT),
     Fault("ssh killed", send(signal.SIGKILL, connection), "agent of n2", AGENT_LOST),
     Fault("node power-off", power_off, "agent of n2", SILENT),
     Fault("node power-off, pdsh", power_off, "agent of n2", SILENT, ("launcher.name=pdsh",)),
@@ -208,3 +218,209 @@ def shown(launch: Launch) -> str:
 def assert_shown(launch: Launch, cause: Failure) -> None:
     assert f"{cause.who} failed" in launch.screen
     assert f"diagnosis  {cause.diagnosis}" in launch.screen
+
+
+# --- ends that somebody asked for -----------------------------------------------------------------
+
+
+def test_ctrl_c(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
+    launch = start(nodes, tmp_path, hosts)
+    launch.trains(3)
+    began = time.monotonic()
+    interrupt(launch)
+    row = measure(launch, "Ctrl-C", began, 130)
+    assert row.lost_steps == 0
+    assert "stopped after" in launch.screen
+    rows.append(replace(row, shown="stopped after N steps"))
+
+
+def test_a_terminal_that_hangs_up(
+    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]
+) -> None:
+    terminal = Terminal(tmp_path / "terminal")
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.theirs)
+    launch = start(nodes, tmp_path, hosts, under=terminal.UNDER, **ends)
+    terminal.started()
+    launch.trains(3)
+    began = time.monotonic()
+    terminal.hang_up()
+    row = measure(launch, "terminal hang-up (SIGHUP)", began, 75)
+    assert row.lost_steps == 0
+    assert status.read(launch.run).state == "preempted"
+    rows.append(replace(row, shown="`runs ls`: preempted"))
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+def test_the_launcher_is_killed(
+    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], launcher: str
+) -> None:
+    launch = start(nodes, tmp_path, hosts, f"launcher.name={launcher}")
+    launch.trains(3)
+    began = time.monotonic()
+    launch.process.kill()
+    name = "launcher SIGKILL" + (", pdsh" if launcher == "pdsh" else "")
+    row = measure(launch, name, began, -signal.SIGKILL)
+    words = [sys.executable, "-m", "nanoscale", "runs", "ls", "--json"]
+    listed = nodes.call(LOGIN, words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    (said,) = [entry["said"] for entry in json.loads(listed.stdout)]
+    assert said == "running, then lost"
+    rows.append(replace(row, shown=f"`runs ls`: {said}"))
+
+
+# --- what a machine has no more of ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [1 << 18, 0], ids=["checkpoint", "anything"])
+def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], room: int) -> None:
+    """With room for a few lines, or not even that: then failure.json does not fit either."""
+    root = tmp_path / "small"
+    nodes.share_memory(root, "96m")
+    seen = nodes.seen_from(LOGIN, root)
+    words = (f"run.root={root}", "checkpoint.keep_last=null", "--no-preflight")
+    launch = start(nodes, tmp_path, hosts, *words, root=seen)
+    launch.trains(3)
+    began = time.monotonic()
+    fill(seen, room)
+    row = measure(launch, "full disk in a checkpoint write", began, 1)
+    assert "diagnosis  the disk is full" in launch.screen
+    (who,) = re.findall("^(rank . on n.) failed:", launch.screen, re.MULTILINE)
+    if room:
+        assert launch.cause.who == who
+        rows.append(row)
+
+
+def fill(folder: Path, room: int) -> None:
+    """Leave so many bytes free, whatever is written meanwhile."""
+    with (folder / "filler").open("wb") as filler:
+        while (free := shutil.disk_usage(folder).free) > room:
+            with suppress(OSError):
+                size = os.fstat(filler.fileno()).st_size
+                os.posix_fallocate(filler.fileno(), size, free - room)
+
+
+def test_numbers_that_are_none(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
+    launch = start(nodes, tmp_path, hosts, "optimizer.lr=1e30")
+    launch.must_end(1)
+    *_, last = launch.metrics
+    assert None in (last["loss"], last["grad_norm"])
+    ended = time.time()
+    assert nothing_left(nodes, LAW_S) and ended - last["time"] <= LAW_S
+    cause = launch.cause
+    assert cause.diagnosis.startswith("the training diverged")
+    assert_shown(launch, cause)
+    lost = last["step"] - max(launch.run.checkpoint_steps())
+    rows.append(Row("NaN loss", ended - last["time"], 0, lost, 1, shown(launch)))
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group whose processes the kernel kills for want of memory."""
+    group = MEMORY_GROUPS / f"nanoscale-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(f"{1 << 20}")
+    except OSError as error:
+        pytest.skip(f"needs a memory controller of control groups, version 1: {error}")
+    yield group
+    wait_until(lambda: not (group / "cgroup.procs").read_text(), "end of what was in the group")
+    group.rmdir()
+
+
+def test_the_out_of_memory_killer(
+    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], little_memory: Path
+) -> None:
+    launch = start(nodes, tmp_path, hosts)
+    launch.trains(3)
+    began = time.monotonic()
+    (little_memory / "cgroup.procs").write_text(str(rank(launch)))
+    row = measure(launch, "out-of-memory killer", began, 1)
+    cause = launch.cause
+    assert cause.who == "rank 1 on n2"
+    assert cause.diagnosis.startswith("the kernel's out-of-memory killer ended it")
+    assert_shown(launch, cause)
+    rows.append(row)
+
+
+# --- faults that are there before the start -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """What is wrong with the hosts, and how the launch says so."""
+
+    name: str
+    make: Callable[[Nodes], object]
+    code: int
+    says: str
+    words: tuple[str, ...] = ()
+    shows_late: bool = False
+    """after torch was loaded, when the ranks begin to meet; the time is then taken from there"""
+
+
+def take_port(nodes: Nodes) -> None:
+    command = [sys.executable, "-c", LISTEN]
+    listener = nodes.run_in("n1", command, stdout=subprocess.PIPE, text=True)
+    assert listener.stdout is not None and listener.stdout.readline() == "listening\n"
+
+
+def change_host_key(nodes: Nodes) -> None:
+    nodes.change_host_key("n2")
+
+
+def nothing(_: Nodes) -> None: ...
+
+
+FIXED_PORT = f"launcher.master_port={PORT}"
+NOWHERE = "cluster.pythons={n2: /nowhere/python}"
+NO_PYTHON = "agent of n2: there is no such Python there"
+WRONG_KEY = "agent of n2: its ssh host key is not the one that is known"
+FLAWS = [
+    Flaw("port taken", take_port, 2, f"n1: port {PORT} is in use", (FIXED_PORT,)),
+    Flaw(
+        "port taken, without preflight",
+        take_port,
+        1,
+        "agent of n1: another program holds the port",
+        (FIXED_PORT, "--no-preflight"),
+        shows_late=True,
+    ),
+    Flaw("bad interpreter on one host", nothing, 1, NO_PYTHON, (NOWHERE,)),
+    Flaw("bad interpreter, pdsh", nothing, 1, NO_PYTHON, (NOWHERE, "launcher.name=pdsh")),
+    Flaw("host key changed", change_host_key, 1, WRONG_KEY),
+    Flaw("host key changed, pdsh", change_host_key, 1, WRONG_KEY, ("launcher.name=pdsh",)),
+    Flaw(
+        "host unreachable at the start",
+        lambda nodes: nodes.power_off("n2"),
+        1,
+        "agent of n2: host unreachable",
+        ("launcher.connect_timeout_s=5",),
+    ),
+]
+
+
+@pytest.mark.parametrize("flaw", FLAWS, ids=lambda flaw: flaw.name)
+def test_hosts_that_cannot_do_it(
+    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], flaw: Flaw
+) -> None:
+    flaw.make(nodes)
+    others = left(nodes)
+    began = time.time()
+    launch = start(nodes, tmp_path, hosts, *flaw.words)
+    launch.must_end(flaw.code)
+    wait_until(lambda: left(nodes) == others, "end of all else")
+    if flaw.shows_late:
+        began = launch.cause.time
+    took = time.time() - began
+    assert took <= LAW_S, launch.screen
+    said = shown(launch) or refusal(launch.screen)
+    assert said.startswith(flaw.says)
+    if flaw.code == 2:
+        assert not launch.run.path.exists()
+    else:
+        assert_shown(launch, launch.cause)
+    rows.append(Row(flaw.name, took, 0, None, flaw.code, said))
+
+
+def refusal(screen: str) -> str:
+    """What is wrong, of an error of the user's."""
+    return next(line.partition(": ")[2] for line in screen.splitlines() if "• port: " in line)
