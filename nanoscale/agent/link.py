@@ -114,7 +114,7 @@ class Link:
         while True:
             ready, _, _ = select.select([self._reader], [], [], BEAT_S)
             if ready:
-                data = os.read(self._reader, _READ_BYTES)
+                data = self._read()
                 if not data:
                     self._end("the launcher is gone")
                 heard = time.monotonic()
@@ -123,6 +123,12 @@ class Link:
                         self._take(message)
             elif self._silence_s is not None and time.monotonic() - heard > self._silence_s:
                 self._end(f"the launcher has been silent for {self._silence_s:g} s")
+
+    def _read(self) -> bytes:
+        """What has come; nothing where the connection has ended, in whatever way."""
+        with suppress(OSError):
+            return os.read(self._reader, _READ_BYTES)
+        return b""
 
     def _take(self, message: Message) -> None:
         match message["kind"]:

@@ -11,6 +11,7 @@ import torch
 
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import deepspeed_settings
+from nanoscale.config.derive import derive
 from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.schema import Backend, Config, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.parallel import ranks
@@ -65,8 +66,7 @@ def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
 
 def keys_read(rank: int, config: Config) -> set[str]:
     """The keys that an engine looks at from its making to the end of one step."""
-    ranks.join(config.parallel.dp * config.parallel.tp * config.parallel.pp * config.parallel.cp,
-               torch.device("cpu"))  # fmt: skip
+    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
     seen: set[str] = set()
     engine = make_engine(watched(config, "", seen), torch.device("cpu"))
     micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()

@@ -184,7 +184,7 @@ def test_resumed_optimizer_goes_on_exactly(tmp_path: Path, name: str) -> None:
 
 
 def in_shards(rank: int, folder: Path) -> dict[str, Any]:
-    ranks.join(4, torch.device("cpu"))
+    ranks.join(4, torch.device("cpu"), 120.0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = {"rows": (Replicate(), Shard(0)), "2d": (Shard(0), Shard(1)), "strided": None}
     found: dict[str, Any] = {}

@@ -86,8 +86,8 @@ def test_who_set_a_key_is_written_down():
 
 
 def test_what_an_option_sets_stays_set_in_the_frozen_file():
-    with new_run(compose_request(["recipe=debug", "parallel.dp=auto"])) as run:
-        resumed = _request(run, [], as_settings(num_gpus=2))
+    with new_run(compose_request(["recipe=debug", "parallel.dp=auto"])) as held:
+        resumed = _request(held.run, [], as_settings(num_gpus=2))
         assert (resumed.asked.launcher.devices, resumed.config.parallel.dp) == (2, 2)
         assert resumed.asked.parallel.dp == "auto"
 

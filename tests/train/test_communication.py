@@ -26,7 +26,7 @@ Traffic = dict[str, Any]
 
 def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -> list[Traffic]:
     device = torch.device("cpu")
-    ranks.join(dp, device)
+    ranks.join(dp, device, 120.0)
     found = []
     for stage in stages:
         layout = {"dp": dp, "stage": stage, "dp_replicate": dp_replicate}

@@ -182,7 +182,7 @@ def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
 def record_all(rank: int, config: Config) -> Records:
     """What each step logs."""
     if not dist.is_initialized():
-        ranks.join(derive(config).world_size, torch.device("cpu"))
+        ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
     device, records = torch.device("cpu"), Records()
     training = Training(
         workspace=Path(config.run.root) / "none",
