@@ -208,6 +208,14 @@ def test_a_key_that_means_nothing_to_the_launcher_is_refused(said, key):
         assert violations(f"launcher=slurm {said}")[0].key == key
 
 
+def test_pdsh_would_divide_an_argument_at_its_spaces():
+    line = "--hostfile two launcher=pdsh 'launcher.ssh_args=[-o, \"SetEnv=A=b c\"]'"
+    wrong = refusal(line, "launcher.ssh_args")
+    assert wrong.suggestions == ("launcher.name=ssh",)
+    checked(f"{line} launcher.name=ssh")
+    checked("--hostfile two launcher=pdsh 'launcher.ssh_args=[-o, \"SetEnv=A=b\"]'")
+
+
 def test_every_key_of_slurm_is_slurms():
     others = {"int": 7, "bool": False, "str": "x", "NoneType": "x", "list": ["--x"]}
     for key, about in declared().items():

@@ -151,3 +151,45 @@ def test_pdsh_and_srun_start_all_with_one_command():
         first, second = plan(config, HOSTS).hosts
         assert first.command == second.command and first.command[0] == program
         assert "--connect" in " ".join(first.command)
+
+
+PDSH = replace(SSH, launcher=Launcher(name="pdsh"))
+
+
+def test_pdsh_says_to_each_host_what_is_its_own():
+    pythons = {"n2": "/opt/python"}
+    hosts = (*HOSTS, Host("n3", 1))
+    first, other, last = plan(replace(PDSH, cluster=Cluster(pythons=pythons)), hosts).hosts
+    assert first.command == last.command != other.command
+    assert first.command[first.command.index("-w") + 1] == "me@n1,n3"
+    assert other.command[other.command.index("-w") + 1] == "n2"
+    assert "/opt/python" in other.command[-1] and "/opt/python" not in first.command[-1]
+
+
+def test_pdsh_fills_in_nothing():
+    path = f"/runs {NASTY}"
+    (command,) = transport.commands(PDSH, HOSTS[:1], "here:1", path)
+    filled = command[-1].replace("%%", "\0").replace("%h", "n1").replace("\0", "%")  # as pdsh does
+    assert shlex.split(filled)[-3:] == ["--connect", "here:1", path]
+
+
+@pytest.mark.parametrize("config", [SSH, PDSH], ids=["ssh", "pdsh"])
+def test_an_ipv6_address_loses_its_brackets(config):
+    host = Host("me@[fd77::1]", 1)
+    command = plan(config, (host,)).hosts[0].command
+    assert "me@fd77::1" in command
+
+
+def test_pdsh_hands_on_what_a_user_said_before_what_we_say():
+    environment = transport.environment(PDSH, {"PDSH_SSH_ARGS_APPEND": "-F mine"})
+    words = environment["PDSH_SSH_ARGS_APPEND"].split()
+    assert words[:2] == ["-F", "mine"] and "BatchMode=yes" in words
+    assert environment["PDSH_RCMD_TYPE"] == "ssh"
+
+
+def test_a_sweep_goes_the_way_the_agent_went():
+    assert transport.sweep_command(CONFIG, HOSTS[0], "m") is None
+    for config, program in ((SSH, "ssh"), (PDSH, "pdsh")):
+        command = transport.sweep_command(config, HOSTS[0], "m")
+        assert command[0] == program
+        assert shlex.split(command[-1])[-4:] == ["-m", "nanoscale.agent", "--sweep", "m"]
