@@ -145,7 +145,8 @@ class Link:
                 self._orders.put(message)
 
     def _end(self, why: str) -> None:
-        """Leave nothing behind, this process last."""
+        """Leave nothing behind, this process last; what it meets with meanwhile is no news."""
+        self._sender.close()
         with suppress(OSError, ValueError):
             print(f"nanoscale.agent: {why}; ending the ranks", file=sys.stderr, flush=True)
         end_group(os.getpid())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
 
+_NO_ROOM = 1 << 20
+"""free bytes of a disk that is full: the file whose write fell short has taken the rest"""
 _BYTES_A_SHARD = 2048
 """what torch's archive, its metadata and our manifest take beside the data of one tensor on one rank"""
 
@@ -172,9 +175,18 @@ def _in_our_words(path: Path) -> Iterator[None]:
         except CheckpointException as failed:
             own = failed.failures.get(_rank())
             rank, (error, _) = (_rank(), own) if own else min(failed.failures.items())
-            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-            text = f"{error} (rank {rank}, in {path})"
+            number, why = _reason(error, path)
+            text = f"{why} (rank {rank}, in {path})"
             raise OSError(number, text if own else f"a peer was lost: {text}") from error
+
+
+def _reason(error: BaseException, path: Path) -> tuple[int, str]:
+    """Number and text of what went wrong; torch's writer does not say why a write fell short."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno, str(error)
+    full = shutil.disk_usage(path).free < _NO_ROOM
+    number = errno.ENOSPC if full else errno.EIO
+    return number, f"{os.strerror(number)}: {error}"
 
 
 def _may_be_left(name: str) -> bool:

@@ -454,8 +454,10 @@ class Fleet:
             labels = line.split()[:2]
             for number, member in enumerate(self.members):
                 label = str(number) if self._launcher.name == "slurm" else member.name
-                if f"{label}:".encode() in labels:
-                    member.words = (member.words + line)[-_KEPT_BYTES:]
+                prefix = f"{label}:".encode()
+                if prefix in labels:
+                    words = line.removeprefix(prefix + b" ")
+                    member.words = (member.words + words)[-_KEPT_BYTES:]
             ended = _PDSH_ENDED.match(line)
             for member in self.members if ended else ():
                 if ended and ended[1].decode(errors="replace") == member.name:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.cluster.launches import SOURCE, TINY
 from tests.cluster.nodes import Nodes
 from tests.cluster.slurm import Slurm
 
@@ -60,6 +63,21 @@ def slurm(slurm_of_the_session: Slurm) -> Iterator[Slurm]:
     """A SLURM of two nodes and a login node. The next test finds them on, connected and without jobs."""
     yield slurm_of_the_session
     slurm_of_the_session.restore()
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of launches.TINY in one process on this machine."""
+    folder = tmp_path_factory.mktemp("one")
+    words = [*TINY, "parallel.dp=1", "train.steps=120", f"run.root={folder}"]
+    subprocess.run(
+        [sys.executable, "-m", "nanoscale", "train", *words],
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+    )
+    lines = (folder / "r" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
 
 
 def _skip_without(programs: dict[str, str]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,20 @@ from tests.cluster.nodes import LOGIN, Nodes
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 90.0
+FP32 = 1e-5
+"""how far losses of the same job in fp32 may be from each other, relatively"""
 TINY = (
     "recipe=debug",
     "model.layers=2",
+    "scheduler=constant",
+    "train.global_batch=6",
     "launcher.device=cpu",
     "launcher.threads=1",
     "train.sample_tokens=0",
     "run.name=r",
 )
 """a job of a few milliseconds a step, which every number of ranks up to 3 divides"""
-LONG = ("train.steps=100000", "train.global_batch=6", "checkpoint.every=1")
+LONG = ("train.steps=100000", "checkpoint.every=1")
 """one that no test waits for the end of"""
 
 
@@ -169,6 +173,21 @@ class Terminal:
                         screen.write(os.read(self._ours, 1 << 16))
 
 
+def back_after(launch: Launch, strike: Callable[[], object]) -> float:
+    """Strike a training that is granted restarts; seconds until it has trained a step again."""
+    before = len(launch.events("resumed"))
+    began = time.time()
+    strike()
+
+    def trained() -> float | None:
+        assert launch.process.poll() is None, f"it ended:\n{launch.screen}"
+        resumed = launch.events("resumed")[before:]
+        steps = [record["time"] for record in launch.metrics] if resumed else []
+        return min((when for when in steps if when > resumed[0]["time"]), default=None)
+
+    return float(wait_until(trained, "step after the restart", LIMIT_S)) - began
+
+
 def hostfile(folder: Path, *lines: str) -> Path:
     path = folder / "hostfile"
     path.write_text("\n".join(lines) + "\n")
@@ -193,6 +212,13 @@ def nothing_left(nodes: Nodes, limit_s: float) -> float:
         assert time.monotonic() < deadline, f"left after {limit_s:g} s: {found}"
         time.sleep(0.05)
     return time.monotonic()
+
+
+def agrees(losses: list[float], expected: list[float]) -> bool:
+    """Whether the same was trained from the first step on, however far `expected` goes."""
+    pairs = list(zip(losses, expected, strict=False))
+    assert len(pairs) == len(losses), f"{len(losses)} steps, {len(expected)} to compare with"
+    return all(abs(one - other) <= FP32 * abs(other) for one, other in pairs)
 
 
 def interrupt(launch: Launch) -> None:

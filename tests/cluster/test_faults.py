@@ -18,7 +18,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -212,7 +211,10 @@ def lost_steps(launch: Launch) -> int | None:
 def shown(launch: Launch) -> str:
     """The diagnosis as the screen has it, without what differs from run to run."""
     cause = failure.read(launch.run)
-    return f"{cause.who}: {cause.diagnosis}" if cause is not None else ""
+    if cause is None:
+        return ""
+    raised = f" ({cause.message.partition(' (')[0]})" if cause.traceback else ""
+    return f"{cause.who}: {cause.diagnosis}{raised}"
 
 
 def assert_shown(launch: Launch, cause: Failure) -> None:
@@ -290,12 +292,14 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
 
 
 def fill(folder: Path, room: int) -> None:
-    """Leave so many bytes free, whatever is written meanwhile."""
+    """Leave about so many bytes free, whatever is written meanwhile."""
+    piece = shutil.disk_usage(folder).free
     with (folder / "filler").open("wb") as filler:
-        while (free := shutil.disk_usage(folder).free) > room:
-            with suppress(OSError):
-                size = os.fstat(filler.fileno()).st_size
-                os.posix_fallocate(filler.fileno(), size, free - room)
+        while (piece := min(piece, shutil.disk_usage(folder).free - room)) > 0:
+            try:
+                os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, piece)
+            except OSError:
+                piece //= 2
 
 
 def test_numbers_that_are_none(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
@@ -375,7 +379,7 @@ NOWHERE = "cluster.pythons={n2: /nowhere/python}"
 NO_PYTHON = "agent of n2: there is no such Python there"
 WRONG_KEY = "agent of n2: its ssh host key is not the one that is known"
 FLAWS = [
-    Flaw("port taken", take_port, 2, f"n1: port {PORT} is in use", (FIXED_PORT,)),
+    Flaw("port taken", take_port, 2, f"n1: port {PORT} is taken", (FIXED_PORT,)),
     Flaw(
         "port taken, without preflight",
         take_port,
@@ -423,4 +427,4 @@ def test_hosts_that_cannot_do_it(
 
 def refusal(screen: str) -> str:
     """What is wrong, of an error of the user's."""
-    return next(line.partition(": ")[2] for line in screen.splitlines() if "• port: " in line)
+    return next(line.partition("• ")[2] for line in screen.splitlines() if "• " in line)

@@ -7,8 +7,8 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -16,9 +16,11 @@ import pytest
 
 from nanoscale.runs import status
 from tests.cluster.launches import (
+    LONG,
     SOURCE,
     TINY,
     Launch,
+    agrees,
     hostfile,
     interrupt,
     left,
@@ -28,25 +30,9 @@ from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 STEPS = 60
-JOB = (*TINY, f"train.steps={STEPS}", "train.global_batch=6")
-FP32 = 1e-5
+JOB = (*TINY, f"train.steps={STEPS}")
 END_S = 10.0
 SECRET = "MY_API_TOKEN"
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of the same job in one process on this machine."""
-    folder = tmp_path_factory.mktemp("one")
-    words = [*JOB, "parallel.dp=1", f"run.root={folder}"]
-    subprocess.run(
-        [sys.executable, "-m", "nanoscale", "train", *words],
-        check=True,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )
-    lines = (folder / "r" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 class Hostile:
@@ -102,11 +88,6 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def tells_where(log: Path) -> bool:
     return log.exists() and "most recent call first" in log.read_text()
-
-
-def close(losses: list[float], expected: list[float]) -> bool:
-    pairs = zip(losses, expected, strict=True)
-    return all(abs(one - other) <= FP32 * abs(other) for one, other in pairs)
 
 
 @pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
@@ -184,4 +165,46 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
     last.must_end(0)
     nothing_left(nodes, END_S)
     assert [record["step"] for record in last.metrics] == list(range(1, STEPS + 1))
-    assert close(last.losses, one_process)
+    assert agrees(last.losses, one_process)
+
+
+def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
+    """A rank that was stopped hears of no wish to stop."""
+    hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
+    words = ("train", *TINY, *LONG, "--hostfile", hosts, "launcher.lost_after_s=60")
+    launch = Launch(nodes, tmp_path, *words)
+    launch.trains(3)
+    os.kill(*launch.ranks("n2"), signal.SIGSTOP)
+    interrupt(launch)
+    wait_until(lambda: launch.events("signal"), "word that Ctrl-C was heard")
+    began = time.monotonic()
+    interrupt(launch)
+    launch.must_end(130)
+    assert nothing_left(nodes, END_S) - began < END_S
+    assert status.read(launch.run).state == "stopped"
+
+
+def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(
+    nodes: Nodes, tmp_path: Path, one_process: list[float]
+) -> None:
+    """One of them knows the hosts by their IPv6 addresses."""
+    if nodes.call(LOGIN, ["ip", "-6", "address", "show", "dev", "eth0"]).stdout == "":
+        pytest.skip("needs a kernel with IPv6")
+    folders = [tmp_path / "names", tmp_path / "addresses"]
+    for folder in folders:
+        folder.mkdir()
+    by_name = hostfile(folders[0], "n1 slots=1", "n2 slots=1")
+    first, second = nodes.address6("n1"), nodes.address6("n2")
+    by_address = hostfile(folders[1], f"root@[{first}] slots=1", f"{second} slots=1")
+    bad = Launch(nodes, folders[0], "train", *TINY, *LONG, "--hostfile", by_name)
+    bad.trains(1)
+    theirs = bad.ranks("n2")
+    good = Launch(nodes, folders[1], "train", *JOB, "--hostfile", by_address)
+    good.trains(3)
+    os.kill(*theirs, signal.SIGKILL)
+    bad.must_end(1)
+    assert bad.cause.who == "rank 1 on n2"
+    good.must_end(0)
+    nothing_left(nodes, END_S)
+    assert agrees(good.losses, one_process)
+    assert good.run.log(1, second, 1, "err").exists()
