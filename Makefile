@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint format bench docs lock clean
+.PHONY: train test lint format bench faults docs lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -23,6 +23,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python scripts/bench.py
+
+# docs/faults.md, as measured here; some minutes, and only for root.
+faults: $(READY)
+	$(BIN)/python scripts/faults.py
 
 docs: $(READY)
 	$(BIN)/python scripts/reference.py

@@ -183,7 +183,7 @@ def _in_our_words(path: Path) -> Iterator[None]:
 def _reason(error: BaseException, path: Path) -> tuple[int, str]:
     """Number and text of what went wrong; torch's writer does not say why a write fell short."""
     if isinstance(error, OSError) and error.errno:
-        return error.errno, str(error)
+        return error.errno, error.strerror or str(error)
     full = shutil.disk_usage(path).free < _NO_ROOM
     number = errno.ENOSPC if full else errno.EIO
     return number, f"{os.strerror(number)}: {error}"

@@ -75,6 +75,7 @@ _CAUSES = (
     ),
 )
 
+_NOISE = re.compile(r"warn|^\[W\d+", re.IGNORECASE)
 _LOST = "the agent, which minds the ranks, was lost"
 
 
@@ -107,11 +108,17 @@ def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[s
         )
     name = signal_name(code)
     how = f"it was ended by {name}" if name else f"it ended with code {code}"
-    last = _line_around(words.rstrip(), len(words.rstrip()))
+    last = _last_line(words)
     return (
         f"{_LOST}: {how}" + (f" ({last})" if last else ""),
         "its log says what it did last; if memory ran out, ask for less of it",
     )
+
+
+def _last_line(text: str) -> str:
+    """What was said last, but for what Python and torch say without being asked."""
+    lines = [line.strip() for line in text.splitlines() if not _NOISE.search(line)]
+    return next((line[:300] for line in reversed(lines) if line), "")
 
 
 def _line_around(text: str, position: int) -> str:

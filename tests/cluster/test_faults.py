@@ -42,6 +42,7 @@ from tests.cluster.nodes import LOGIN, Nodes
 LAW_S = 10.0
 JOB = (*TINY, *LONG)
 PORT = 29517
+PAGE = SOURCE / "docs" / "faults.md"
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 LISTEN = f"""
 import socket, time
@@ -49,6 +50,13 @@ server = socket.create_server(("", {PORT}))
 print("listening", flush=True)
 time.sleep(1000)
 """
+
+CTRL_C, HANG_UP = "Ctrl-C", "terminal hang-up (SIGHUP)"
+LAUNCHER_KILLED = {"ssh": "launcher SIGKILL", "pdsh": "launcher SIGKILL, pdsh"}
+FULL_DISK = "full disk in a checkpoint write"
+NOT_FINITE, OUT_OF_MEMORY = "NaN loss", "out-of-memory killer"
+OTHERS = (CTRL_C, HANG_UP, *LAUNCHER_KILLED.values(), FULL_DISK, NOT_FINITE, OUT_OF_MEMORY)
+"""rows of the page that are not in one of the lists below"""
 
 Strike = Callable[[Launch], None]
 
@@ -230,7 +238,7 @@ def test_ctrl_c(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> N
     launch.trains(3)
     began = time.monotonic()
     interrupt(launch)
-    row = measure(launch, "Ctrl-C", began, 130)
+    row = measure(launch, CTRL_C, began, 130)
     assert row.lost_steps == 0
     assert "stopped after" in launch.screen
     rows.append(replace(row, shown="stopped after N steps"))
@@ -246,21 +254,20 @@ def test_a_terminal_that_hangs_up(
     launch.trains(3)
     began = time.monotonic()
     terminal.hang_up()
-    row = measure(launch, "terminal hang-up (SIGHUP)", began, 75)
+    row = measure(launch, HANG_UP, began, 75)
     assert row.lost_steps == 0
     assert status.read(launch.run).state == "preempted"
     rows.append(replace(row, shown="`runs ls`: preempted"))
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
+@pytest.mark.parametrize(("launcher", "name"), LAUNCHER_KILLED.items())
 def test_the_launcher_is_killed(
-    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], launcher: str
+    nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], launcher: str, name: str
 ) -> None:
     launch = start(nodes, tmp_path, hosts, f"launcher.name={launcher}")
     launch.trains(3)
     began = time.monotonic()
     launch.process.kill()
-    name = "launcher SIGKILL" + (", pdsh" if launcher == "pdsh" else "")
     row = measure(launch, name, began, -signal.SIGKILL)
     words = [sys.executable, "-m", "nanoscale", "runs", "ls", "--json"]
     listed = nodes.call(LOGIN, words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(SOURCE)})
@@ -283,7 +290,7 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
     launch.trains(3)
     began = time.monotonic()
     fill(seen, room)
-    row = measure(launch, "full disk in a checkpoint write", began, 1)
+    row = measure(launch, FULL_DISK, began, 1)
     assert "diagnosis  the disk is full" in launch.screen
     (who,) = re.findall("^(rank . on n.) failed:", launch.screen, re.MULTILINE)
     if room:
@@ -313,7 +320,7 @@ def test_numbers_that_are_none(nodes: Nodes, tmp_path: Path, hosts: Path, rows: 
     assert cause.diagnosis.startswith("the training diverged")
     assert_shown(launch, cause)
     lost = last["step"] - max(launch.run.checkpoint_steps())
-    rows.append(Row("NaN loss", ended - last["time"], 0, lost, 1, shown(launch)))
+    rows.append(Row(NOT_FINITE, ended - last["time"], 0, lost, 1, shown(launch)))
 
 
 @pytest.fixture
@@ -337,7 +344,7 @@ def test_the_out_of_memory_killer(
     launch.trains(3)
     began = time.monotonic()
     (little_memory / "cgroup.procs").write_text(str(rank(launch)))
-    row = measure(launch, "out-of-memory killer", began, 1)
+    row = measure(launch, OUT_OF_MEMORY, began, 1)
     cause = launch.cause
     assert cause.who == "rank 1 on n2"
     assert cause.diagnosis.startswith("the kernel's out-of-memory killer ended it")
@@ -428,3 +435,13 @@ def test_hosts_that_cannot_do_it(
 def refusal(screen: str) -> str:
     """What is wrong, of an error of the user's."""
     return next(line.partition("• ")[2] for line in screen.splitlines() if "• " in line)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_has_every_fault() -> None:
+    lines = PAGE.read_text().splitlines()
+    found = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    known = [fault.name for fault in FAULTS] + [*OTHERS] + [flaw.name for flaw in FLAWS]
+    assert found[1:] == known, "run `make faults`"
