@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from nanoscale.config.derive import derive
 from nanoscale.config.nodes import elastic, node_range
 from nanoscale.config.rules import check
-from nanoscale.config.rules.case import Host
+from nanoscale.config.rules.case import Host, counted
 from nanoscale.errors import UserError
 from nanoscale.launch.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
@@ -148,7 +148,8 @@ class Supervisor:
     def _say_restart(self, outcome: Outcome, left: int) -> None:
         cause = outcome.failure
         why = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
-        text = f"{why}; starting again from the newest checkpoint ({left} more restarts)"
+        further = counted(left, "more restart") if left else "no more restart"
+        text = f"{why}; starting again from the newest checkpoint ({further} after this)"
         events.append(self.run, "restart", text, left=left)
         self.view.poll()
 
