@@ -27,6 +27,8 @@ from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
 _CALL_S = 5.0
+_FIRST_SILENCE_S = 60.0
+"""until the launcher has said how much it takes for the end"""
 
 
 class Link:
@@ -47,7 +49,7 @@ class Link:
         self._sender = Sender(writer)
         self._orders: queue.Queue[Message] = queue.Queue()
         self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._silence_s: float | None = None
+        self._silence_s: float | None = _FIRST_SILENCE_S
 
     @classmethod
     def over_standard_streams(cls) -> Link:

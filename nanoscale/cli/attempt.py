@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from signal import SIGINT
 from typing import Any, TextIO
 
 from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
-from nanoscale.launch.attempt import Outcome
+from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
 from nanoscale.launch.console import LiveView, duration, if_still_there, number
 from nanoscale.launch.fleet import Fleet
@@ -29,16 +30,22 @@ _NOISE = ("The hostname of the client socket cannot be retrieved",)
 
 
 @contextmanager
-def ready_fleet(request: Request) -> Iterator[Fleet]:
+def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
     """The agents of all hosts, ready for the job; nothing of the run is written yet.
 
     Raises:
         UserError: the hosts that answered cannot do what is asked.
+        typer.Exit: a signal came meanwhile.
     """
+    import typer
+
     config = request.config
     hosts = request.hosts or (here(config),)
     with Fleet(config, hosts, request.run.path.parent) as fleet:
-        prepare(fleet, request, request.run)
+        prepare(fleet, request, request.run, signals)
+        if signals.first is not None:
+            print("stopped before the launch", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED if signals.first is SIGINT else PREEMPTED)
         if config.launcher.preflight:
             require_ready(fleet, config)
         yield fleet

@@ -76,7 +76,7 @@ def resume(
         _say_what_differs(previous, request.config)
         _say_where_from(directory)
         last = directory.last_attempt()
-        with ready_fleet(request) as fleet:
+        with ready_fleet(request, signals) as fleet:
             lock.require()
             replace_configuration(directory, request, last)
             return attempt(lock, request, last + 1, fleet, signals, as_json)

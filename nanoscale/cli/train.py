@@ -59,7 +59,7 @@ def train(
     if dry_run:
         show_plan(request.run, request, 1, as_json)
         return DONE
-    with Signals() as signals, ready_fleet(request) as fleet, new_run(request) as lock:
+    with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
 
 

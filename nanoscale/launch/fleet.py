@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,12 +287,18 @@ class Fleet:
         first = next((m for m in self.members if m.is_there), self.members[0])
         return given or ("127.0.0.1" if self._is_local else first.name)
 
-    def gather(self, limit_s: float | None = None) -> None:
-        """Wait until every host has answered or is lost; so long at most, or launcher.connect_timeout_s."""
+    def gather(
+        self, limit_s: float | None = None, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait until every host has answered or is lost, or until `given_up` says so.
+
+        Args:
+            limit_s: wait so long at most; None: launcher.connect_timeout_s.
+        """
         limit_s = limit_s or self._launcher.connect_timeout_s
         deadline = time.monotonic() + limit_s
         waiting = list(self.members)
-        while waiting:
+        while waiting and not given_up():
             if time.monotonic() > deadline:
                 for member in filter(_has_yet_to_answer, waiting):
                     self._lose(member, *self._explain(member, None, limit_s))

@@ -71,9 +71,10 @@ class Supervisor:
             left, number = left - 1, number + 1
             self._say_restart(outcome, left)
             self._wait(0.0 if worked else pause)
+            if self.signals.first is None:
+                self._gather_again()
             if self.signals.first is not None:
                 return outcome
-            self._gather_again()
 
     def _attempt(self, number: int) -> Outcome:
         self.lock.require()
@@ -138,7 +139,7 @@ class Supervisor:
         launcher = self.request.config.launcher
         # An elastic job has no time to lose on a host that is down.
         patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
-        prepare(self.fleet, self.request, self.run, patience_s)
+        prepare(self.fleet, self.request, self.run, self.signals, patience_s)
 
     # --- what is written down -------------------------------------------------------------------------
 
@@ -204,10 +205,14 @@ class Supervisor:
 
 
 def prepare(
-    fleet: Fleet, request: Request, run: RunDirectory, limit_s: float | None = None
+    fleet: Fleet,
+    request: Request,
+    run: RunDirectory,
+    signals: Signals,
+    limit_s: float | None = None,
 ) -> None:
-    """Let the hosts get ready and say what they are like; returns when all have, or are lost."""
+    """Let the hosts get ready and say what they are like, until all have or are lost, or a signal comes."""
     config = request.config
     plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
     fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)
-    fleet.gather(limit_s)
+    fleet.gather(limit_s, lambda: signals.first is not None)

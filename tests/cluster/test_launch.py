@@ -16,6 +16,7 @@ import pytest
 
 from nanoscale.runs import status
 from tests.cluster.launches import (
+    LIMIT_S,
     LONG,
     SOURCE,
     TINY,
@@ -182,6 +183,19 @@ def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
     launch.must_end(130)
     assert nothing_left(nodes, END_S) - began < END_S
     assert status.read(launch.run).state == "stopped"
+
+
+def test_ctrl_c_while_a_host_does_not_answer(nodes: Nodes, tmp_path: Path) -> None:
+    hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
+    nodes.partition("n2")
+    launch = Launch(nodes, tmp_path, "train", *TINY, *LONG, "--hostfile", hosts)
+    wait_until(lambda: launch.agents("n1"), "agent on n1", LIMIT_S)
+    began = time.monotonic()
+    interrupt(launch)
+    launch.must_end(130)
+    assert nothing_left(nodes, END_S) - began < END_S
+    assert not launch.run.path.exists()
+    assert list(launch.run.path.parent.glob(".*")) == []
 
 
 def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(

@@ -35,7 +35,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 2))
     command = (sys.executable, "-P", __file__, "agent", job)
     transport.commands = lambda config, hosts: [command for _ in hosts]
-    with Signals() as signals, cli.ready_fleet(request) as fleet, new_run(request) as lock:
+    with Signals() as signals, cli.ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
 
 
