@@ -144,6 +144,7 @@ class Fleet:
             self._callbacks.close()
         self._selector.close()
         self._hide_probe()
+        adopt_orphans(False)
 
     @property
     def _is_local(self) -> bool:

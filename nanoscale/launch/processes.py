@@ -108,10 +108,10 @@ def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if _has(sessions, mark, process)]
 
 
-def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants: in many containers nobody else would reap them."""
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of orphaned descendants, or let be: in many containers nobody else would reap them."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _has(sessions: Sequence[int], mark: str, process: psutil.Process) -> bool:

@@ -30,10 +30,13 @@ def wait_for(condition):
 def test_orphans_are_ended_and_reaped_where_nobody_else_would():
     """A container's first process often reaps nobody: what the job leaves would stay a zombie."""
     adopt_orphans()
-    process = Process(["sh", "-c", "(sleep 300 & echo $!) ; exit 3"], {})
-    orphan = int(process.stdout.readline())
-    wait_for(lambda: process.exit_code() is not None)
-    wait_for(lambda: psutil.Process(orphan).ppid() == os.getpid())
+    try:
+        process = Process(["sh", "-c", "(sleep 300 & echo $!) ; exit 3"], {})
+        orphan = int(process.stdout.readline())
+        wait_for(lambda: process.exit_code() is not None)
+        wait_for(lambda: psutil.Process(orphan).ppid() == os.getpid())
+    finally:
+        adopt_orphans(False)
     assert process.exit_code() == 3
     assert end_all([process.pid], "no mark") == []
     process.reap()
