@@ -17,6 +17,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Optimizer, Precision, Zero
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
+from tests.conftest import Deviations
 from tests.jobs import STEPS, KillBefore, StopBefore, make_config, make_run, train, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import assert_equal_curves, plain_loop, worst
@@ -47,14 +48,14 @@ def config_for(
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
 def test_equals_plain_loop(
-    tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: dict[str, list[float]]
+    tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: Deviations
 ) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, stage, zero, dp=dp)
     (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
     reference = plain_loop("fp32", shape=SHALLOW)
     name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
-    deviations.setdefault(name, []).extend([np.nan, np.nan, *worst(ours, reference)])
+    deviations(name, [np.nan, np.nan, *worst(ours, reference)])
     assert_equal_curves(ours, reference, "fp32")
 
 
@@ -85,7 +86,7 @@ def test_layout_equals_plain_loop(
     stage: int,
     degrees: dict[str, Any],
     micro_batch: int,
-    deviations: dict[str, list[float]],
+    deviations: Deviations,
 ) -> None:
     write_tokens(tmp_path)
     parallel = {"sequence_parallel": False} | degrees
@@ -94,9 +95,7 @@ def test_layout_equals_plain_loop(
     )
     (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
     reference = plain_loop("fp32", shape=SHALLOW)
-    deviations.setdefault(f"deepspeed, {name}", []).extend(
-        [np.nan, np.nan, *worst(ours, reference)]
-    )
+    deviations(f"deepspeed, {name}", [np.nan, np.nan, *worst(ours, reference)])
     assert_equal_curves(ours, reference, "fp32")
 
 
