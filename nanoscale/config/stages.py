@@ -23,6 +23,20 @@ def usual_virtual_stages(schedule: str) -> int:
     return 1 if schedule in ONE_STAGE else 2
 
 
+def stages_of(schedule: str, pp: int, virtual_stages: int, rank: int) -> list[int]:
+    """The stages of a pipeline rank, in the order in which tokens pass through them."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * turn for turn in range(virtual_stages)]
+
+
+def rank_of(schedule: str, pp: int, stage: int) -> int:
+    """The pipeline rank that holds a stage."""
+    if schedule in V_SHAPED:
+        return min(stage, 2 * pp - 1 - stage)
+    return stage % pp
+
+
 def takes(schedule: str, pp: int, micro_batches: int) -> bool:
     """Whether a schedule can run a step of so many micro batches."""
     if pp == 1:

@@ -29,8 +29,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
-from nanoscale.config.stages import V_SHAPED
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -59,16 +59,7 @@ class Boundary:
 def stages_of(parallel: Parallel, rank: int) -> list[int]:
     """The stages of a pipeline rank, in the order in which tokens pass through them."""
     assert isinstance(parallel.virtual_stages, int), "the launcher freezes a number"
-    if parallel.schedule in V_SHAPED:
-        return [rank, 2 * parallel.pp - 1 - rank]
-    return [rank + parallel.pp * turn for turn in range(parallel.virtual_stages)]
-
-
-def rank_of(parallel: Parallel, stage: int) -> int:
-    """The pipeline rank that holds a stage."""
-    if parallel.schedule in V_SHAPED:
-        return min(stage, 2 * parallel.pp - 1 - stage)
-    return stage % parallel.pp
+    return stages.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
 
 
 class Pipeline:
@@ -117,14 +108,14 @@ class Pipeline:
         return hidden
 
     def _peer(self, stage: int) -> int:
-        return rank_of(self._parallel, stage)
+        return stages.rank_of(self._parallel.schedule, self._parallel.pp, stage)
 
     def _make_schedule(self, accumulation: int, loss: Loss) -> Any:
         name = self._parallel.schedule
-        stages = [self._make_stage(number) for number in sorted(self._parts)]
+        parts = [self._make_stage(number) for number in sorted(self._parts)]
         if name in SINGLE:
-            return SINGLE[name](stages[0], accumulation, loss, scale_grads=False)
-        return MULTI[name](stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+            return SINGLE[name](parts[0], accumulation, loss, scale_grads=False)
+        return MULTI[name](parts, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
 
     def _make_stage(self, number: int) -> PipelineStage:
         part = self._parts[number]

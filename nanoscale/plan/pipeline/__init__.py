@@ -1,0 +1,33 @@
+"""Pipeline schedules as timelines: their orders, their simulation, and closed forms for the search."""
+
+from nanoscale.plan.pipeline.closed_forms import bubble, bubble_fraction, estimate
+from nanoscale.plan.pipeline.in_flight import in_flight
+from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
+from nanoscale.plan.pipeline.residents import Residents, residents
+from nanoscale.plan.pipeline.simulation import (
+    Costs,
+    Span,
+    Timeline,
+    first_stage_undivided,
+    simulate,
+    transfers_overlap,
+)
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Order",
+    "Residents",
+    "Span",
+    "Timeline",
+    "bubble",
+    "bubble_fraction",
+    "estimate",
+    "first_stage_undivided",
+    "in_flight",
+    "order",
+    "residents",
+    "simulate",
+    "transfers_overlap",
+]

@@ -1,0 +1,55 @@
+"""How many micro batches a rank holds activations of at its peak, in closed form: `residents` without the
+order."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from nanoscale.config.stages import takes
+from nanoscale.plan.pipeline.orders import order, round_length, warmup
+from nanoscale.plan.pipeline.residents import residents
+
+
+@lru_cache(maxsize=4096)
+def in_flight(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
+    """By rank and by the rank's stages from the model's first to its last, when the rank holds most.
+
+    GPipe holds all (Huang et al. 2019, 2.3), and so does looped BFS; 1F1B at most pp - rank (Narayanan et al.
+    2021, 2.2.1); its interleaving as many as the warm-up and one, ZB-H1 pp of one stage a rank (Qi et al.
+    2023, table 1), ZB-V 2·pp half stages (section 6), DualPipe one more (DeepSeek-V3, table 2). With split
+    backward passes they are held until the gradients of weights are done, see `residents`.
+    """
+    assert takes(schedule, pp, micro_batches), "config.rules refuses it"
+    if pp == 1:
+        return ((1,),)
+    if schedule in ("gpipe", "looped-bfs"):
+        return ((micro_batches,) * virtual_stages,) * pp
+    if schedule == "dualpipev":
+        return tuple((2 * pp - rank, rank + 1) for rank in range(pp))
+    if schedule != "zbv":
+        return tuple(
+            _first_of_rounds(schedule, pp, virtual_stages, micro_batches, rank)
+            for rank in range(pp)
+        )
+    if micro_batches >= 2 * pp - 1:
+        return tuple((2 * pp - 1 - rank, rank + 1) for rank in range(pp))
+    # Of a V that is not filled there is no simple law, and there are few actions.
+    few = order(schedule, pp, virtual_stages, micro_batches)
+    return tuple(tuple(residents(actions).held) for actions in few)
+
+
+def _first_of_rounds(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[int, ...]:
+    """The first so many forward passes of a rank, none of which has gone backward in full."""
+    passes = warmup(schedule, pp, virtual_stages, micro_batches, rank) + 1
+    if schedule == "zero-bubble":
+        passes += rank
+    passes = min(passes, virtual_stages * micro_batches)
+    length = round_length(pp, micro_batches)
+    full, rest = divmod(passes, virtual_stages * length)
+    return tuple(
+        full * length + min(max(0, rest - turn * length), length) for turn in range(virtual_stages)
+    )

@@ -1,0 +1,261 @@
+"""What every pipeline rank computes, in which order: the schedules of torch.distributed.pipelining.
+
+A schedule is its order alone. When a rank waits follows from what its next action needs (see `simulation`), so
+that the idle steps which torch writes between actions say nothing more and are left out here.
+
+Sources: GPipe, arXiv:1811.06965; 1F1B and its interleaving, arXiv:2104.04473; looped BFS, arXiv:2211.05953;
+zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. Orders are those
+that torch 2.11 to 2.13 runs, which now and then differs from the papers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from nanoscale.config.stages import (
+    ONE_STAGE,
+    V_SHAPED,
+    stages_of,
+    takes,
+    usual_virtual_stages,
+)
+
+Kind = Literal["F", "B", "I", "W"]
+"""forward · full backward · gradients of inputs only · gradients of weights only; torch's letters"""
+
+
+class Action(NamedTuple):
+    """One micro batch goes through one stage."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    joined: bool = False
+    """runs as one with the action after it: what either sends goes off when both are done"""
+
+
+Order = Sequence[Sequence[Action]]
+"""the actions of each pipeline rank"""
+
+
+def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Order:
+    """The actions of all ranks in one optimizer step.
+
+    `virtual_stages` are the stages of a rank. With pp = 1 there is no schedule: each micro batch goes forward
+    and backward before the next.
+    """
+    assert takes(schedule, pp, micro_batches), "config.rules refuses it"
+    if pp == 1:
+        return [list(_alternate(0, micro_batches, _InRounds([0], micro_batches)))]
+    fixed = schedule in ONE_STAGE or schedule in V_SHAPED
+    assert not fixed or virtual_stages == usual_virtual_stages(schedule)
+    ranks = range(pp)
+    if schedule == "zbv":
+        return [_zbv(pp, rank, micro_batches) for rank in ranks]
+    if schedule == "dualpipev":
+        return [_dualpipev(pp, rank, micro_batches) for rank in ranks]
+    own = [stages_of(schedule, pp, virtual_stages, rank) for rank in ranks]
+    if schedule == "gpipe":
+        return [_all_forward_first(stages, micro_batches, last_first=False) for stages in own]
+    if schedule == "looped-bfs":
+        return [_all_forward_first(stages, micro_batches, last_first=True) for stages in own]
+    rounds = [_InRounds(stages, round_length(pp, micro_batches)) for stages in own]
+    total = virtual_stages * micro_batches
+    warmups = [warmup(schedule, pp, virtual_stages, micro_batches, rank) for rank in ranks]
+    if schedule == "zero-bubble":
+        return [list(_deferred(warmups[rank], total, rounds[rank], rank)) for rank in ranks]
+    return [list(_alternate(warmups[rank], total, rounds[rank])) for rank in ranks]
+
+
+# --- forward first: gpipe, looped-bfs -------------------------------------------------------------
+
+
+def _all_forward_first(stages: list[int], micro_batches: int, last_first: bool) -> list[Action]:
+    """Everything forward, a stage at a time, then everything backward, the last stage first."""
+    back = range(micro_batches - 1, -1, -1) if last_first else range(micro_batches)
+    forward = [Action("F", stage, batch) for stage in stages for batch in range(micro_batches)]
+    return forward + [Action("B", stage, batch) for stage in reversed(stages) for batch in back]
+
+
+# --- one forward, one backward: 1f1b, interleaved-1f1b, zero-bubble -------------------------------
+
+
+def round_length(pp: int, micro_batches: int) -> int:
+    """Micro batches that pass through a stage before the rank turns to its next one."""
+    return micro_batches // max(1, micro_batches // pp)
+
+
+def warmup(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int) -> int:
+    """Forward passes before a rank begins to alternate between forward and backward."""
+    hops = pp - 1 - rank
+    earlier_stages = (virtual_stages - 1) * round_length(pp, micro_batches)
+    most = virtual_stages * micro_batches
+    return min(most, earlier_stages + (2 * hops if schedule == "interleaved-1f1b" else hops))
+
+
+class _InRounds:
+    """A round of micro batches through the first stage of a rank, through the second, ..., the next round."""
+
+    def __init__(self, stages: list[int], length: int) -> None:
+        self._stages, self._length = stages, length
+
+    def forward(self, count: int) -> tuple[int, int]:
+        """Stage and micro batch of the rank's forward pass number `count`."""
+        turn, batch = self._place(count)
+        return self._stages[turn], batch
+
+    def backward(self, count: int) -> tuple[int, int]:
+        """The same of its backward passes, which begin at the rank's last stage."""
+        turn, batch = self._place(count)
+        return self._stages[-1 - turn], batch
+
+    def _place(self, count: int) -> tuple[int, int]:
+        rounds, rest = divmod(count, self._length * len(self._stages))
+        turn, batch = divmod(rest, self._length)
+        return turn, rounds * self._length + batch
+
+
+def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:
+    """Forward passes stay `ahead` of backward ones until none are left."""
+    for count in range(ahead):
+        yield Action("F", *rounds.forward(count))
+    for count in range(total):
+        if ahead + count < total:
+            yield Action("F", *rounds.forward(ahead + count))
+        yield Action("B", *rounds.backward(count))
+
+
+def _deferred(ahead: int, total: int, rounds: _InRounds, delay: int) -> Iterator[Action]:
+    """The same, with the gradients of weights `delay` backward passes later than those of inputs."""
+    for count in range(ahead):
+        yield Action("F", *rounds.forward(count))
+    for count in range(total):
+        if ahead + count < total:
+            yield Action("F", *rounds.forward(ahead + count))
+        yield Action("I", *rounds.backward(count))
+        if count >= delay:
+            yield Action("W", *rounds.backward(count - delay))
+    for count in range(max(0, total - delay), total):
+        yield Action("W", *rounds.backward(count))
+
+
+# --- two stages a rank in a V: zbv, dualpipev -----------------------------------------------------
+
+
+class _Sequence:
+    """The actions of a rank so far; each stage takes its micro batches one after another."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._pending: list[tuple[int, int]] = []
+
+    def forward(self, stage: int, joined: bool = False) -> None:
+        self.actions.append(Action("F", stage, self._next("F", stage), joined))
+
+    def backward(self, stage: int) -> None:
+        self.actions.append(Action("B", stage, self._next("B", stage)))
+
+    def inputs(self, stage: int) -> None:
+        batch = self._next("B", stage)
+        self.actions.append(Action("I", stage, batch))
+        self._pending.append((stage, batch))
+
+    def weights(self, stage: int | None = None) -> None:
+        """The longest pending gradients of weights, of one stage or of either; nothing if none are pending."""
+        for place, (pending, batch) in enumerate(self._pending):
+            if stage in (None, pending):
+                self.actions.append(Action("W", pending, batch))
+                del self._pending[place]
+                return
+
+    def count(self, kind: Literal["F", "B"], stage: int) -> int:
+        """Passes so far; gradients of inputs count as backward."""
+        return self._seen[kind, stage]
+
+    def _next(self, kind: Literal["F", "B"], stage: int) -> int:
+        self._seen[kind, stage] += 1
+        return self._seen[kind, stage] - 1
+
+
+def _zbv(pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """arXiv:2401.10241, section 6. `down` and `up` are the rank's stages on the two arms of the V.
+
+    The order is that of at least 2·pp - 1 micro batches; of fewer, the missing ones are left out of it.
+    """
+    down, up = rank, 2 * pp - 1 - rank
+    sequence, most = _Sequence(), max(2 * pp - 1, micro_batches)
+    for _ in range(2 * (pp - rank) - 1):
+        sequence.forward(down)
+    for _ in range(rank):
+        sequence.forward(up)
+        sequence.forward(down)
+    for _ in range(pp - rank):
+        _forward_and_split(sequence, up)
+    while sequence.count("F", up) < most:
+        if sequence.count("F", down) < most:
+            sequence.forward(down)
+        sequence.inputs(down)
+        sequence.weights(down)
+        _forward_and_split(sequence, up)
+    for _ in range(rank):
+        sequence.inputs(down)
+        sequence.inputs(up)
+    for _ in range(pp - rank):
+        sequence.inputs(down)
+        sequence.weights(down)
+    for stage in (up, down):
+        for _ in range(rank):
+            sequence.weights(stage)
+    return [action for action in sequence.actions if action.micro_batch < micro_batches]
+
+
+def _forward_and_split(sequence: _Sequence, stage: int) -> None:
+    sequence.forward(stage)
+    sequence.inputs(stage)
+    sequence.weights(stage)
+
+
+def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """DualPipe, whose two directions have become the two arms of the V; the stages are called as in `_zbv`."""
+    down, up = rank, 2 * pp - 1 - rank
+    hops = pp - 1 - rank
+    sequence = _Sequence()
+    for _ in range(2 * hops):
+        sequence.forward(down)
+    for _ in range(rank + 1):
+        sequence.forward(down)
+        sequence.forward(up)
+    for _ in range(hops):
+        sequence.inputs(up)
+        sequence.weights()
+        sequence.forward(up)
+    for turn in range(micro_batches - 2 * pp + rank + 1):
+        # The last rank turns the first micro batch round at once: nobody waits for its forward pass.
+        sequence.forward(down, joined=not (turn == 0 and hops == 0))
+        sequence.backward(up)
+        sequence.forward(up, joined=True)
+        sequence.backward(down)
+    for _ in range(hops):
+        sequence.backward(up)
+        sequence.forward(up, joined=True)
+        sequence.backward(down)
+    _drain_dualpipev(sequence, down, up, hops)
+    return sequence.actions
+
+
+def _drain_dualpipev(sequence: _Sequence, down: int, up: int, hops: int) -> None:
+    """The last backward passes; about half of them leave the weights for when the rank would wait."""
+    last = down + 1
+    for count in range(2 * last):
+        if count >= last // 2 * 2 + (1 - down % 2):
+            sequence.inputs(down if count % 2 else up)
+        else:
+            sequence.backward(down if count % 2 else up)
+    for _ in range(hops):
+        sequence.weights()
+        sequence.inputs(down)
+    for _ in range(last):
+        sequence.weights()

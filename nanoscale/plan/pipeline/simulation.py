@@ -1,0 +1,230 @@
+"""When each action of a pipeline begins and ends, given the order of actions and what they cost.
+
+A rank does one action at a time, in its order, and begins the next as soon as the rank is free and the action's
+input is there. So does torch's runtime, which launches what it is told and waits for receives only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from nanoscale.config.stages import ONE_STAGE
+from nanoscale.plan.pipeline.orders import Action, Order
+from nanoscale.plan.pipeline.residents import residents
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that one micro batch takes, by stage."""
+
+    forward: Sequence[float]
+    backward_input: Sequence[float]
+    """gradients of inputs, with what is computed again for them; a full backward pass is both parts"""
+    backward_weight: Sequence[float]
+    transfer: Sequence[float]
+    """from stage s to s + 1, and of the gradient back; the ends are on different ranks"""
+    overlap: bool = True
+    """transfers go on while their ranks compute; else a rank asks for its input when it has nothing else to
+    do"""
+
+    @classmethod
+    def even(
+        cls,
+        stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        transfer: float = 0.0,
+        overlap: bool = True,
+    ) -> Costs:
+        """All stages cost the same."""
+        return cls(
+            [forward] * stages,
+            [backward_input] * stages,
+            [backward_weight] * stages,
+            [transfer] * (stages - 1),
+            overlap,
+        )
+
+
+def transfers_overlap(schedule: str) -> bool:
+    """Whether torch runs this schedule's transfers beside the computation.
+
+    Its schedules of several stages a rank post receives as soon as the sender has sent; gpipe and 1f1b ask
+    for an input right before they need it, and wait.
+    """
+    return schedule not in ONE_STAGE
+
+
+def first_stage_undivided(costs: Costs) -> Costs:
+    """What torch does in place of dividing the first stage's backward pass, whose inputs are no one's
+    gradients.
+
+    Its action for the inputs computes nothing, and the one for the weights all (`PipelineStage`, `is_first`).
+    """
+    first = costs.backward_input[0]
+    return replace(
+        costs,
+        backward_input=[0.0, *costs.backward_input[1:]],
+        backward_weight=[costs.backward_weight[0] + first, *costs.backward_weight[1:]],
+    )
+
+
+class Span(NamedTuple):
+    """An action in time, in seconds from the beginning of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One optimizer step of a pipeline, without what comes before and after it."""
+
+    ranks: list[list[Span]]
+    held: list[list[int]]
+    """by rank and by the rank's stages, first to last: micro batches whose activations are held when the rank
+    holds most, from the beginning of the forward pass to the end of the full backward pass or of the weights'
+    gradients"""
+    between: list[list[int]]
+    """of those, the ones between the gradients of inputs and of weights, which also keep the gradients of the
+    products' results"""
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until the last rank is done."""
+        return max(spans[-1].end for spans in self.ranks)
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Seconds that each rank computes."""
+        return [sum(span.end - span.start for span in spans) for spans in self.ranks]
+
+    @cached_property
+    def idle(self) -> list[float]:
+        """Seconds that each rank waits, at the ends of the step too."""
+        return [self.makespan - busy for busy in self.busy]
+
+    @property
+    def utilisation(self) -> float:
+        """The share of all ranks' time in which they compute; 1 where nothing costs anything."""
+        return sum(self.busy) / (len(self.ranks) * self.makespan) if self.makespan else 1.0
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share in which they wait."""
+        return 1.0 - self.utilisation
+
+
+def simulate(order: Order, costs: Costs) -> Timeline:
+    """Play one step; in time linear in the number of actions. An order that deadlocks fails an assertion."""
+    run = _Run(order, costs)
+    awake = list(range(len(order)))
+    while awake:
+        awake += run.advance(awake.pop())
+    assert run.done(), f"deadlock: {run.stuck()}"
+    held = [residents(actions) for actions in order]
+    return Timeline(run.spans, [peak.held for peak in held], [peak.between for peak in held])
+
+
+_MISSING = -1.0
+
+
+class _Run:
+    """How far each rank has come, and which inputs have been made."""
+
+    def __init__(self, order: Order, costs: Costs) -> None:
+        self._order, self._costs = order, costs
+        self._rank_of = {action.stage: rank for rank, own in enumerate(order) for action in own}
+        stages = len(costs.forward)
+        batches = 1 + max(action.micro_batch for own in order for action in own)
+        self._last = stages - 1
+        self._forward_made = [[0.0] * batches] + [[_MISSING] * batches for _ in range(self._last)]
+        self._backward_made = [[_MISSING] * batches for _ in range(stages)]
+        self._weights_made = [[_MISSING] * batches for _ in range(stages)]
+        self._at = [0] * len(order)
+        self.spans: list[list[Span]] = [[] for _ in order]
+
+    def done(self) -> bool:
+        return all(at == len(own) for at, own in zip(self._at, self._order, strict=True))
+
+    def stuck(self) -> str:
+        waiting = zip(self._at, self._order, strict=True)
+        return ", ".join(
+            f"rank {rank} waits for the input of {own[at]}"
+            for rank, (at, own) in enumerate(waiting)
+            if at < len(own)
+        )
+
+    def advance(self, rank: int) -> list[int]:
+        """Do what a rank can do now; the ranks that may have waited for it."""
+        own, spans = self._order[rank], self.spans[rank]
+        clock = spans[-1].end if spans else 0.0
+        # What is joined is announced with the action after it, which may still be waited for.
+        joined = own[self._at[rank] - 1] if spans and spans[-1].action.joined else None
+        woken: list[int] = []
+        for at in range(self._at[rank], len(own)):
+            action = own[at]
+            start = self._start(action, rank, clock)
+            if start == _MISSING:
+                break
+            clock = start + self._seconds(action)
+            spans.append(Span(action, start, clock))
+            if action.joined:
+                joined = action
+                continue
+            if joined is not None:
+                self._announce(joined, rank, clock, woken)
+                joined = None
+            self._announce(action, rank, clock, woken)
+        self._at[rank] = len(spans)
+        return woken
+
+    def _seconds(self, action: Action) -> float:
+        costs, stage = self._costs, action.stage
+        if action.kind == "F":
+            return costs.forward[stage]
+        if action.kind == "I":
+            return costs.backward_input[stage]
+        if action.kind == "W":
+            return costs.backward_weight[stage]
+        return costs.backward_input[stage] + costs.backward_weight[stage]
+
+    def _start(self, action: Action, rank: int, free: float) -> float:
+        """When the input is there and the rank is free."""
+        kind, stage = action.kind, action.stage
+        if kind == "W":
+            return self._ready(self._weights_made[stage][action.micro_batch], free, 0.0)
+        if kind == "F":
+            made, before = self._forward_made[stage][action.micro_batch], stage - 1
+        else:
+            made, before = self._backward_made[stage][action.micro_batch], stage + 1
+        remote = 0 <= before <= self._last and self._rank_of[before] != rank
+        return self._ready(made, free, self._costs.transfer[min(stage, before)] if remote else 0.0)
+
+    def _ready(self, made: float, free: float, transfer: float) -> float:
+        if made == _MISSING:
+            return _MISSING
+        return max(free, made + transfer) if self._costs.overlap else max(free, made) + transfer
+
+    def _announce(self, action: Action, rank: int, end: float, woken: list[int]) -> None:
+        """An action's results are there; whose input they are may go on."""
+        kind, stage, batch, _ = action
+        if kind == "F":
+            onward, made = stage + 1, self._forward_made
+            if stage == self._last:
+                onward, made = stage, self._backward_made
+        else:
+            onward, made = stage - 1, self._backward_made
+            if kind == "W":
+                return
+            if kind == "I":
+                self._weights_made[stage][batch] = end
+        if onward >= 0:
+            made[onward][batch] = end
+            if self._rank_of[onward] != rank:
+                woken.append(self._rank_of[onward])
