@@ -1,0 +1,246 @@
+"""What a block keeps for its backward pass, tensor by tensor, and what its backward pass needs beyond that.
+
+The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one rank.
+With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al. 2022
+(arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, isqrt
+from typing import Literal
+
+from nanoscale.config.schema import Model, Parallel
+from nanoscale.plan.part import mib
+
+STATISTIC = 4
+"""bytes of a norm's mean or root, and of the log-sum of an attention's row: fp32, whatever is computed in"""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A block and its tokens on one rank; widths are what tp leaves of them."""
+
+    tokens: int
+    """of the rank's micro batch: micro_batch · seq / cp"""
+    span: int
+    """keys that a query may attend to: the sequence"""
+    shares: int
+    """ranks that divide the tokens between the blocks (sequence parallelism)"""
+    hidden: int
+    q: int
+    kv: int
+    ffn: int
+    heads: int
+    rotary: int
+    """numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope"""
+    gated: bool
+    layernorm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How the software runs a block, as far as memory can tell."""
+
+    compute: int
+    """bytes of a number in products"""
+    stream: int
+    """bytes of a number in the residual stream: autocast leaves it wide"""
+    autocast: bool = False
+    """every product casts its input for itself"""
+    attention: Literal["flash", "scores", "math"] = "flash"
+    """scores: kept after the softmax; math: the same, keys and values repeated for every head"""
+    tensor_parallel: bool = False
+    gathered: bool = True
+    """with sequence parallelism: products keep their gathered inputs"""
+    exchanged: bool = False
+    """ulysses: heads change places with the sequence, and what comes back is another tensor"""
+    fused: bool = False
+    """pointwise operations between products are one, and are computed again from what those keep"""
+    fused_activation: bool = False
+    """the feed-forward's activation and gate are one operation, which keeps its inputs alone"""
+    dropout: bool = False
+    """masks after the output, the feed-forward and the scores"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Bytes of one block and one micro batch."""
+
+    kept: int
+    """from the forward to the backward pass"""
+    whole: int
+    """once it has been computed again: kept, and all that autograd saves"""
+    working: int
+    """more than `whole`, at the highest point of the backward pass"""
+
+
+Sizes = dict[str, int]
+
+
+def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -> Shape:
+    head_dim = model.head_dim or model.hidden // model.heads
+    tp, seq = parallel.tp, seq_len // parallel.cp
+    return Shape(
+        tokens=micro_batch * seq,
+        span=seq_len,
+        shares=tp if parallel.sequence_parallel else 1,
+        hidden=model.hidden,
+        q=model.heads * head_dim // tp,
+        kv=(model.kv_heads or model.heads) * head_dim // tp,
+        ffn=model.ffn // tp,
+        heads=model.heads // tp,
+        rotary=seq * head_dim if model.position == "rope" else 0,
+        gated=model.mlp == "swiglu",
+        layernorm=model.norm == "layernorm",
+    )
+
+
+def saved(shape: Shape, run: Execution) -> Sizes:
+    """Bytes of every tensor that autograd saves in a block where nothing is computed again."""
+    tokens, e = shape.tokens, run.compute
+    part = tokens // shape.shares
+    stream = part * shape.hidden * run.stream
+    sizes = {"input": stream, "middle": stream}
+    sizes["statistics"] = 2 * part * STATISTIC * (2 if shape.layernorm else 1)
+    if not run.fused or run.tensor_parallel:
+        normed = (tokens if run.gathered else part) * shape.hidden * e
+        sizes["normed"] = normed * (3 if run.autocast else 1)
+        sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
+    sizes |= _attention(shape, run)
+    inner = tokens * shape.ffn * e
+    sizes["up"] = inner
+    if shape.gated:
+        sizes["gate"] = inner
+    if not run.fused:
+        sizes["product" if shape.gated else "activated"] = inner
+        if shape.gated and not run.fused_activation:
+            sizes["activated"] = inner
+    if run.dropout:
+        sizes["masks"] = 2 * part * shape.hidden
+    return sizes
+
+
+def _attention(shape: Shape, run: Execution) -> Sizes:
+    tokens, e = shape.tokens, run.compute
+    queries = tokens * shape.q * e
+    keys = queries if run.attention == "math" else tokens * shape.kv * e
+    sizes = {"q": queries, "k": keys, "v": keys, "attended": queries}
+    if run.attention == "flash":
+        sizes["log-sums"] = tokens * shape.heads * STATISTIC
+    else:
+        scores = tokens * shape.heads * shape.span
+        sizes["scores"] = scores * e
+        if run.dropout:
+            sizes["dropped scores"] = scores * (e + 1)
+    if run.exchanged:
+        sizes["exchanged"] = queries
+    if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used
+        sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
+    return sizes
+
+
+def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
+    """What `activation.Keeps` keeps besides the input: attention, reduced results, and some products."""
+    sizes, names = saved(shape, run), set(products(shape.gated))
+    if isinstance(keep, frozenset):
+        names = set(keep)
+    elif keep == "every-2nd-matmul":
+        names = set(products(shape.gated)[1::2])
+    elif keep == "attention":
+        names = set()
+    kept = {name: sizes[name] for name in ("input", "rotation", "attended") if name in sizes}
+    kept["log-sums"] = sizes.get("log-sums", 0)
+    whole = shape.tokens * shape.hidden * run.compute
+    made = {"wo": whole, "down": whole, "v": shape.tokens * shape.kv * run.compute}
+    made["wq"], made["wk"] = shape.tokens * shape.q * run.compute, made["v"]
+    made["gate"] = made["up"] = shape.tokens * shape.ffn * run.compute
+    if run.tensor_parallel:
+        kept["reduced"] = 2 * whole // shape.shares
+    if run.exchanged:
+        kept["received"] = 2 * (made["wq"] + made["v"])
+    for name in names:
+        # Without rotation what attention saves is the product itself.
+        kept[name if shape.rotary else {"wq": "q", "wk": "k"}.get(name, name)] = made[name]
+    return kept
+
+
+def products(gated: bool) -> tuple[str, ...]:
+    """The matrix products of a block in their order, by what their results are called here."""
+    return ("wq", "wk", "v", "wo", *(("gate",) if gated else ()), "up", "down")
+
+
+@lru_cache(maxsize=16384)
+def block_memory(
+    shape: Shape, run: Execution, mode: str = "none", keep: str | frozenset[str] = "matmuls"
+) -> BlockMemory:
+    """`mode`: none, full or selective. A group of blocks (sqrt) is made of blocks of mode none."""
+    sizes = saved(shape, run)
+    whole = sum(sizes.values())
+    if mode == "none":
+        return BlockMemory(whole, whole, working_memory(shape, run))
+    if mode == "full":
+        kept = sizes["input"] + sizes.get("rotation", 0)
+        return BlockMemory(kept, whole, working_memory(shape, run))
+    held = kept_by_selective(shape, run, keep)
+    return BlockMemory(
+        sum(held.values()), sum((sizes | held).values()), working_memory(shape, run)
+    )
+
+
+def working_memory(shape: Shape, run: Execution) -> int:
+    """Gradients at the backward pass of the feed-forward's activation, less what has been freed by then.
+
+    There live the gradients of its output and of its inputs, and that of the residual stream; the input of the last
+    product has gone, unless it was computed again only now.
+    """
+    inner = shape.tokens * shape.ffn * run.compute
+    gradients = (3 if shape.gated else 2) * inner - (0 if run.fused else inner)
+    return gradients + shape.tokens // shape.shares * shape.hidden * run.stream
+
+
+@dataclass(frozen=True, slots=True)
+class StageActivations:
+    """Bytes of the blocks of one stage for one micro batch."""
+
+    kept: int
+    """on the device, from the forward to the backward pass"""
+    extra: int
+    """more than that where the backward pass of the last block is highest"""
+    last: int
+    """kept for the last block or group alone"""
+    host: int
+    """kept in host memory"""
+
+
+def stage_activations(
+    layers: int, shape: Shape, run: Execution, parallel: Parallel, keep: frozenset[str] | None = None
+) -> StageActivations:
+    """`keep` stands in for `parallel.selective_keep`."""
+    mode = parallel.activation_checkpointing
+    plain = block_memory(shape, run)
+    if mode == "none":
+        kept, extra, last = layers * plain.kept, plain.working, plain.kept
+    elif mode == "sqrt":
+        groups = isqrt(layers - 1) + 1
+        entry = block_memory(shape, run, "full").kept
+        kept, last = groups * entry, entry
+        extra = ceil(layers / groups) * plain.whole - entry + plain.working
+    else:
+        block = block_memory(shape, run, mode, keep or parallel.selective_keep)
+        again = ceil(layers / parallel.checkpoint_every)
+        kept = again * block.kept + (layers - again) * plain.kept
+        recomputed = (layers - 1) % parallel.checkpoint_every == 0
+        extra = block.working + (block.whole - block.kept if recomputed else 0)
+        last = block.kept if recomputed else plain.kept
+    if parallel.offload_activations:
+        return StageActivations(0, extra + last, 0, kept)
+    return StageActivations(kept, extra, last, 0)
+
+
+def describe(shape: Shape, run: Execution) -> str:
+    """The tensors of a block with their sizes, largest first."""
+    sizes = sorted(saved(shape, run).items(), key=lambda item: -item[1])
+    return " + ".join(f"{name} {mib(size)}" for name, size in sizes)

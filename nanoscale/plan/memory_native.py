@@ -1,0 +1,401 @@
+"""The native backend's memory: FSDP2 in every stage of ZeRO, PyTorch's pipelines, our loss.
+
+What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`, `_fsdp_collectives`):
+
+* gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the backward
+  pass is the next unit's, fetched ahead;
+* a unit's gradients are copied into one buffer in the type of the reduction, which is held until the next unit's;
+* without sharding it gathers from itself: a copy of all weights in the type of computation;
+* gradients that wait for the last micro batch wait whole, in the type of the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from nanoscale.plan.activations import StageActivations, describe, stage_activations
+from nanoscale.plan.part import mib
+from nanoscale.plan.phases import Phase, RankPhases
+from nanoscale.plan.setting import Setting
+from nanoscale.plan.shards import Stage, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a pipeline rank holds of the model, in elements, and of one micro batch, in bytes."""
+
+    numel: int
+    shard: int
+    block: int
+    """the largest unit of that kind, whole, as the others"""
+    head: int
+    """what is gathered for the loss: head and norm, or the tied embedding"""
+    embedding: int
+    rest: int
+    """the root's own: gathered as long as any micro batch is under way"""
+    largest_product: int
+    """the last matrix of a block, whose gradient is the first to come"""
+    head_shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flying:
+    """Bytes of all micro batches under way on a rank."""
+
+    activations: int
+    extra: int
+    """of the block whose backward pass is highest"""
+    last: int
+    """of the last block or group of one micro batch"""
+    logits: int
+    """kept of every micro batch of the last stage"""
+    loss: int
+    """more than that, where the backward pass begins with the loss"""
+    stranded: int
+    """the logits, where the loss frees them: smaller than any of its own tensors, they leave a hole"""
+    received: int
+    """buffers of a pipeline's boundaries beyond the micro batches under way"""
+    offloaded: int
+
+
+def native_phases(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> RankPhases:
+    held = _hold(setting, stages)
+    fly = fly_all(setting, stages, in_flight)
+    make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
+    phases = make(setting, held, fly, max(in_flight))
+    gathers = setting.compute * (_gather_pool(setting, held))
+    reductions = int(setting.states.gradients * held.shard) + setting.reduce * held.block // setting.shards
+    return RankPhases(
+        stages=tuple(stage.number for stage in stages),
+        phases=phases,
+        pools=0 if setting.single else gathers + reductions,
+        host=(("activations", fly.offloaded),),
+        explain=partial(_explain, setting, held, fly, tuple(stages), tuple(in_flight)),
+    )
+
+
+def _gather_pool(setting: Setting, held: Held) -> int:
+    """Elements of two flat buffers of neighbouring units."""
+    if setting.shards == 1:
+        return 0
+    return held.block + max(held.block, held.head, held.embedding)
+
+
+def _hold(setting: Setting, stages: Sequence[Stage]) -> Held:
+    shards = setting.shards
+    units = [unit for stage in stages for unit in stage.units]
+    block = max((u for u in units if u.name == "block"), key=lambda unit: unit.numel)
+    rows, width = block.matrices[-1]
+    head, embedding, rest = (_find(units, name) for name in ("head", "embedding", "rest"))
+    tied = rest is not None and setting.config.model.tie_embeddings
+    return Held(
+        numel=sum(stage.numel for stage in stages),
+        shard=sum(stage.shard(shards) for stage in stages),
+        block=block.numel,
+        head=_numel(rest if tied else head),
+        embedding=_numel(rest if tied else embedding),
+        rest=_numel(rest),
+        largest_product=rows * width,
+        head_shard=(head.shard(shards) if head is not None and not tied else 0),
+    )
+
+
+def _find(units: list[Unit], name: str) -> Unit | None:
+    return next((unit for unit in units if unit.name == name), None)
+
+
+def _numel(unit: Unit | None) -> int:
+    return unit.numel if unit is not None else 0
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> Flying:
+    """Add the micro batches of all stages of a rank up."""
+    shape, run = setting.shape, setting.run
+    activations = extra = last = logits = loss = stranded = received = offloaded = 0
+    boundary = shape.tokens // shape.shares * shape.hidden * run.compute
+    for stage, flying in zip(stages, in_flight, strict=True):
+        blocks = stage_activations(stage.layers, shape, run, setting.config.parallel, setting.keep)
+        ends = _ends(setting, stage)
+        activations += flying * (blocks.kept + ends)
+        offloaded += flying * blocks.host
+        if blocks.extra > extra:
+            extra, last = blocks.extra, blocks.last
+        if stage.last:
+            number = shape.tokens * setting.vocabulary
+            kept, first = _loss_bytes(setting)
+            logits, loss = flying * number * kept, number * first
+            stranded = 0 if setting.holds_logits else number * setting.compute
+        waiting = setting.micro_batches - flying
+        if not stage.first:
+            received += waiting * boundary
+        if not stage.last:
+            received += setting.micro_batches * boundary
+    # Only PyTorch's pipelines have a buffer ready for every micro batch.
+    received *= setting.pp > 1 and not setting.flat
+    return Flying(activations, extra, last, logits, loss, stranded, received, offloaded)
+
+
+def _ends(setting: Setting, stage: Stage) -> int:
+    """Bytes that a micro batch keeps outside of the blocks: of the embedding, the last norm and the head's input."""
+    shape, run = setting.shape, setting.run
+    part = shape.tokens // shape.shares
+    tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
+    if not stage.last:
+        return tokens + part * shape.hidden * run.compute  # the output, until its gradient arrives
+    normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute
+    return tokens + part * (shape.hidden * run.stream + 4) + normed
+
+
+def _loss_bytes(setting: Setting) -> tuple[int, int]:
+    """Bytes of a logit from the forward pass on, and more of them where the backward pass begins.
+
+    The logits, and their log-softmax in fp32 or better; then the gradients of both, and with the vocabulary divided
+    one more (torch.distributed.tensor.parallel.loss).
+    """
+    if setting.loss_copies is not None:
+        return setting.compute, setting.loss * setting.loss_copies
+    logits = setting.compute if setting.holds_logits else 0
+    return logits + setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, ...]:
+    """One process: autocast copies every matrix at its use, and keeps the copy until its backward pass."""
+    states = setting.states
+    weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
+    grads = int(states.gradients)
+    before = grads * held.numel if setting.micro_batches > 1 else 0
+    product, head = grads * held.largest_product, grads * held.head
+    copies = setting.compute * held.numel if setting.run.autocast else 0
+    blocks = copies
+    if setting.config.parallel.activation_checkpointing != "none":
+        copies, blocks = setting.compute * held.head * bool(copies), setting.compute * held.block * bool(copies)
+    first = 0 if before else head
+    logits = fly.logits if setting.holds_logits else 0
+    named = _named_logits(setting, fly)
+    return (
+        Phase(
+            "loss",
+            (weights, copies, before, optimizer, 0, fly.activations, fly.logits + fly.loss, 0),
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (weights, blocks, before + first + product, optimizer, 0, fly.activations + fly.extra, named, 0),
+        ),
+        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)),
+        _update(setting, held, weights, optimizer, min(logits, named)),
+    )
+
+
+def _sharded(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, ...]:
+    """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
+    states, compute, reduce = setting.states, setting.compute, setting.reduce
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
+    sharded = int(states.gradients * held.shard)
+    apart = setting.stage == 3
+    copies = 0 if apart else compute * held.numel
+    before = 0
+    if setting.micro_batches > 1:
+        before = sharded if setting.stage >= 2 else _waiting(setting) * held.numel
+    tied = setting.config.model.tie_embeddings
+    head = int(states.gradients * held.head_shard) if not before else 0
+    head += compute * held.head if tied else 0
+    gathered = compute * (2 * held.block + held.rest) if apart else 0
+    ahead = compute * held.block if apart else 0
+    named = _named_logits(setting, fly)
+    return (
+        Phase(
+            "loss",
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                compute * held.head if apart and not tied else 0,  # the root frees what it has itself
+                fly.activations,
+                fly.logits + fly.loss,
+                0,
+            ),
+            pooled=before if setting.stage >= 2 else 0,
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before + head + compute * held.largest_product,
+                optimizer,
+                gathered,
+                fly.activations + fly.extra,
+                named,
+                0 if tied else reduce * held.head,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "reduction of the last block",
+            (
+                weights,
+                copies,
+                before + head + compute * held.block,
+                optimizer,
+                ahead,
+                max(0, fly.activations - fly.last),
+                named,
+                reduce * held.block,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "reduction of the embedding",
+            (
+                weights,
+                0,
+                max(sharded, before) + compute * held.embedding,
+                optimizer,
+                0,
+                0,
+                named,
+                reduce * held.embedding,
+            ),
+            pooled=sharded,
+        ),
+        _update(setting, held, weights, optimizer, named),
+    )
+
+
+def _pipelined(setting: Setting, held: Held, fly: Flying, deepest: int) -> tuple[Phase, ...]:
+    """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the end."""
+    states, compute, reduce = setting.states, setting.compute, setting.reduce
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
+    copies = compute * held.numel
+    waiting = _waiting(setting) * held.numel
+    sharded = int(states.gradients * held.shard)
+    one = fly.activations // max(1, deepest)
+    # Where every micro batch is under way before the first goes backward, no gradient is there yet.
+    before = waiting if setting.micro_batches > deepest else 0
+    phases = [
+        Phase(
+            "loss",
+            (weights, copies, before, optimizer, 0, fly.activations, fly.logits + fly.loss, fly.received),
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before + compute * held.largest_product,
+                optimizer,
+                0,
+                fly.activations + fly.extra,
+                fly.logits,
+                fly.received,
+            ),
+        ),
+        Phase(
+            "reduction",
+            (
+                weights,
+                copies,
+                max(waiting, sharded) + reduce * held.block // setting.shards,
+                optimizer,
+                0,
+                0,
+                0,
+                fly.received + reduce * max(held.block, held.head, held.embedding),
+            ),
+            pooled=sharded,
+        ),
+        _update(setting, held, weights, optimizer, 0, fly.received),
+    ]
+    if not before:
+        rest, extra = max(0, fly.activations - one), fly.extra
+        logits = fly.logits - fly.logits // max(1, deepest)
+        parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
+        phases.append(Phase("second micro batch's backward pass", parts))
+    return tuple(phases)
+
+
+def _waiting(setting: Setting) -> int:
+    """Bytes of a whole gradient that waits for the last micro batch."""
+    return setting.reduce if setting.reduce != setting.compute else setting.compute
+
+
+def _named_logits(setting: Setting, fly: Flying) -> int:
+    """Bytes of the logits alone, which have a name in `train_step` until the next micro batch's are there."""
+    if not fly.logits or not setting.holds_logits:
+        return 0
+    return setting.shape.tokens * setting.vocabulary * setting.compute
+
+
+def _update(
+    setting: Setting, held: Held, weights: int, optimizer: int, logits: int, received: int = 0
+) -> Phase:
+    """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
+    optim = setting.config.optimizer
+    gradients = int(setting.states.gradients * held.shard)
+    if setting.gpu and optim.name == "sgd" and optim.weight_decay:
+        gradients *= 2
+    parts = (weights, 0, gradients, optimizer, 0, 0, logits, received)
+    return Phase("update", parts, pooled=0 if setting.single else gradients)
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _explain(
+    setting: Setting,
+    held: Held,
+    fly: Flying,
+    stages: tuple[Stage, ...],
+    in_flight: tuple[int, ...],
+    name: str,
+    phase: Phase,
+) -> str:
+    states, shape = setting.states, setting.shape
+    rank = f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    if name == "weights":
+        return f"{states.weights:g} B · {rank}"
+    if name == "optimizer":
+        return f"{states.optimizer:g} B · {rank}; {setting.config.optimizer.name}'s states"
+    if name == "compute copies":
+        return f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation (FSDP2, or autocast)"
+    if name == "gradients":
+        return (
+            f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} while they wait "
+            f"whole; at '{phase.name}' with the unit that is computed"
+        )
+    if name == "units in flight":
+        return f"{setting.compute} B · (2 · {held.block:,} of a block + {held.rest:,} of the root), or the head's {held.head:,}"
+    if name == "activations":
+        counts = ", ".join(
+            f"stage {stage.number}: {number} · {stage.layers} blocks"
+            for stage, number in zip(stages, in_flight, strict=True)
+        )
+        block = stage_activations(1, shape, setting.run, setting.config.parallel, setting.keep)
+        return (
+            f"micro batches under way · what they keep ({counts}; a block {mib(block.kept)}), and {mib(fly.extra)} "
+            f"while the highest one goes backward; whole, a block saves {describe(shape, setting.run)}"
+        )
+    if name == "logits and loss":
+        return (
+            f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + {setting.loss} B "
+            f"log-softmax), and gradients of {setting.loss} B at the loss"
+        )
+    return (
+        f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; boundaries of the "
+        f"pipeline {mib(fly.received)}"
+    )
+
+
+__all__ = ["Flying", "Held", "StageActivations", "fly_all", "native_phases"]

@@ -1,0 +1,137 @@
+"""The parameters of every pipeline rank: its stages, and in each what is gathered at once, after tp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.config.stages import V_SHAPED, stage_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that one module holds, and that are gathered and reduced together."""
+
+    name: str
+    count: int
+    """of them in the stage, all alike"""
+    matrices: tuple[tuple[int, int], ...]
+    """rows and width of each, on a rank of tp"""
+    vectors: tuple[int, ...]
+    """lengths of norms and biases, on a rank of tp"""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one unit, whole."""
+        return sum(rows * width for rows, width in self.matrices) + sum(self.vectors)
+
+    def shard(self, ranks: int) -> int:
+        """Elements of one unit on the rank that has most: rows are dealt out whole, the last ones padded."""
+        if ranks == 1:
+            return self.numel
+        matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
+        return matrices + sum(-(-length // ranks) for length in self.vectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One (virtual) stage of the pipeline; without one, the whole model."""
+
+    number: int
+    layers: int
+    first: bool
+    last: bool
+    units: tuple[Unit, ...]
+    """block, then embedding and head, or what is left to the root"""
+    numel: int
+    """elements of all units, whole"""
+
+    def shard(self, ranks: int) -> int:
+        """Elements of all units on the rank that has most."""
+        return sum(unit.count * unit.shard(ranks) for unit in self.units)
+
+    def unit(self, name: str) -> Unit | None:
+        return next((unit for unit in self.units if unit.name == name), None)
+
+
+def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of every pipeline rank, in the order in which tokens pass through them.
+
+    `whole_ends`: tp leaves embedding and head whole; None: as the backend does.
+    """
+    layout = config.parallel
+    if whole_ends is None:
+        whole_ends = config.backend.name == "deepspeed"
+    assert isinstance(layout.virtual_stages, int), "rules.check has resolved it"
+    return _rank_stages(
+        config.model,
+        layout.tp,
+        layout.pp,
+        layout.virtual_stages,
+        layout.schedule in V_SHAPED,
+        tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
+        whole_ends,
+    )
+
+
+def stages_of(rank: int, pp: int, virtual_stages: int, v_shaped: bool) -> list[int]:
+    """Numbers of a pipeline rank's stages, as `parallel.pipeline` deals them out."""
+    if v_shaped and pp > 1:
+        return [rank, 2 * pp - 1 - rank]
+    return [rank + pp * turn for turn in range(virtual_stages)]
+
+
+@lru_cache(maxsize=4096)
+def _rank_stages(
+    model: Model,
+    tp: int,
+    pp: int,
+    virtual: int,
+    v_shaped: bool,
+    layers: tuple[int, ...] | None,
+    whole_ends: bool,
+) -> tuple[tuple[Stage, ...], ...]:
+    number = pp * virtual
+    counts = stage_layers(model, number, list(layers) if layers is not None else None)
+    stages = [_stage(model, k, counts[k], number, tp, whole_ends) for k in range(number)]
+    return tuple(
+        tuple(stages[k] for k in stages_of(rank, pp, virtual, v_shaped)) for rank in range(pp)
+    )
+
+
+def _stage(model: Model, number: int, layers: int, stages: int, tp: int, whole_ends: bool) -> Stage:
+    """`whole_ends`: embedding and head are not divided by tp, as with DeepSpeed's layers."""
+    first, last = number == 0, number == stages - 1
+    rows = model.vocab if whole_ends else model.vocab // tp
+    positions = [(model.max_seq_len // (1 if whole_ends else tp), model.hidden)]
+    norm = (model.hidden,) * (2 if model.norm == "layernorm" else 1)
+    vocabulary = (rows, model.hidden)
+    units = [_block(model, tp, layers)]
+    rest = positions if first and model.position == "learned" else []
+    if model.tie_embeddings and (first or last):  # never with a pipeline
+        units.append(Unit("rest", 1, (vocabulary, *rest), norm))
+    else:
+        if first:
+            units.append(Unit("embedding", 1, (vocabulary,), ()))
+        if last:
+            units.append(Unit("head", 1, (vocabulary,), norm))
+        if rest:
+            units.append(Unit("rest", 1, tuple(rest), ()))
+    numel = sum(unit.count * unit.numel for unit in units)
+    return Stage(number, layers, first, last, tuple(units), numel)
+
+
+def _block(model: Model, tp: int, count: int) -> Unit:
+    """Columns first, then rows: biases of the former are divided, of the latter and of norms not."""
+    head_dim = model.head_dim or model.hidden // model.heads
+    q = model.heads * head_dim // tp
+    kv = (model.kv_heads or model.heads) * head_dim // tp
+    ffn, gates = model.ffn // tp, 2 if model.mlp == "swiglu" else 1
+    hidden = model.hidden
+    matrices = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
+    matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
+    vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
+    if model.bias:
+        vectors += (q, kv, kv, hidden, *((ffn,) * gates), hidden)
+    return Unit("block", count, matrices, vectors)

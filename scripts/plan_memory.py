@@ -1,0 +1,231 @@
+"""The planner's memory against what others have measured, row by row.
+
+    python scripts/plan_memory.py [PUBLISHED_MEASUREMENTS.CSV]
+
+A row is another software's, so that each source says by general switches how that differs from ours; nothing is
+fitted to a row. Rows of shapes that the file does not state are left out, and the last lines say how many.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan.memory import RankMemory, setting_memory
+from nanoscale.plan.part import GIB
+from nanoscale.plan.setting import Setting, setting_of
+from nanoscale.plan.states import BytesPerParameter
+
+DEFAULT = Path(__file__).resolve().parents[1] / "../shared/data/published_measurements.csv"
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The worst rank's memory, and which of its sums the source states."""
+
+    worst: RankMemory
+    bytes: int
+
+
+def main() -> None:
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT
+    if not path.is_file():
+        print(f"skipped: there is no {path.name} in {path.parent.resolve()}")
+        return
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["mem_gb"]]
+    errors: dict[str, list[float]] = {}
+    unstated = 0
+    print(f"{'model':16} {'layout':34} {'plan':>7} {'seen':>7} {'error':>7}  peak at")
+    for row in rows:
+        name, predict = next((s for s in SOURCES.items() if s[0] in row["source"]), ("", None))
+        if predict is None:
+            unstated += 1
+            continue
+        found, seen = predict(row), float(row["mem_gb"])
+        error = found.bytes / GIB / seen - 1
+        errors.setdefault(name, []).append(error)
+        print(
+            f"{row['model']:16} {_layout(row):34} {found.bytes / GIB:7.2f} {seen:7.2f} {error:+7.1%}  "
+            f"{found.worst.peak}"
+        )
+    for name, found_errors in errors.items():
+        sizes = [abs(error) for error in found_errors]
+        print(
+            f"{name}: {len(sizes)} rows, mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}, "
+            f"bias {mean(found_errors):+.1%}"
+        )
+    print(f"{unstated} rows left out: the file does not state their models' shapes")
+
+
+def _layout(row: Row) -> str:
+    degrees = " ".join(f"{axis}{row[axis]}" for axis in ("dp", "tp", "pp", "cp"))
+    return f"{degrees} s{int(row['seq'] or 4096) // 1024}k b{row['mbs'] or '?'} {row['act_ckpt'] or 'none'}"
+
+
+def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Config:
+    """The row's job as one of ours."""
+    shape = Model(
+        layers=int(row["layers"]),
+        hidden=int(row["hidden"]),
+        heads=int(row["heads"]),
+        kv_heads=int(row["kv_heads"]),
+        head_dim=int(row["hidden"]) // int(row["heads"]),
+        ffn=int(row["ffn"]),
+        vocab=int(row["vocab"]),
+        max_seq_len=int(row["seq"]),
+    )
+    base = Config()
+    dp, pp = int(row["dp"]), int(row["pp"])
+    mode = row["act_ckpt"] or "none"
+    return replace(
+        base,
+        model=shape,
+        parallel=replace(
+            base.parallel,
+            dp=dp,
+            tp=int(row["tp"]),
+            pp=pp,
+            cp=int(row["cp"] or 1),
+            virtual_stages=2 if "Interleaved" in row["source"] else 1,
+            activation_checkpointing=mode,
+        ),
+        precision=replace(base.precision, compute="bf16"),
+        zero=replace(base.zero, stage=stage),
+        backend=replace(base.backend, compile="on" if "compile" in row["precision"] else "off"),
+        launcher=replace(base.launcher, device="cuda"),
+        train=replace(
+            base.train,
+            micro_batch=micro_batch,
+            global_batch=micro_batch * micro_batches * dp,
+            seq_len=int(row["seq"]),
+            steps=1,
+        ),
+    )
+
+
+def under_way(config: Config, micro_batches: int) -> list[list[int]]:
+    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or looped."""
+    pp, virtual = config.parallel.pp, config.parallel.virtual_stages
+    assert isinstance(virtual, int)
+    if virtual == 1:
+        return [[min(pp - rank, micro_batches)] for rank in range(pp)]
+    counts = []
+    for rank in range(pp):
+        steps = min(2 * (pp - rank - 1) + (virtual - 1) * pp + 1, micro_batches * virtual)
+        rounds, rest = divmod(steps, pp * virtual)
+        counts.append(
+            [rounds * pp + min(pp, max(0, rest - turn * pp)) for turn in range(virtual)]
+        )
+    return counts
+
+
+def torchtitan(row: Row) -> Prediction:
+    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is deleted.
+
+    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that time.
+    """
+    pp = int(row["pp"])
+    samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
+    micro_batches = pp if pp > 1 else 1
+    config = config_of(row, samples // micro_batches, micro_batches, stage=3)
+    setting = replace(
+        setting_of(config), holds_logits=False, keep=frozenset(("wq", "v", "gate", "down"))
+    )
+    return _worst(setting, micro_batches, lambda rank: rank.reserved)
+
+
+def megatron(row: Row) -> Prediction:
+    """Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross entropy.
+
+    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp. Blocks are dealt out evenly; products keep
+    the divided input and gather it again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Memory is what is
+    allocated.
+    """
+    dp, pp = int(row["dp"]), int(row["pp"])
+    micro_batches = int(row["gbs"]) // dp
+    config = config_of(row, 1, micro_batches, stage=1)
+    backend = replace(config.backend, reduce_bucket=0, overlap_comm="off")
+    layers = [config.model.layers // pp] * pp
+    parallel = replace(config.parallel, layers_per_stage=layers)
+    setting = setting_of(replace(config, backend=backend, parallel=parallel))
+    run = replace(
+        setting.run,
+        gathered=False,
+        fused_activation=True,
+        exchanged=int(row["cp"]) > 1,
+    )
+    setting = replace(
+        setting,
+        run=run,
+        flat=True,
+        copies_gradients=False,
+        placeholders=True,
+        states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
+        loss_copies=1,
+    )
+    return _worst(setting, max(micro_batches, pp), lambda rank: rank.allocated)
+
+
+NANOTRON = {
+    "llama-1.34B": (16, 2048, 32, 8192, True),
+    "llama-3.57B": (28, 3072, 24, 8192, True),
+    "llama-8.86B": (32, 4096, 32, 14336, False),
+    "llama-80.0B": (80, 8192, 64, 28672, False),
+}
+"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are Llama's shapes
+and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
+
+
+def nanotron(row: Row) -> Prediction:
+    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over dp with ZeRO-1."""
+    layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
+    stated = row | {name: str(number) for name, number in shape.items()}
+    stated |= {"vocab": "131072", "seq": "4096", "cp": "1"}
+    dp, pp, micro_batch = int(row["dp"]), int(row["pp"]), int(row["mbs"])
+    micro_batches = int(row["gbs"]) // (dp * micro_batch)
+    config = config_of(stated, micro_batch, micro_batches, stage=1)
+    config = replace(
+        config,
+        model=replace(config.model, tie_embeddings=tied and pp == 1),
+        backend=replace(config.backend, reduce_bucket=0, overlap_comm="off"),
+    )
+    setting = setting_of(config)
+    setting = replace(
+        setting,
+        run=replace(setting.run, fused_activation=True),
+        flat=True,
+        shards=dp if row["zero_or_fsdp"] == "ZeRO-1" else 1,
+        copies_gradients=False,
+        reduce=2 + 4,
+        whole_ends=False,
+        vocabulary=config.model.vocab // config.parallel.tp,
+        states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
+    )
+    return _worst(setting, micro_batches, lambda rank: rank.allocated)
+
+
+def _worst(
+    setting: Setting, micro_batches: int, measure: Callable[[RankMemory], int]
+) -> Prediction:
+    ranks = setting_memory(setting, under_way(setting.config, micro_batches))
+    worst = max(ranks, key=measure)
+    return Prediction(worst, measure(worst))
+
+
+SOURCES: dict[str, Callable[[Row], Prediction]] = {
+    "torchtitan": torchtitan,
+    "SimuMax": megatron,
+    "nanotron": nanotron,
+}
+
+
+if __name__ == "__main__":
+    main()
