@@ -28,7 +28,7 @@ _SUMS = 9
 _LOSS = 32
 """bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
 _FP8_CAST = 6
-"""bytes for each number that becomes 8 bits: its largest is looked for, then it is cast, and laid out twice"""
+"""bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
     )
     core = _core(hardware, part)
     bytes_forward, bytes_backward = _traffic(part)
-    casts = _casts(part, products)
+    inputs, outputs = _casts(part, products)
     tp_gather, tp_scatter = _tp_pair(hardware, part)
     cp_forward, cp_backward = _cp(hardware, part, core)
     forward = _waiting(
@@ -158,7 +158,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         Work(
             matmul=sum(forward_products),
             attention=core,
-            elementwise=operations.elementwise(hardware, bytes_forward + casts),
+            elementwise=operations.elementwise(hardware, bytes_forward + inputs),
             tp=2 * (tp_gather + tp_scatter),
             cp=cp_forward,
         ),
@@ -170,7 +170,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         Work(
             matmul=backward_products,
             attention=core * operations.backward_attention,
-            elementwise=operations.elementwise(hardware, bytes_backward + casts),
+            elementwise=operations.elementwise(hardware, bytes_backward + outputs),
             tp=2 * (tp_gather + tp_scatter),
             cp=cp_backward,
         ),
@@ -237,11 +237,18 @@ def _traffic(part: Slice) -> tuple[float, float]:
     return forward * operations.WIDTH[part.wide], backward * operations.WIDTH[part.wide]
 
 
-def _casts(part: Slice, products: tuple[_Linear, ...]) -> float:
-    """Bytes moved to make 8-bit numbers of the operands of one pass."""
+def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
+    """Bytes moved to make 8-bit numbers of the operands, forward and backward.
+
+    Forward: weights, and what goes into attention, its output, the feed-forward block and its last product,
+    each once. Backward: the gradients of all results; the rest is kept.
+    """
     if part.kind != "fp8":
-        return 0.0
-    return _FP8_CAST * sum(part.tokens * p.inputs + p.inputs * p.outputs for p in products)
+        return 0.0, 0.0
+    weights = sum(p.inputs * p.outputs for p in products)
+    inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
+    outputs = sum(p.outputs for p in products)
+    return _FP8_CAST * (weights + part.tokens * inputs), _FP8_CAST * part.tokens * float(outputs)
 
 
 def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:

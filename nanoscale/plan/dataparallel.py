@@ -40,6 +40,8 @@ class Plan:
     copies_gather: float
     """seconds of the device's own memory traffic for a gather"""
     copies_reduce: float
+    accumulate: float
+    """the same to add a micro batch's gradients to those before"""
     gathers: int
     """forward passes of a step that gather"""
     gathers_again: int
@@ -95,6 +97,7 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
         all_reduce=links.all_reduce(hardware, far, size / shard * narrow),
         copies_gather=operations.elementwise(hardware, 2.0 * wide * size),
         copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
         gathers=micro_batches if every else 1,
         gathers_again=micro_batches if every else 0,
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
@@ -128,6 +131,7 @@ def _deepspeed(
         all_reduce=0.0,
         copies_gather=operations.elementwise(hardware, 2.0 * wide * size) if third else 0.0,
         copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
         gathers=micro_batches if third else 0,
         gathers_again=micro_batches if third else 0,
         reduces=micro_batches if zero.stage >= 2 else 1,
@@ -152,7 +156,13 @@ class Cost:
 
 
 def cost(
-    config: Config, hardware: Hardware, part: Slice, holding: Holding, plan: Plan, forward: float, backward: float
+    hardware: Hardware,
+    part: Slice,
+    holding: Holding,
+    plan: Plan,
+    micro_batches: int,
+    forward: float,
+    backward: float,
 ) -> Cost:
     """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
     blocks, overlap = holding.blocks, hardware.efficiency.overlap
@@ -184,7 +194,8 @@ def cost(
         exposed += times * (last + late)
         hidden += times * max(0.0, each * units - last - late)
     exposed += (plan.all_reduce + plan.at_end) * units
-    copies = plan.copies_gather * (plan.gathers + plan.gathers_again) + plan.copies_reduce * plan.reduces
+    copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
+    copies += plan.copies_reduce * plan.reduces + plan.accumulate * (micro_batches - plan.reduces)
     return Cost(exposed, overlap * max(0.0, hidden), copies * units)
 
 

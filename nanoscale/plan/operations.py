@@ -26,10 +26,13 @@ _PROLOGUE = 128
 """steps along k worth of time to load a tile's first operands and to store its result"""
 _ATTENTION_TILE = 128
 """queries in a tile: the diagonal's tiles are computed whole"""
+_NARROW = 0.15
+"""a head of 64 reaches nine tenths of the rate of one of 128 (Dao 2023, arXiv:2307.08691, figures
+4 to 6)"""
 _BACKWARD_FLOPS = 2.5
-"""of fused attention, backward over forward: five products where there were two (Dao 2023, arXiv:2307.08691)"""
+"""of fused attention, backward over forward: five products where there were two (same source)"""
 _BACKWARD_RATE = 0.8
-"""of its rate, backward over forward (same source, figures 4 to 6)"""
+"""of its rate, backward over forward (same source)"""
 
 
 @lru_cache(maxsize=65536)
@@ -75,7 +78,7 @@ def attention(
     area = queries * (keys + _ATTENTION_TILE) / 2
     flops = 4.0 * batch * heads * head_dim * area
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
-    narrow = min(1.0, head_dim / 128) ** 0.3
+    narrow = min(1.0, head_dim / 128) ** _NARROW
     rate = hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
     return flops / rate + _FILL
 

@@ -108,7 +108,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         share_idle = (bubble or usual_bubble)(layout.schedule, layout.pp, virtual, count)
         gaps = share_idle * count * (sum(loads) / len(loads) + 2 * virtual * send)
     plan = dataparallel.plan(config, hardware, count)
-    dp = dataparallel.cost(config, hardware, part, holding, plan, forward, backward)
+    dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
     parts = [
         count * busy.matmul,
