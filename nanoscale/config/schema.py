@@ -290,14 +290,92 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """The hardware."""
+class Peaks:
+    """What the maker promises of dense matrix products, without sparsity; null: none of that type."""
 
+    fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0)
+    fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0)
+    fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0)
+    bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0)
+    fp8: float | None = key(None, "peak in 8 bits", unit="TFLOP/s", at_least=0)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What the maker's libraries reach, hot and with random numbers; null: a usual share of the peak."""
+
+    matmul: float | None = key(None, "of the peak, large products in 16 bits or wider", at_least=0)
+    matmul_fp8: float | None = key(None, "of the peak, large products in 8 bits", at_least=0)
+    attention: float | None = key(
+        None, "of the 16-bit peak, fused attention forward with long sequences", at_least=0
+    )
+    memory: float | None = key(None, "of the memory's bandwidth, element-wise work", at_least=0)
+    intra_host: float | None = key(None, "of intra_host_gbs, collectives", at_least=0)
+    inter_host: float | None = key(None, "of inter_host_gbs, collectives", at_least=0)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hardware; what is null is looked up by the device's name."""
+
+    device: str | None = key(
+        None, "an option of this group or a name of your own; null: what this machine has"
+    )
+    recognised: list[str] = key([], "parts of the names that drivers give to this device")
+    devices_per_host: int | None = key(None, "devices in a host", at_least=1)
+    hosts: int | None = key(
+        None, "hosts there are; null: as many as the layout needs", at_least=1
+    )
+    island: int | None = key(
+        None, "devices that the fast links join; null: those of a host", at_least=1
+    )
+    memory_gib: float | None = key(
+        None, "memory of a device, as torch sees it", unit="GiB", at_least=0
+    )
+    context_gib: float | None = key(
+        None,
+        "what CUDA, libraries and NCCL take of it outside of torch's allocator",
+        unit="GiB",
+        at_least=0,
+    )
+    memory_gbs: float | None = key(
+        None, "bandwidth of a device's memory", unit="GB/s", at_least=0
+    )
+    multiprocessors: int | None = key(
+        None, "units of a device that each work on one tile of a product", at_least=1
+    )
     peak_tflops: float | None = key(
         None,
-        "dense peak of one device at the trained precision; null: from its name",
+        "dense peak of one device at the trained precision; null: from peaks",
         unit="TFLOP/s",
         at_least=0,
+    )
+    peaks: Peaks = field(default_factory=Peaks)
+    reached: Reached = field(default_factory=Reached)
+    intra_host_gbs: float | None = key(
+        None, "fast links (NVLink, xGMI, PCIe), a device and direction", unit="GB/s", at_least=0
+    )
+    intra_host_us: float | None = key(
+        None, "latency of a step over the fast links", unit="µs", at_least=0
+    )
+    inter_host_gbs: float | None = key(
+        None, "network between hosts, a device and direction", unit="GB/s", at_least=0
+    )
+    inter_host_us: float | None = key(
+        None, "latency of a step over the network", unit="µs", at_least=0
+    )
+    host_link_gbs: float | None = key(
+        None, "link to the host's memory, a device and direction", unit="GB/s", at_least=0
+    )
+    host_memory_gib: float | None = key(None, "memory of a host", unit="GiB", at_least=0)
+    host_memory_gbs: float | None = key(
+        None, "bandwidth of a host's memory", unit="GB/s", at_least=0
+    )
+    price: float | None = key(
+        None, "of a device for an hour, in any currency; null: no costs are shown", at_least=0
+    )
+    efficiency: str | None = key(
+        None, "file of efficiencies measured on this hardware; null: those assumed"
     )
     python: str | None = key(
         None, "interpreter on the other hosts, with nanoscale installed; null: the path of this one"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from functools import reduce
 from typing import Literal
 
 from nanoscale.config import hostnames, nodes, reference
@@ -27,6 +28,9 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
 }
 """keys that mean something to some launchers only"""
+
+_MAY_BE_ZERO = {"cluster.context_gib", "cluster.intra_host_us", "cluster.inter_host_us", "cluster.price"}
+"""of the hardware's numbers; nothing can be divided by the others at 0"""
 
 
 def by_hostfile(composed: Composed) -> bool:
@@ -141,8 +145,10 @@ def _check_master(case: Case) -> None:
 
 def _check_cluster(case: Case) -> None:
     cluster = case.config.cluster
-    if cluster.peak_tflops == 0:
-        case.refuse("config", "cluster.peak_tflops", "must be above 0", "cluster.peak_tflops=null")
+    for name, key in reference.declared().items():
+        if name.startswith("cluster.") and name not in _MAY_BE_ZERO and key.at_least == 0:
+            if reduce(getattr, name.split("."), case.config) == 0:
+                case.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is no path of an interpreter"
         case.refuse("config", "cluster.python", message, "cluster.python=null")

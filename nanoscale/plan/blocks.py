@@ -1,0 +1,340 @@
+"""What one micro batch costs a rank in a block, in the embedding and in the head: forward, backward, recomputed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan import links, operations
+from nanoscale.plan.hardware import Hardware, kind
+
+# Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
+_KERNELS = {False: (32, 58), True: (14, 24)}
+"""compiled or not → of a forward and of a backward pass"""
+_DTENSOR = 3
+"""how much longer an operation takes to start that DTensor has to place"""
+# Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
+_STREAM = {False: (10, 12), True: (8, 8)}
+"""of the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses them"""
+_ROPE = {False: (9, 9), True: (2, 2)}
+"""of queries and keys: four products of halves, two sums, one joining"""
+_GATED = {False: (5, 9), True: (3, 5)}
+"""of each inner number of SwiGLU: silu and product"""
+_GELU = (2, 3)
+_SUMS = 9
+"""of the stream, backward: gradients of what q, k, v and what gate, up had in common"""
+_LOSS = 32
+"""bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
+_FP8_CAST = 6
+"""bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Seconds of one pass of one micro batch on a rank, by what they are spent on."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    launch: float = 0.0
+    """in which the device waits for the CPU"""
+    tp: float = 0.0
+    cp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return (
+            self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """The three passes through a part of the model."""
+
+    forward: Work
+    backward: Work
+    recomputed: Work
+    recomputed_flops: float
+    """of products that are computed again, a micro batch and rank"""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What of a micro batch a rank computes, and how. The key of the caches below."""
+
+    model: Model
+    batch: int
+    """samples"""
+    seq: int
+    """tokens a sample"""
+    tp: int
+    sequence_parallel: bool
+    cp: int
+    cp_method: str
+    kind: str
+    """type of the blocks' products"""
+    wide: str
+    """type of everything else"""
+    compiled: bool
+    recompute: str
+    """none, full, sqrt, attention, matmuls or every-2nd-matmul"""
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq // self.cp
+
+    @property
+    def stream(self) -> float:
+        """Tokens of the residual stream between the blocks."""
+        return self.tokens / self.tp if self.sequence_parallel else self.tokens
+
+
+def slice_of(config: Config) -> Slice:
+    layout, train, precision = config.parallel, config.train, config.precision
+    assert isinstance(train.micro_batch, int)
+    mode = layout.activation_checkpointing
+    return Slice(
+        model=config.model,
+        batch=train.micro_batch,
+        seq=train.seq_len,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        cp=layout.cp,
+        cp_method=layout.cp_method,
+        kind=kind(precision),
+        wide=precision.compute,
+        compiled=config.backend.compile != "off",
+        recompute=layout.selective_keep if mode == "selective" else mode,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One product of a block after tp: `inputs` to `outputs` for every token."""
+
+    inputs: int
+    outputs: int
+
+
+def linears(model: Model, tp: int) -> tuple[_Linear, ...]:
+    """Query, key, value, output, (gate,) up, down, in the order in which they are computed."""
+    width = model.head_dim or model.hidden // model.heads
+    heads, kv_heads = model.heads * width // tp, (model.kv_heads or model.heads) * width // tp
+    inner = _Linear(model.hidden, model.ffn // tp)
+    return (
+        _Linear(model.hidden, heads),
+        _Linear(model.hidden, kv_heads),
+        _Linear(model.hidden, kv_heads),
+        _Linear(heads, model.hidden),
+        *([inner, inner] if model.mlp == "swiglu" else [inner]),
+        _Linear(model.ffn // tp, model.hidden),
+    )
+
+
+@lru_cache(maxsize=16384)
+def block(hardware: Hardware, part: Slice) -> Passes:
+    """One block."""
+    products = linears(part.model, part.tp)
+    forward_products = [
+        operations.product(hardware, part.kind, part.tokens, p.outputs, p.inputs) for p in products
+    ]
+    backward_products = sum(
+        operations.product(hardware, part.kind, part.tokens, p.inputs, p.outputs)
+        + operations.product(hardware, part.kind, p.outputs, p.inputs, part.tokens)
+        for p in products
+    )
+    core = _core(hardware, part)
+    bytes_forward, bytes_backward = _traffic(part)
+    inputs, outputs = _casts(part, products)
+    tp_gather, tp_scatter = _tp_pair(hardware, part)
+    cp_forward, cp_backward = _cp(hardware, part, core)
+    forward = _waiting(
+        hardware,
+        part,
+        0,
+        Work(
+            matmul=sum(forward_products),
+            attention=core,
+            elementwise=operations.elementwise(hardware, bytes_forward + inputs),
+            tp=2 * (tp_gather + tp_scatter),
+            cp=cp_forward,
+        ),
+    )
+    backward = _waiting(
+        hardware,
+        part,
+        1,
+        Work(
+            matmul=backward_products,
+            attention=core * operations.backward_attention,
+            elementwise=operations.elementwise(hardware, bytes_backward + outputs),
+            tp=2 * (tp_gather + tp_scatter),
+            cp=cp_backward,
+        ),
+    )
+    again = _again(part, len(products))
+    recomputed = Work()
+    if part.recompute != "none":
+        whole = part.recompute in ("full", "sqrt")
+        recomputed = Work(
+            matmul=sum(forward_products[i] for i in again),
+            attention=core if whole else 0.0,
+            elementwise=forward.elementwise,
+            tp=2 * tp_gather + (tp_scatter if whole else 0.0),
+            cp=cp_forward if whole else 0.0,
+        )
+    flops = sum(2.0 * part.tokens * products[i].inputs * products[i].outputs for i in again)
+    if part.recompute in ("full", "sqrt"):
+        flops += attention_flops(part)
+    return Passes(forward, backward, recomputed, flops)
+
+
+def attention_flops(part: Slice) -> float:
+    """Of one forward pass in full, as MFU counts it: 4·s·h a token."""
+    width = part.model.head_dim or part.model.hidden // part.model.heads
+    return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
+
+
+def _again(part: Slice, count: int) -> range | list[int]:
+    """Products that are computed again. Never a block's last one: nothing backward needs its result."""
+    if part.recompute in ("none", "matmuls"):
+        return []
+    if part.recompute == "every-2nd-matmul":
+        return list(range(0, count - 1, 2))
+    return range(count - 1)
+
+
+def _core(hardware: Hardware, part: Slice) -> float:
+    model = part.model
+    width = model.head_dim or model.hidden // model.heads
+    heads = max(1, model.heads // part.tp)
+    if part.cp_method == "ulysses" and part.cp > 1:
+        return operations.attention(
+            hardware, part.kind, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
+        )
+    return operations.attention(
+        hardware, part.kind, part.batch, part.seq // part.cp, part.seq, heads, width
+    )
+
+
+def _traffic(part: Slice) -> tuple[float, float]:
+    """Bytes of a block's element-wise operations, forward and backward."""
+    model, compiled = part.model, part.compiled
+    width = model.head_dim or model.hidden // model.heads
+    stream = part.stream * model.hidden
+    inner = part.tokens * model.ffn / part.tp
+    activation = _GATED[compiled] if model.mlp == "swiglu" else _GELU
+    rope = (0, 0)
+    if model.position == "rope":
+        rope = _ROPE[compiled]
+    turned = part.tokens * (model.heads + (model.kv_heads or model.heads)) * width / part.tp
+    forward = _STREAM[compiled][0] * stream + activation[0] * inner + rope[0] * turned
+    backward = _STREAM[compiled][1] * stream + activation[1] * inner + rope[1] * turned
+    backward += _SUMS * part.tokens * model.hidden
+    return forward * operations.WIDTH[part.wide], backward * operations.WIDTH[part.wide]
+
+
+def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
+    """Bytes moved to make 8-bit numbers of the operands, forward and backward.
+
+    Forward: weights, and what goes into attention, its output, the feed-forward block and its last product,
+    each once. Backward: the gradients of all results; the rest is kept.
+    """
+    if part.kind != "fp8":
+        return 0.0, 0.0
+    weights = sum(p.inputs * p.outputs for p in products)
+    inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
+    outputs = sum(p.outputs for p in products)
+    return _FP8_CAST * (weights + part.tokens * inputs), _FP8_CAST * part.tokens * float(outputs)
+
+
+def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
+    """A gather of the sequence and the scatter of partial sums; without sp they make one all-reduce.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2: two pairs a block in each direction.
+    """
+    if part.tp == 1:
+        return 0.0, 0.0
+    size = part.tokens * part.model.hidden * operations.WIDTH[part.wide]
+    once = links.all_gather(hardware, links.group(hardware, part.tp, 1), size)
+    return once, once
+
+
+def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
+    """Time of context parallelism that attention does not hide, forward and backward."""
+    if part.cp == 1:
+        return 0.0, 0.0
+    model = part.model
+    ranks = links.group(hardware, part.cp, part.tp)
+    width = (model.head_dim or model.hidden // model.heads) * operations.WIDTH[part.wide]
+    kv_heads = (model.kv_heads or model.heads) / part.tp
+    if part.cp_method == "ulysses":
+        size = part.tokens * (2 * model.heads / part.tp + 2 * kv_heads) * width
+        once = links.all_to_all(hardware, ranks, size)
+        return once, once
+    size = 2 * part.tokens * kv_heads * width
+    step, backward_step = links.send(hardware, ranks, size), links.send(hardware, ranks, 2 * size)
+    of_core = core / part.cp
+    forward = (part.cp - 1) * max(0.0, step - of_core)
+    backward = (part.cp - 1) * max(
+        0.0, backward_step - of_core * operations.backward_attention
+    )
+    return forward, backward
+
+
+def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Work:
+    """The same, with the time that the device waits because the CPU starts kernels slower than it ends them."""
+    efficiency = hardware.efficiency
+    each = efficiency.compiled_s if part.compiled else efficiency.eager_s
+    cpu = _KERNELS[part.compiled][direction] * each * (_DTENSOR if part.tp > 1 else 1)
+    idle = max(0.0, cpu - work.total)
+    return Work(work.matmul, work.attention, work.elementwise, idle, work.tp, work.cp)
+
+
+@lru_cache(maxsize=16384)
+def embedding(hardware: Hardware, part: Slice) -> Passes:
+    """The input embedding: a look-up, and a gradient as large as the table."""
+    wide = operations.WIDTH[part.wide]
+    rows = part.tokens * part.model.hidden * wide
+    table = part.model.vocab * part.model.hidden * wide / part.tp
+    gather, _ = _tp_pair(hardware, part)
+    return Passes(
+        Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
+        Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
+        Work(),
+        0.0,
+    )
+
+
+@lru_cache(maxsize=16384)
+def head(hardware: Hardware, part: Slice) -> Passes:
+    """The last norm, the head and the loss over the vocabulary, which tp divides."""
+    hidden, vocab, tokens = part.model.hidden, part.model.vocab // part.tp, part.tokens
+    wide = operations.WIDTH[part.wide]
+    gather, scatter = _tp_pair(hardware, part)
+    stream = part.stream * hidden * wide
+    loss = tokens * vocab * (_LOSS / 2 + wide)
+    forward = Work(
+        matmul=operations.product(hardware, part.wide, tokens, vocab, hidden),
+        elementwise=operations.elementwise(hardware, 2 * stream + loss),
+        tp=gather,
+    )
+    backward = Work(
+        matmul=operations.product(hardware, part.wide, tokens, hidden, vocab)
+        + operations.product(hardware, part.wide, vocab, hidden, tokens),
+        elementwise=operations.elementwise(hardware, 3 * stream + loss),
+        tp=scatter,
+    )
+    return Passes(forward, backward, Work(), 0.0)
+
+
+def recomputed_share(config: Config) -> float:
+    """Of a stage's blocks, those that are computed again."""
+    layout = config.parallel
+    if layout.activation_checkpointing == "full":
+        layers = config.model.layers
+        return math.ceil(layers / layout.checkpoint_every) / layers
+    return 0.0 if layout.activation_checkpointing == "none" else 1.0

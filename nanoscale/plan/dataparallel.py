@@ -1,0 +1,217 @@
+"""What data parallelism costs a rank in a step: gathers of parameters, reductions of gradients, and their copies.
+
+A collective that runs beside a block's computation costs what it takes longer than that, and a share of the
+time in which both run (`Efficiency.overlap`). When each happens is written at `parallel.data` for the native
+backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan import links, operations
+from nanoscale.plan.blocks import Slice, linears
+from nanoscale.plan.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The part of the model that a pipeline rank has."""
+
+    blocks: int
+    embedding: bool
+    head: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layout moves the parameters and gradients of one unit (a block), and how often in a step."""
+
+    gather: float
+    """seconds for one block's parameters"""
+    gather_again: float
+    """the same in the backward pass, where a second, closer sharding may serve"""
+    reduce: float
+    """seconds for one block's gradients"""
+    all_reduce: float
+    """seconds for the rest of the sum over replicas, once a step"""
+    copies_gather: float
+    """seconds of the device's own memory traffic for a gather"""
+    copies_reduce: float
+    accumulate: float
+    """the same to add a micro batch's gradients to those before"""
+    gathers: int
+    """forward passes of a step that gather"""
+    gathers_again: int
+    """backward passes of a step that gather"""
+    reduces: int
+    hidden: bool
+    """whether gradients travel beside the backward pass"""
+    at_end: float
+    """seconds a block after the update, to gather what changed"""
+
+
+@lru_cache(maxsize=1024)
+def block_parameters(model: Model, tp: int) -> int:
+    """Of one block on a rank of tp; the norms are whole."""
+    return sum(p.inputs * p.outputs for p in linears(model, tp)) + 2 * model.hidden
+
+
+def rank_parameters(model: Model, tp: int, holding: Holding) -> int:
+    """Of a rank before ZeRO; where one rank has both ends and they are tied, the table counts once."""
+    table = model.vocab * model.hidden // tp
+    both = holding.embedding and holding.head and model.tie_embeddings
+    ends = 1 if both else holding.embedding + holding.head
+    return holding.blocks * block_parameters(model, tp) + ends * table
+
+
+def shards(config: Config) -> int:
+    """Ranks that share the optimizer states of a parameter."""
+    layout = config.parallel
+    assert isinstance(layout.dp, int)
+    if config.zero.stage == 0:
+        return 1
+    return layout.dp * layout.cp // layout.dp_replicate
+
+
+def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
+    """Both backends', for a block."""
+    layout, zero = config.parallel, config.zero
+    assert isinstance(layout.dp, int)
+    wide, narrow = operations.WIDTH[config.precision.compute], operations.WIDTH[config.precision.reduce]
+    size = block_parameters(config.model, layout.tp)
+    copies = layout.dp * layout.cp
+    if config.backend.name == "deepspeed":
+        return _deepspeed(config, hardware, micro_batches, size, copies, wide, narrow)
+    shard = shards(config)
+    near = links.group(hardware, shard, layout.tp)
+    far = links.group(hardware, copies // shard, layout.tp * shard)
+    gather = links.all_gather(hardware, near, size * wide)
+    every = zero.stage == 3 and layout.pp == 1
+    return Plan(
+        gather=gather,
+        gather_again=gather,
+        reduce=links.reduce_scatter(hardware, near, size * narrow),
+        all_reduce=links.all_reduce(hardware, far, size / shard * narrow),
+        copies_gather=operations.elementwise(hardware, 2.0 * wide * size),
+        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
+        gathers=micro_batches if every else 1,
+        gathers_again=micro_batches if every else 0,
+        reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
+        hidden=layout.pp == 1,
+        at_end=0.0,
+    )
+
+
+def _deepspeed(
+    config: Config, hardware: Hardware, micro_batches: int, size: int, copies: int, wide: int, narrow: int
+) -> Plan:
+    """Parameters stay in the compute type; gradients leave in buckets, beside the backward pass if asked.
+
+    Stages 1 and 2 gather what the update changed after it. Stage 3 gathers around each use, within `zero.hpz`
+    ranks in the backward pass, in 8 bits or gradients in 4 where ZeRO++ (Wang et al. 2023, arXiv:2306.10209)
+    says so.
+    """
+    layout, zero, backend = config.parallel, config.zero, config.backend
+    everyone = links.group(hardware, copies, layout.tp)
+    closer = links.group(hardware, zero.hpz, layout.tp) if zero.hpz > 1 else everyone
+    third = zero.stage == 3
+    travels = 1 if zero.quantized_weights else wide
+    back = 0.5 if zero.quantized_gradients else narrow
+    gather = links.all_gather(hardware, everyone, size * travels)
+    reduce = links.reduce_scatter(hardware, everyone, size * back)
+    overlap = backend.overlap_comm == "on" or (backend.overlap_comm == "auto" and third)
+    return Plan(
+        gather=gather if third else 0.0,
+        gather_again=links.all_gather(hardware, closer, size * travels) if third else 0.0,
+        reduce=reduce if zero.stage else 2 * reduce,
+        all_reduce=0.0,
+        copies_gather=operations.elementwise(hardware, 2.0 * wide * size) if third else 0.0,
+        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
+        gathers=micro_batches if third else 0,
+        gathers_again=micro_batches if third else 0,
+        reduces=micro_batches if zero.stage >= 2 else 1,
+        hidden=overlap and zero.stage > 0,
+        at_end=gather if zero.stage in (1, 2) else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a step on one rank."""
+
+    exposed: float
+    """network, beside which nothing is computed"""
+    slowdown: float
+    """computing loses to collectives beside it"""
+    copies: float
+
+    @property
+    def total(self) -> float:
+        return self.exposed + self.slowdown + self.copies
+
+
+def cost(
+    hardware: Hardware,
+    part: Slice,
+    holding: Holding,
+    plan: Plan,
+    micro_batches: int,
+    forward: float,
+    backward: float,
+) -> Cost:
+    """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
+    blocks, overlap = holding.blocks, hardware.efficiency.overlap
+    table = part.model.vocab * part.model.hidden / part.tp / block_parameters(part.model, part.tp)
+    ends = table * (1 if part.model.tie_embeddings else holding.embedding + holding.head)
+    units = blocks + ends
+    exposed = hidden = 0.0
+    if plan.gathers:
+        # The first unit has nothing to hide behind, the others have the block before them.
+        first = plan.gather * (table if holding.embedding else 1)
+        late = max(0.0, plan.gather - forward) * (blocks - 1)
+        exposed += plan.gathers * (first + late)
+        hidden += plan.gathers * (plan.gather * units - first - late)
+    reduce, again = plan.reduce, plan.gather_again
+    with_both = min(plan.reduces, plan.gathers_again)
+    for times, each in (
+        (with_both, reduce + again),
+        (plan.gathers_again - with_both, again),
+        (plan.reduces - with_both, reduce),
+    ):
+        if not times:
+            continue
+        if not plan.hidden:
+            exposed += times * each * units
+            continue
+        # The last gradients to be had leave when nothing is left to compute.
+        last = (reduce if each >= reduce and plan.reduces else 0.0) * (table if holding.embedding else 1)
+        late = max(0.0, each - backward) * (blocks - 1)
+        exposed += times * (last + late)
+        hidden += times * max(0.0, each * units - last - late)
+    exposed += (plan.all_reduce + plan.at_end) * units
+    copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
+    copies += plan.copies_reduce * plan.reduces + plan.accumulate * (micro_batches - plan.reduces)
+    return Cost(exposed, overlap * max(0.0, hidden), copies * units)
+
+
+def update(config: Config, hardware: Hardware, parameters: float) -> float:
+    """Seconds of clipping and of the optimizer on a rank with so many parameters, all bound by memory.
+
+    AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads the
+    gradients for their norm, then reads and writes them.
+    """
+    wide = operations.WIDTH[config.precision.params]
+    passes = {"adamw": 7.0, "sgd": 5.0, "adamw8bit": 5.0}[config.optimizer.name]
+    if config.optimizer.clip_norm is not None:
+        passes += 3
+    if config.zero.offload_optimizer == "none":
+        return operations.elementwise(hardware, passes * wide * parameters)
+    # The devices of a host share its memory; gradients go down and parameters come up.
+    share = hardware.host_memory_bandwidth / hardware.devices_per_host
+    moved = 2.0 * operations.WIDTH[config.precision.compute] * parameters
+    return passes * wide * parameters / share + moved / hardware.host_bandwidth

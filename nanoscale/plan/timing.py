@@ -1,0 +1,298 @@
+"""How long a step takes, by parts, and what follows from it: tokens/s, utilisation, the time and cost of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from nanoscale.config.derive import Derived, derive
+from nanoscale.config.schema import Config, Model
+from nanoscale.config.stages import SPLIT_BACKWARD, V_SHAPED, stage_layers
+from nanoscale.plan import blocks, dataparallel, links, operations
+from nanoscale.plan.blocks import Passes, Slice, Work
+from nanoscale.plan.dataparallel import Holding
+from nanoscale.plan.hardware import Hardware
+from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
+
+Bubble = Callable[[str, int, int, int], float]
+"""schedule, pp, stages a rank, micro batches → idle time over the time of the work"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of a step on the busiest pipeline rank; they add up to the step."""
+
+    matmul: float
+    attention: float
+    elementwise: float
+    recomputed: float
+    """computed a second time for the backward pass"""
+    launch: float
+    """the device waits for the CPU to start kernels"""
+    tp: float
+    cp: float
+    pp: float
+    """activations and their gradients on the way between stages"""
+    dp: float
+    """gathers and reductions that nothing hides, what hiding costs, and their copies"""
+    bubble: float
+    optimizer: float
+    offload: float
+    data: float
+    jitter: float
+    """waiting for the slowest host"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step, predicted."""
+
+    seconds: float
+    parts: Parts
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """model FLOPs over the peak, attention counted whole (PaLM, Chowdhery et al. 2022, appendix B)"""
+    mfu_causal: float
+    """the same with half of attention"""
+    hfu: float
+    """mfu and what is computed again"""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds of one micro batch in one stage, for simulating a schedule."""
+
+    forward: float
+    backward: float
+    """with what is computed again"""
+    weights: float
+    """of the backward pass, the share for the weights' gradients, where a schedule does it apart"""
+    send: float
+    """what goes to the next stage, or back"""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A whole run."""
+
+    steps: int
+    hours: float
+    device_hours: float
+    cost: float | None
+
+
+def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) -> StepTime:
+    """Predict a step of a configuration that `rules.check` has resolved.
+
+    Args:
+        bubble: idle over busy time of a schedule; None: the closed forms of `usual_bubble`.
+    """
+    sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
+    virtual = layout.virtual_stages
+    assert isinstance(virtual, int)
+    holdings = rank_holdings(config)
+    one, ends = _costs(config, hardware, part)
+    share, count = blocks.recomputed_share(config), sizes.accumulation
+    forward = one.forward.total
+    backward = one.backward.total + share * one.recomputed.total
+    loads = [_load(h, forward + backward, ends) for h in holdings]
+    worst = max(range(len(loads)), key=loads.__getitem__)
+    holding = holdings[worst]
+    busy = _busy(holding, one, ends)
+    send = _send(config, hardware, part)
+    gaps = 0.0
+    if layout.pp > 1:
+        share_idle = (bubble or usual_bubble)(layout.schedule, layout.pp, virtual, count)
+        gaps = share_idle * count * (sum(loads) / len(loads) + 2 * virtual * send)
+    plan = dataparallel.plan(config, hardware, count)
+    dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
+    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+    parts = [
+        count * busy.matmul,
+        count * busy.attention,
+        count * busy.elementwise,
+        count * share * holding.blocks * one.recomputed.total,
+        count * busy.launch,
+        count * busy.tp,
+        count * busy.cp,
+        count * 2 * virtual * send,
+        dp.total,
+        gaps,
+        dataparallel.update(config, hardware, local),
+        _offload(config, hardware, part, holding, count, forward),
+        # Ids of tokens, in 8 bytes.
+        8.0 * part.tokens * count / hardware.host_bandwidth,
+    ]
+    hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
+    # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
+    jitter = sum(parts) * hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    again = share * config.model.layers * one.recomputed_flops * count * sizes.dp * layout.cp * layout.tp
+    return _assemble(config, hardware, sizes, Parts(*parts, jitter), again)
+
+
+def _assemble(
+    config: Config, hardware: Hardware, sizes: Derived, parts: Parts, again: float
+) -> StepTime:
+    seconds = sum(getattr(parts, field) for field in _PARTS)
+    tokens = sizes.tokens_per_step / seconds
+    model, seq = config.model, config.train.seq_len
+    peak = hardware.peak(config.precision) * sizes.world_size
+    mfu = tokens * flops_per_token(model, seq) / peak
+    return StepTime(
+        seconds=seconds,
+        parts=parts,
+        tokens_per_s=tokens,
+        tokens_per_s_per_gpu=tokens / sizes.world_size,
+        mfu=mfu,
+        mfu_causal=tokens * flops_per_token_causal(model, seq) / peak,
+        hfu=mfu + again / seconds / peak,
+    )
+
+
+_PARTS = tuple(field.name for field in fields(Parts))
+
+
+def usual_bubble(schedule: str, pp: int, virtual: int, micro_batches: int) -> float:
+    """Idle over busy time where every stage takes as long and a backward pass two forward passes.
+
+    (p - 1) / (v·m): Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Where gradients of weights are
+    computed apart they fill two thirds of it (ZB-H1, Qi et al. 2023, arXiv:2401.10241, table 1).
+    """
+    idle = (pp - 1) / (virtual * micro_batches)
+    return idle / 3 if schedule in SPLIT_BACKWARD else idle
+
+
+def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
+    """Of every stage in the model's order, for one micro batch."""
+    part = blocks.slice_of(config)
+    one, ends = _costs(config, hardware, part)
+    share, send = blocks.recomputed_share(config), _send(config, hardware, part)
+    found = []
+    layers = _layers(config)
+    for stage, count in enumerate(layers):
+        held = Holding(count, stage == 0, stage == len(layers) - 1)
+        work = [end for end, there in zip(ends, (held.embedding, held.head), strict=True) if there]
+        forward = count * one.forward.total + sum(end.forward.total for end in work)
+        backward = count * one.backward.total + sum(end.backward.total for end in work)
+        # A product's two gradients take alike; attention and element-wise work have no weights.
+        weights = 0.5 * (count * one.backward.matmul + sum(end.backward.matmul for end in work))
+        again = count * share * one.recomputed.total
+        found.append(StageCost(forward, backward + again, weights, send))
+    return found
+
+
+def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
+    """What `train.steps`, or the steps of `train.tokens`, take."""
+    sizes = derive(config)
+    hours = sizes.steps * step.seconds / 3600
+    device_hours = hours * sizes.world_size
+    price = hardware.price
+    return Training(sizes.steps, hours, device_hours, None if price is None else price * device_hours)
+
+
+def rank_holdings(config: Config) -> list[Holding]:
+    """What each pipeline rank has of the model."""
+    layers = _layers(config)
+    pp, stages = config.parallel.pp, len(layers)
+    held = [0] * pp
+    for stage, count in enumerate(layers):
+        held[_rank(config.parallel.schedule, pp, stage)] += count
+    last = _rank(config.parallel.schedule, pp, stages - 1)
+    return [Holding(count, rank == 0, rank == last) for rank, count in enumerate(held)]
+
+
+def _rank(schedule: str, pp: int, stage: int) -> int:
+    if schedule in V_SHAPED:
+        return stage if stage < pp else 2 * pp - 1 - stage
+    return stage % pp
+
+
+def _layers(config: Config) -> tuple[int, ...]:
+    layout = config.parallel
+    assert isinstance(layout.virtual_stages, int)
+    own = layout.layers_per_stage
+    return _divided(
+        config.model, layout.pp * (layout.virtual_stages if layout.pp > 1 else 1), tuple(own) if own else None
+    )
+
+
+@lru_cache(maxsize=1024)
+def _divided(model: Model, stages: int, own: tuple[int, ...] | None) -> tuple[int, ...]:
+    return tuple(stage_layers(model, stages, list(own) if own else None))
+
+
+def _costs(config: Config, hardware: Hardware, part: Slice) -> tuple[Passes, tuple[Passes, Passes]]:
+    ends = blocks.embedding(hardware, part), blocks.head(hardware, part)
+    return blocks.block(hardware, part), ends
+
+
+def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
+    """Seconds of a rank for one micro batch."""
+    seconds = holding.blocks * block
+    for end, there in ((ends[0], holding.embedding), (ends[1], holding.head)):
+        if there:
+            seconds += end.forward.total + end.backward.total
+    return seconds
+
+
+def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
+    """Forward and backward of a rank for one micro batch, without what is computed again."""
+    terms: list[tuple[int, Work]] = [(holding.blocks, one.forward), (holding.blocks, one.backward)]
+    for end, there in ((ends[0], holding.embedding), (ends[1], holding.head)):
+        if there:
+            terms += [(1, end.forward), (1, end.backward)]
+    return Work(
+        sum(n * w.matmul for n, w in terms),
+        sum(n * w.attention for n, w in terms),
+        sum(n * w.elementwise for n, w in terms),
+        sum(n * w.launch for n, w in terms),
+        sum(n * w.tp for n, w in terms),
+        sum(n * w.cp for n, w in terms),
+    )
+
+
+def _send(config: Config, hardware: Hardware, part: Slice) -> float:
+    """Seconds for the residual stream from a stage to the next."""
+    layout = config.parallel
+    if layout.pp == 1:
+        return 0.0
+    assert isinstance(layout.dp, int)
+    ranks = links.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
+    return links.send(hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide])
+
+
+def _offload(
+    config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
+) -> float:
+    """Seconds for which computing waits for the link to host memory.
+
+    Parameters that wait there come up for each pass; activations go down beside the forward pass and
+    come up beside the backward pass.
+    """
+    zero, layout = config.zero, config.parallel
+    seconds = 0.0
+    if zero.offload_param != "none":
+        size = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+        passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
+        seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
+    if layout.offload_activations:
+        moved = _saved(part) / hardware.host_bandwidth
+        seconds += 2 * count * holding.blocks * max(0.0, moved - forward)
+    return seconds
+
+
+def _saved(part: Slice) -> float:
+    """Bytes that a block keeps for its backward pass, about."""
+    model = part.model
+    stream = part.stream * model.hidden
+    if part.recompute in ("full", "sqrt"):
+        return stream * operations.WIDTH[part.wide]
+    width = model.head_dim or model.hidden // model.heads
+    heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
+    inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
+    if part.recompute == "attention":
+        inner, heads = 0.0, heads / 2
+    return (2 * stream + 2 * part.tokens * model.hidden + heads + inner) * operations.WIDTH[part.wide]

@@ -1,0 +1,297 @@
+"""Hold the planner's tokens/s against published measurements: `python scripts/plan_time.py [CSV]`.
+
+Each row becomes the configuration of ours that is nearest to what ran; what has no equivalent is said in `NOTES`. No
+torch is needed. With `--calibrate` three shares (matmul, attention, overlap) are fitted for the whole project on
+the sources in `FITTED` and the error is shown on the others beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from nanoscale.config.schema import (
+    Backend,
+    Cluster,
+    Config,
+    Model,
+    Parallel,
+    Precision,
+    Reached,
+    Train,
+    Zero,
+)
+from nanoscale.plan.hardware import Hardware, hardware_of
+from nanoscale.plan.timing import step_time
+
+DEFAULT = Path(__file__).resolve().parent.parent.parent / "shared/data/published_measurements.csv"
+NOTES = """\
+Rows and how they were read:
+  MPT        eager, FSDP with bf16 gradients, GPT-like with tied embeddings; the first FlashAttention in
+             Triton, which the second outruns 1.8 times (arXiv:2307.08691, section 4.1)
+  Megatron   fused element-wise kernels (taken as compiled); in 2021 and 2022 attention was unfused: 46 TFLOP/s on
+             an A100 (Azure's AI benchmarking guide, "standard attention"); only the core was recomputed
+  torchtitan H100s of 96 GB are limited to 500 of 700 W and have 2.4 TB/s (their paper, arXiv:2410.06511): the clock
+             follows the cube root of the power; asynchronous tp has no equivalent; 8-bit products with tp neither
+             in ours, yet computed here
+  nanotron   states neither layers nor widths: skipped"""
+_FIRST_FLASH = {"a100-80": 0.62 / 1.8, "a100-40": 0.62 / 1.8, "h100-sxm": 0.35 / 1.8}
+"""of the peak: FlashAttention-2's share over the middle of "1.3 to 2.5 times" (its paper, arXiv:2307.08691,
+section 4.1, over the Triton implementation that MPT used)"""
+FITTED = ("A100 80GB", "H100 80GB BF16", "SC21")
+"""parts of the names of sources that --calibrate may look at"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    source: str
+    label: str
+    config: Config
+    measured: float
+    """tokens/s a GPU"""
+
+
+def read(path: Path) -> tuple[list[Row], dict[str, int]]:
+    """The rows that can be read, and how many could not for which reason."""
+    rows, skipped = [], defaultdict(int)
+    with path.open() as file:
+        for raw in csv.DictReader(file):
+            try:
+                rows.append(_row(raw))
+            except ValueError as reason:
+                skipped[f"{raw['source'].split()[0]}: {reason}"] += 1
+    return rows, skipped
+
+
+def _row(raw: dict[str, str]) -> Row:
+    if not raw["hidden"] or not raw["layers"]:
+        raise ValueError("no layers and widths")
+    model, parallel, train = _model(raw), _parallel(raw), _train(raw)
+    config = Config(
+        model=model,
+        parallel=parallel,
+        train=train,
+        precision=_precision(raw),
+        zero=Zero(stage=_stage(raw["zero_or_fsdp"])),
+        backend=Backend(compile="on" if _fused(raw) else "off"),
+        cluster=_cluster(raw),
+    )
+    layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
+    label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {raw['act_ckpt']} {raw['precision']}"
+    return Row(raw["source"], label, config, _measured(raw, model))
+
+
+def _number(text: str, usual: int) -> int:
+    return int(float(text)) if text else usual
+
+
+def _model(raw: dict[str, str]) -> Model:
+    llama = raw["model"].startswith("llama")
+    heads = int(raw["heads"])
+    return Model(
+        name=raw["model"],
+        layers=int(raw["layers"]),
+        hidden=int(raw["hidden"]),
+        heads=heads,
+        kv_heads=_number(raw["kv_heads"], heads),
+        head_dim=int(raw["hidden"]) // heads,
+        ffn=int(raw["ffn"]),
+        vocab=_number(raw["vocab"], 51200),
+        mlp="swiglu" if llama else "gelu",
+        norm="rmsnorm" if llama else "layernorm",
+        position="rope" if llama else "learned",
+        bias=raw["model"].startswith("gpt"),
+        tie_embeddings=not llama,
+    )
+
+
+def _parallel(raw: dict[str, str]) -> Parallel:
+    tp, pp, cp = (_number(raw[name], 1) for name in ("tp", "pp", "cp"))
+    virtual = _number(raw["vp"], 1)
+    if pp > 1 and "Interleaved" in raw["source"]:
+        virtual = 2
+    mode, every = {
+        "none": ("none", 1),
+        "": ("none", 1),
+        "full": ("full", 1),
+        "selective-layer": ("full", 2),
+        "selective+SP": ("none", 1),
+    }.get(raw["act_ckpt"], ("selective", 1))
+    old = "SC21" in raw["source"] or (raw["act_ckpt"] == "full" and "Korthikanti" in raw["source"])
+    return Parallel(
+        dp=_number(raw["dp"], _number(raw["num_gpus"], 1) // (tp * pp * cp)),
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        sequence_parallel=not old,
+        schedule="interleaved-1f1b" if virtual > 1 else "1f1b",
+        virtual_stages=virtual if pp > 1 else 1,
+        activation_checkpointing=mode,
+        checkpoint_every=every,
+        selective_keep="every-2nd-matmul" if mode == "selective" else "matmuls",
+    )
+
+
+def _train(raw: dict[str, str]) -> Train:
+    dp = _number(raw["dp"], 1)
+    stated = re.search(r"local batch (\d+)", raw["source"])
+    local = int(stated.group(1)) if stated else _number(raw["mbs"], 1)
+    # torchtitan cuts a local batch into as many micro batches as there are stages.
+    stages = _number(raw["pp"], 1) * (2 if "Interleaved" in raw["source"] else 1)
+    micro = _number(raw["mbs"], local // stages if stated else 1)
+    usual = dp * local
+    batch = _number(raw["gbs"], usual)
+    return Train(
+        global_batch=batch // (micro * dp) * micro * dp,
+        micro_batch=micro,
+        seq_len=int(raw["seq"]),
+        steps=1,
+    )
+
+
+def _precision(raw: dict[str, str]) -> Precision:
+    kind = raw["precision"]
+    return Precision(
+        compute="fp16" if kind == "fp16" else "bf16",
+        reduce="bf16" if "mosaicml" in raw["source"] else "fp32",
+        fp8="fp8" in kind,
+    )
+
+
+def _fused(raw: dict[str, str]) -> bool:
+    megatron = any(name in raw["source"] for name in ("Megatron", "Korthikanti"))
+    return megatron or "compile" in raw["precision"] or "fp8" in raw["precision"]
+
+
+def _stage(text: str) -> Any:
+    if "SHARD_GRAD_OP" in text:
+        return 2
+    if "FSDP" in text:
+        return 3
+    return int(text[-1]) if text.startswith("ZeRO") else 0
+
+
+def _cluster(raw: dict[str, str]) -> Cluster:
+    name = raw["gpu"]
+    if name.startswith(("H100-96GB", "H100-95GB")):
+        clock = (500 / 700) ** (1 / 3)
+        from nanoscale.config.schema import Peaks
+
+        return Cluster(device="h100-sxm", memory_gib=94.0, memory_gbs=2400.0, peaks=Peaks(bf16=989.4 * clock, fp8=1978.9 * clock))
+    device = {"A100-80GB": "a100-80", "A100-40GB": "a100-40", "H100-80GB": "h100-sxm", "B200": "b200"}[name]
+    if "SC21" in raw["source"] or "Korthikanti" in raw["source"]:
+        return Cluster(device=device, reached=Reached(attention=46 / 312))
+    if "mosaicml" in raw["source"]:
+        return Cluster(device=device, reached=Reached(attention=_FIRST_FLASH[device]))
+    return Cluster(device=device)
+
+
+def _measured(raw: dict[str, str], model: Model) -> float:
+    if raw["tokens_per_s_per_gpu"]:
+        return float(raw["tokens_per_s_per_gpu"])
+    if "SC21" in raw["source"]:
+        # Narayanan et al. 2021, arXiv:2104.04473, equation 3: with the recomputed forward pass.
+        h, seq = model.hidden, int(raw["seq"])
+        flops = 96 * model.layers * h * h * (1 + seq / (6 * h) + model.vocab / (16 * model.layers * h))
+        return float(raw["tflops_per_gpu"]) * 1e12 / flops
+    raise ValueError("no tokens/s")
+
+
+def predict(rows: Iterable[Row], **efficiencies: float) -> list[float]:
+    """Tokens/s a GPU of each row; efficiencies are factors on the device's own."""
+    found, known = [], {}
+    for row in rows:
+        key = repr((row.config.cluster, row.config.precision))
+        if key not in known:
+            known[key] = _scaled(hardware_of(row.config), efficiencies)
+        found.append(step_time(row.config, known[key]).tokens_per_s_per_gpu)
+    return found
+
+
+def _scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
+    if not factors:
+        return hardware
+    own = hardware.efficiency
+    return replace(hardware, efficiency=replace(own, **{k: getattr(own, k) * f for k, f in factors.items()}))
+
+
+def errors(rows: list[Row], predicted: list[float]) -> list[float]:
+    return [p / row.measured - 1 for row, p in zip(rows, predicted, strict=True)]
+
+
+def table(rows: list[Row], predicted: list[float], each: bool) -> None:
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for row, guess, error in zip(rows, predicted, errors(rows, predicted), strict=True):
+        by_source[row.source].append(error)
+        if each:
+            print(f"{row.label:78} {row.measured:10.1f} {guess:10.1f} {error:+7.1%}")
+    print(f"\n{'rows':>4} {'mean':>6} {'bias':>7} {'max':>7}  source")
+    every = [error for some in by_source.values() for error in some]
+    for source, some in [*by_source.items(), ("all", every)]:
+        worst = max(some, key=abs)
+        print(f"{len(some):4} {mean(map(abs, some)):6.1%} {mean(some):+7.1%} {worst:+7.1%}  {source[:100]}")
+
+
+def calibrate(rows: list[Row]) -> dict[str, float]:
+    """Factors on the assumed efficiencies with the least mean error, by descent along one at a time."""
+    factors = {"matmul": 1.0, "attention": 1.0, "overlap": 1.0}
+
+    def loss() -> float:
+        return mean(map(abs, errors(rows, predict(rows, **factors))))
+
+    best, step = loss(), 0.16
+    while step > 0.01:
+        before = best
+        for name in factors:
+            for direction in (1 + step, 1 / (1 + step)):
+                kept = factors[name]
+                factors[name] = kept * direction
+                now = loss()
+                best, factors[name] = (now, factors[name]) if now < best else (best, kept)
+        if best >= before - 1e-5:
+            step /= 2
+    return factors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument("--rows", action="store_true", help="every row")
+    parser.add_argument("--calibrate", action="store_true", help="fit on some sources, report on the others")
+    options = parser.parse_args()
+    if not options.csv.exists():
+        print(f"skipped: {options.csv} is not here; give the path of published_measurements.csv")
+        sys.exit(0)
+    rows, skipped = read(options.csv)
+    print(NOTES)
+    table(rows, predict(rows), options.rows)
+    for reason, count in skipped.items():
+        print(f"skipped {count:3}: {reason}")
+    row = rows[-1]
+    hardware, began = hardware_of(row.config), time.perf_counter()
+    for _ in range(1000):
+        step_time(row.config, hardware)
+    print(f"\n{(time.perf_counter() - began) * 1e3:.0f} µs a prediction, warm")
+    if options.calibrate:
+        fitted = [row for row in rows if any(part in row.source for part in FITTED)]
+        others = [row for row in rows if row not in fitted]
+        factors = calibrate(fitted)
+        print("\nfitted on", ", ".join(FITTED), ":", {k: round(v, 3) for k, v in factors.items()})
+        for name, some in (("fitted", fitted), ("held out", others)):
+            was, now = (mean(map(abs, errors(some, predict(some, **f)))) for f in ({}, factors))
+            print(f"{name:9} {len(some):4} rows: {was:.1%} as assumed, {now:.1%} as fitted")
+
+
+if __name__ == "__main__":
+    main()
