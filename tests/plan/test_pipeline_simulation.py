@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -18,6 +19,7 @@ from nanoscale.plan.pipeline import (
     order,
     residents,
     simulate,
+    simulate_schedule,
     transfers_overlap,
 )
 from tests.plan.schedules import SCHEDULES, batches
@@ -221,6 +223,20 @@ def test_the_first_stage_goes_backward_as_a_whole_when_its_weights_are_asked_for
     assert costs.backward_input[:2] == [0.0, 2.0] and costs.backward_weight[:2] == [3.0, 1.0]
     timeline = simulate(order("zero-bubble", 4, 1, 8), costs)
     assert timeline.busy == pytest.approx([32.0] * 4)
+
+
+def test_a_schedule_is_simulated_as_torch_runs_it():
+    """1f1b waits for its transfers, and zero-bubble's first stage has nothing to do for its inputs."""
+    costs = Costs.even(4, backward_input=2.0, transfer=0.25)
+    plain = simulate_schedule("1f1b", 4, 1, 8, costs)
+    assert (
+        plain.makespan == simulate(order("1f1b", 4, 1, 8), replace(costs, overlap=False)).makespan
+    )
+    assert plain.makespan > simulate(order("1f1b", 4, 1, 8), costs).makespan
+    ranks = simulate_schedule("zero-bubble", 4, 1, 8, costs).ranks
+    inputs = [{s.end - s.start for s in spans if s.action.kind == "I"} for spans in ranks[:2]]
+    assert inputs == [{0.0}, {2.0}]
+    assert simulate_schedule("zero-bubble", 1, 1, 8, Costs.even(1)).makespan == 24
 
 
 def test_a_pair_sends_when_both_are_done():

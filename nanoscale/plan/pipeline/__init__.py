@@ -1,5 +1,6 @@
 """Pipeline schedules as timelines: their orders, their simulation, and closed forms for the search."""
 
+from nanoscale.plan.pipeline.boundaries import Boundary, boundaries
 from nanoscale.plan.pipeline.closed_forms import bubble, bubble_fraction, estimate
 from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
@@ -10,17 +11,20 @@ from nanoscale.plan.pipeline.simulation import (
     Timeline,
     first_stage_undivided,
     simulate,
+    simulate_schedule,
     transfers_overlap,
 )
 
 __all__ = [
     "Action",
+    "Boundary",
     "Costs",
     "Kind",
     "Order",
     "Residents",
     "Span",
     "Timeline",
+    "boundaries",
     "bubble",
     "bubble_fraction",
     "estimate",
@@ -29,5 +33,6 @@ __all__ = [
     "order",
     "residents",
     "simulate",
+    "simulate_schedule",
     "transfers_overlap",
 ]

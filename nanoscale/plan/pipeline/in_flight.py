@@ -1,5 +1,4 @@
-"""How many micro batches a rank holds activations of at its peak, in closed form: `residents` without the
-order."""
+"""How many micro batches a rank holds activations of at its peak: `residents` in closed form."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from nanoscale.config.stages import ONE_STAGE
-from nanoscale.plan.pipeline.orders import Action, Order
+from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD
+from nanoscale.plan.pipeline.orders import Action, Order, order
 from nanoscale.plan.pipeline.residents import residents
 
 
@@ -120,15 +120,28 @@ class Timeline:
         return 1.0 - self.utilisation
 
 
-def simulate(order: Order, costs: Costs) -> Timeline:
+def simulate(ranks: Order, costs: Costs) -> Timeline:
     """Play one step; in time linear in the number of actions. An order that deadlocks fails an assertion."""
-    run = _Run(order, costs)
-    awake = list(range(len(order)))
+    run = _Run(ranks, costs)
+    awake = list(range(len(ranks)))
     while awake:
         awake += run.advance(awake.pop())
     assert run.done(), f"deadlock: {run.stuck()}"
-    held = [residents(actions) for actions in order]
+    held = [residents(actions) for actions in ranks]
     return Timeline(run.spans, [peak.held for peak in held], [peak.between for peak in held])
+
+
+def simulate_schedule(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int, costs: Costs
+) -> Timeline:
+    """A step as torch runs it: with its order, its way of waiting, and its first stage undivided.
+
+    `costs` are those of stages as such; their `overlap` is left aside.
+    """
+    costs = replace(costs, overlap=transfers_overlap(schedule))
+    if pp > 1 and schedule in SPLIT_BACKWARD:
+        costs = first_stage_undivided(costs)
+    return simulate(order(schedule, pp, virtual_stages, micro_batches), costs)
 
 
 _MISSING = -1.0
@@ -137,23 +150,23 @@ _MISSING = -1.0
 class _Run:
     """How far each rank has come, and which inputs have been made."""
 
-    def __init__(self, order: Order, costs: Costs) -> None:
-        self._order, self._costs = order, costs
-        self._rank_of = {action.stage: rank for rank, own in enumerate(order) for action in own}
+    def __init__(self, ranks: Order, costs: Costs) -> None:
+        self._ranks, self._costs = ranks, costs
+        self._rank_of = {action.stage: rank for rank, own in enumerate(ranks) for action in own}
         stages = len(costs.forward)
-        batches = 1 + max(action.micro_batch for own in order for action in own)
+        batches = 1 + max(action.micro_batch for own in ranks for action in own)
         self._last = stages - 1
         self._forward_made = [[0.0] * batches] + [[_MISSING] * batches for _ in range(self._last)]
         self._backward_made = [[_MISSING] * batches for _ in range(stages)]
         self._weights_made = [[_MISSING] * batches for _ in range(stages)]
-        self._at = [0] * len(order)
-        self.spans: list[list[Span]] = [[] for _ in order]
+        self._at = [0] * len(ranks)
+        self.spans: list[list[Span]] = [[] for _ in ranks]
 
     def done(self) -> bool:
-        return all(at == len(own) for at, own in zip(self._at, self._order, strict=True))
+        return all(at == len(own) for at, own in zip(self._at, self._ranks, strict=True))
 
     def stuck(self) -> str:
-        waiting = zip(self._at, self._order, strict=True)
+        waiting = zip(self._at, self._ranks, strict=True)
         return ", ".join(
             f"rank {rank} waits for the input of {own[at]}"
             for rank, (at, own) in enumerate(waiting)
@@ -162,7 +175,7 @@ class _Run:
 
     def advance(self, rank: int) -> list[int]:
         """Do what a rank can do now; the ranks that may have waited for it."""
-        own, spans = self._order[rank], self.spans[rank]
+        own, spans = self._ranks[rank], self.spans[rank]
         clock = spans[-1].end if spans else 0.0
         # What is joined is announced with the action after it, which may still be waited for.
         joined = own[self._at[rank] - 1] if spans and spans[-1].action.joined else None
