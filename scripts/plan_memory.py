@@ -120,9 +120,7 @@ def under_way(config: Config, micro_batches: int) -> list[list[int]]:
     for rank in range(pp):
         steps = min(2 * (pp - rank - 1) + (virtual - 1) * pp + 1, micro_batches * virtual)
         rounds, rest = divmod(steps, pp * virtual)
-        counts.append(
-            [rounds * pp + min(pp, max(0, rest - turn * pp)) for turn in range(virtual)]
-        )
+        counts.append([rounds * pp + min(pp, max(0, rest - turn * pp)) for turn in range(virtual)])
     return counts
 
 
@@ -166,6 +164,7 @@ def megatron(row: Row) -> Prediction:
         run=run,
         flat=True,
         copies_gradients=False,
+        keeps_gradients=True,
         placeholders=True,
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
         loss_copies=1,
@@ -184,7 +183,10 @@ and give each stated number of parameters; 2^20 tokens a step give sequences of 
 
 
 def nanotron(row: Row) -> Prediction:
-    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over dp with ZeRO-1."""
+    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over dp with ZeRO-1.
+
+    Products gather their divided inputs again. Memory is taken for what is reserved, which the figure does not say.
+    """
     layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
     stated = row | {name: str(number) for name, number in shape.items()}
@@ -200,16 +202,17 @@ def nanotron(row: Row) -> Prediction:
     setting = setting_of(config)
     setting = replace(
         setting,
-        run=replace(setting.run, fused_activation=True),
+        run=replace(setting.run, gathered=False),
         flat=True,
         shards=dp if row["zero_or_fsdp"] == "ZeRO-1" else 1,
         copies_gradients=False,
+        keeps_gradients=True,
         reduce=2 + 4,
         whole_ends=False,
         vocabulary=config.model.vocab // config.parallel.tp,
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
     )
-    return _worst(setting, micro_batches, lambda rank: rank.allocated)
+    return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 
 def _worst(

@@ -185,9 +185,7 @@ def block_memory(
         kept = sizes["input"] + sizes.get("rotation", 0)
         return BlockMemory(kept, whole, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
-    return BlockMemory(
-        sum(held.values()), sum((sizes | held).values()), working_memory(shape, run)
-    )
+    return BlockMemory(sum(held.values()), sum((sizes | held).values()), working_memory(shape, run))
 
 
 def working_memory(shape: Shape, run: Execution) -> int:
@@ -216,7 +214,11 @@ class StageActivations:
 
 
 def stage_activations(
-    layers: int, shape: Shape, run: Execution, parallel: Parallel, keep: frozenset[str] | None = None
+    layers: int,
+    shape: Shape,
+    run: Execution,
+    parallel: Parallel,
+    keep: frozenset[str] | None = None,
 ) -> StageActivations:
     """`keep` stands in for `parallel.selective_keep`."""
     mode = parallel.activation_checkpointing

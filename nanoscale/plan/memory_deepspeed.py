@@ -101,7 +101,7 @@ def _flat(
     masters = int(states.weights * share)
     optimizer = int(states.optimizer * share)
     first = setting.stage == 1
-    several = setting.micro_batches > 1
+    several = setting.micro_batches > 1 or setting.keeps_gradients
     before = (whole if first else own) if several else 0
     after = whole if first else own
     host = 0
@@ -125,7 +125,9 @@ def _taken_apart(
     config, states = setting.config, setting.states
     waiting = setting.reduce
     own = waiting * share
-    masters = int(states.weights * share) if states.copy else 0  # else they are the weights themselves
+    masters = (
+        int(states.weights * share) if states.copy else 0
+    )  # else they are the weights themselves
     optimizer = int(states.optimizer * share)
     weights = setting.compute * share
     host = 0

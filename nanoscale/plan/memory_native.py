@@ -60,13 +60,17 @@ class Flying:
     offloaded: int
 
 
-def native_phases(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> RankPhases:
+def native_phases(
+    setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]
+) -> RankPhases:
     held = _hold(setting, stages)
     fly = fly_all(setting, stages, in_flight)
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
     phases = make(setting, held, fly, max(in_flight))
     gathers = setting.compute * (_gather_pool(setting, held))
-    reductions = int(setting.states.gradients * held.shard) + setting.reduce * held.block // setting.shards
+    reductions = (
+        int(setting.states.gradients * held.shard) + setting.reduce * held.block // setting.shards
+    )
     return RankPhases(
         stages=tuple(stage.number for stage in stages),
         phases=phases,
@@ -176,7 +180,10 @@ def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, .
     copies = setting.compute * held.numel if setting.run.autocast else 0
     blocks = copies
     if setting.config.parallel.activation_checkpointing != "none":
-        copies, blocks = setting.compute * held.head * bool(copies), setting.compute * held.block * bool(copies)
+        copies, blocks = (
+            setting.compute * held.head * bool(copies),
+            setting.compute * held.block * bool(copies),
+        )
     first = 0 if before else head
     logits = fly.logits if setting.holds_logits else 0
     named = _named_logits(setting, fly)
@@ -188,9 +195,20 @@ def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, .
         ),
         Phase(
             "backward of the last block",
-            (weights, blocks, before + first + product, optimizer, 0, fly.activations + fly.extra, named, 0),
+            (
+                weights,
+                blocks,
+                before + first + product,
+                optimizer,
+                0,
+                fly.activations + fly.extra,
+                named,
+                0,
+            ),
         ),
-        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)),
+        Phase(
+            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)
+        ),
         _update(setting, held, weights, optimizer, min(logits, named)),
     )
 
@@ -219,7 +237,9 @@ def _sharded(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, 
                 copies,
                 before,
                 optimizer,
-                compute * held.head if apart and not tied else 0,  # the root frees what it has itself
+                compute * held.head
+                if apart and not tied
+                else 0,  # the root frees what it has itself
                 fly.activations,
                 fly.logits + fly.loss,
                 0,
@@ -286,7 +306,16 @@ def _pipelined(setting: Setting, held: Held, fly: Flying, deepest: int) -> tuple
     phases = [
         Phase(
             "loss",
-            (weights, copies, before, optimizer, 0, fly.activations, fly.logits + fly.loss, fly.received),
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                0,
+                fly.activations,
+                fly.logits + fly.loss,
+                fly.received,
+            ),
             stranded=fly.stranded,
         ),
         Phase(
@@ -363,7 +392,9 @@ def _explain(
     phase: Phase,
 ) -> str:
     states, shape = setting.states, setting.shape
-    rank = f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    rank = (
+        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    )
     if name == "weights":
         return f"{states.weights:g} B · {rank}"
     if name == "optimizer":

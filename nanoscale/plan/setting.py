@@ -45,6 +45,8 @@ class Setting:
     """other software: which products selective recomputation keeps"""
     copies_gradients: bool = True
     """flat buffers: the optimizer is handed a copy of this rank's gradients"""
+    keeps_gradients: bool = False
+    """flat buffers: gradients have theirs all the time, not only from one micro batch to the next"""
     placeholders: bool = False
     """flat buffers: an unread gradient of every matrix of a block stays allocated (Transformer Engine's, where
     gradients are summed by the products themselves)"""
