@@ -111,7 +111,8 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
 
 
 def under_way(config: Config, micro_batches: int) -> list[list[int]]:
-    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or looped."""
+    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or
+    looped."""
     pp, virtual = config.parallel.pp, config.parallel.virtual_stages
     assert isinstance(virtual, int)
     if virtual == 1:
@@ -125,9 +126,11 @@ def under_way(config: Config, micro_batches: int) -> list[list[int]]:
 
 
 def torchtitan(row: Row) -> Prediction:
-    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is deleted.
+    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is
+    deleted.
 
-    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that time.
+    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that
+    time.
     """
     pp = int(row["pp"])
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
@@ -142,9 +145,9 @@ def torchtitan(row: Row) -> Prediction:
 def megatron(row: Row) -> Prediction:
     """Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross entropy.
 
-    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp. Blocks are dealt out evenly; products keep
-    the divided input and gather it again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Memory is what is
-    allocated.
+    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp.
+    Blocks are dealt out evenly; products keep the divided input and gather it again (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.2.2). Memory is what is allocated.
     """
     dp, pp = int(row["dp"]), int(row["pp"])
     micro_batches = int(row["gbs"]) // dp
@@ -178,14 +181,16 @@ NANOTRON = {
     "llama-8.86B": (32, 4096, 32, 14336, False),
     "llama-80.0B": (80, 8192, 64, 28672, False),
 }
-"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are Llama's shapes
-and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
+"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are
+Llama's shapes and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
 
 
 def nanotron(row: Row) -> Prediction:
-    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over dp with ZeRO-1.
+    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over
+    dp with ZeRO-1.
 
-    Products gather their divided inputs again. Memory is taken for what is reserved, which the figure does not say.
+    Products gather their divided inputs again. Memory is taken for what is reserved, which the figure does
+    not say.
     """
     layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}

@@ -1,8 +1,8 @@
 """What a block keeps for its backward pass, tensor by tensor, and what its backward pass needs beyond that.
 
-The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one rank.
-With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al. 2022
-(arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a layer.
+The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one
+rank. With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al.
+2022 (arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a layer.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def block_memory(
 def working_memory(shape: Shape, run: Execution) -> int:
     """Gradients at the backward pass of the feed-forward's activation, less what has been freed by then.
 
-    There live the gradients of its output and of its inputs, and that of the residual stream; the input of the last
-    product has gone, unless it was computed again only now.
+    There live the gradients of its output and of its inputs, and that of the residual stream; the input of
+    the last product has gone, unless it was computed again only now.
     """
     inner = shape.tokens * shape.ffn * run.compute
     gradients = (3 if shape.gated else 2) * inner - (0 if run.fused else inner)

@@ -102,8 +102,8 @@ def setting_of(config: Config) -> Setting:
 def _unfused(config: Config, compute: int) -> bool:
     """Whether PyTorch has no fused attention for this on a GPU, and writes the scores down.
 
-    Its memory-efficient kernel, which fp32 needs, takes no grouped heads, and none takes fp64. Our ring has kernels of
-    its own.
+    Its memory-efficient kernel, which fp32 needs, takes no grouped heads, and none takes fp64. Our ring has
+    kernels of its own.
     """
     model, layout = config.model, config.parallel
     grouped = model.kv_heads not in (None, model.heads)

@@ -81,7 +81,8 @@ def test_adam_in_fp16_without_masters_needs_12_bytes_a_parameter():
 
 
 def test_mixed_precision_needs_18_bytes_a_parameter_and_6_to_infer():
-    """Hugging Face, "Model training anatomy": 6 for both copies of the weights, 4 for gradients, 8 for AdamW."""
+    """Hugging Face, "Model training anatomy": 6 for both copies of the weights, 4 for gradients, 8 for
+    AdamW."""
     mixed = bytes_per_parameter(Precision(compute="bf16"), Optimizer())
     assert (mixed.training, mixed.inference) == (18, 6)
     eight_bit = bytes_per_parameter(Precision(compute="bf16"), Optimizer(name="adamw8bit"))
@@ -172,7 +173,8 @@ STORED = Execution(compute=2, stream=2, attention="scores", dropout=True)
 @pytest.mark.parametrize(("hidden", "heads"), [(6144, 64), (12288, 96), (20480, 128), (25600, 160)])
 @pytest.mark.parametrize("tp", [1, 8])
 def test_korthikanti_s_formula(hidden: int, heads: int, tp: int):
-    """arXiv:2205.05198, table 2, for its own four models, without the norms' statistics, which it leaves out."""
+    """arXiv:2205.05198, table 2, for its own four models, without the norms' statistics, which it leaves
+    out."""
     s, b = 2048, 1
     run = replace(STORED, tensor_parallel=tp > 1, gathered=False)
 
@@ -253,13 +255,15 @@ def test_offloaded_activations_wait_on_the_host():
 
 
 def test_bert_large_on_a_v100_uses_14949_mb():
-    """Hugging Face, "Model training anatomy": BERT-large, batch 4, sequence 512, fp32 AdamW; 14,949 MB by nvidia-ml.
+    """Hugging Face, "Model training anatomy": BERT-large, batch 4, sequence 512, fp32 AdamW; 14,949 MB by
+    nvidia-ml.
 
-    Assumed: an encoder has the same blocks as our GPT, of post-norm instead of pre-norm, which keep as much; scores are
-    stored, and dropout masks; the same page's 1,343 MB are the context with its kernels; a classification head of two
-    labels is nothing beside the blocks, so that there are no logits; the pooler and token types add 1.1 M parameters.
-    Gradients are kept from step to step, as PyTorch did then. It comes out 8 % below: cuBLAS's kernels, which that page's
-    context has not loaded yet, and a more fragmented allocator are not among the formulas.
+    Assumed: an encoder has the same blocks as our GPT, of post-norm instead of pre-norm, which keep as much;
+    scores are stored, and dropout masks; the same page's 1,343 MB are the context with its kernels; a
+    classification head of two labels is nothing beside the blocks, so that there are no logits; the pooler
+    and token types add 1.1 M parameters. Gradients are kept from step to step, as PyTorch did then. It comes
+    out 8 % below: cuBLAS's kernels, which that page's context has not loaded yet, and a more fragmented
+    allocator are not among the formulas.
     """
     bert = Model(
         layers=24,
@@ -287,10 +291,11 @@ def test_bert_large_on_a_v100_uses_14949_mb():
 
 @pytest.mark.parametrize(("cp", "seq_len", "dp"), [(1, 8192, 128), (16, 131072, 8)])
 def test_llama_405b_fits_16384_h100s(cp: int, seq_len: int, dp: int):
-    """Llama Team 2024, arXiv:2407.21783, table 4: tp 8, pp 16, 16 M tokens a step; FSDP keeps weights whole meanwhile.
+    """Llama Team 2024, arXiv:2407.21783, table 4: tp 8, pp 16, 16 M tokens a step; FSDP keeps weights whole
+    meanwhile.
 
-    Attention's results are kept and the rest is computed again, which theirs did not need, since its products keep
-    divided inputs.
+    Attention's results are kept and the rest is computed again, which theirs did not need, since its products
+    keep divided inputs.
     """
     config = job(
         "model=llama-405b",
