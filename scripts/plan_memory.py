@@ -111,7 +111,8 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
 
 
 def under_way(config: Config, micro_batches: int) -> list[list[int]]:
-    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or looped."""
+    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or
+    looped."""
     pp, virtual = config.parallel.pp, config.parallel.virtual_stages
     assert isinstance(virtual, int)
     if virtual == 1:
@@ -120,16 +121,16 @@ def under_way(config: Config, micro_batches: int) -> list[list[int]]:
     for rank in range(pp):
         steps = min(2 * (pp - rank - 1) + (virtual - 1) * pp + 1, micro_batches * virtual)
         rounds, rest = divmod(steps, pp * virtual)
-        counts.append(
-            [rounds * pp + min(pp, max(0, rest - turn * pp)) for turn in range(virtual)]
-        )
+        counts.append([rounds * pp + min(pp, max(0, rest - turn * pp)) for turn in range(virtual)])
     return counts
 
 
 def torchtitan(row: Row) -> Prediction:
-    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is deleted.
+    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is
+    deleted.
 
-    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that time.
+    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that
+    time.
     """
     pp = int(row["pp"])
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
@@ -144,9 +145,9 @@ def torchtitan(row: Row) -> Prediction:
 def megatron(row: Row) -> Prediction:
     """Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross entropy.
 
-    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp. Blocks are dealt out evenly; products keep
-    the divided input and gather it again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Memory is what is
-    allocated.
+    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp.
+    Blocks are dealt out evenly; products keep the divided input and gather it again (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4.2.2). Memory is what is allocated.
     """
     dp, pp = int(row["dp"]), int(row["pp"])
     micro_batches = int(row["gbs"]) // dp
@@ -166,6 +167,7 @@ def megatron(row: Row) -> Prediction:
         run=run,
         flat=True,
         copies_gradients=False,
+        keeps_gradients=True,
         placeholders=True,
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
         loss_copies=1,
@@ -179,12 +181,17 @@ NANOTRON = {
     "llama-8.86B": (32, 4096, 32, 14336, False),
     "llama-80.0B": (80, 8192, 64, 28672, False),
 }
-"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are Llama's shapes
-and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
+"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are
+Llama's shapes and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
 
 
 def nanotron(row: Row) -> Prediction:
-    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over dp with ZeRO-1."""
+    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over
+    dp with ZeRO-1.
+
+    Products gather their divided inputs again. Memory is taken for what is reserved, which the figure does
+    not say.
+    """
     layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
     stated = row | {name: str(number) for name, number in shape.items()}
@@ -200,16 +207,17 @@ def nanotron(row: Row) -> Prediction:
     setting = setting_of(config)
     setting = replace(
         setting,
-        run=replace(setting.run, fused_activation=True),
+        run=replace(setting.run, gathered=False),
         flat=True,
         shards=dp if row["zero_or_fsdp"] == "ZeRO-1" else 1,
         copies_gradients=False,
+        keeps_gradients=True,
         reduce=2 + 4,
         whole_ends=False,
         vocabulary=config.model.vocab // config.parallel.tp,
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
     )
-    return _worst(setting, micro_batches, lambda rank: rank.allocated)
+    return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 
 def _worst(

@@ -1,8 +1,8 @@
 """What a block keeps for its backward pass, tensor by tensor, and what its backward pass needs beyond that.
 
-The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one rank.
-With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al. 2022
-(arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a layer.
+The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one
+rank. With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al.
+2022 (arXiv:2205.05198), section 4: s·b·h·(34 + 5·a·s/h) bytes a layer.
 """
 
 from __future__ import annotations
@@ -185,16 +185,14 @@ def block_memory(
         kept = sizes["input"] + sizes.get("rotation", 0)
         return BlockMemory(kept, whole, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
-    return BlockMemory(
-        sum(held.values()), sum((sizes | held).values()), working_memory(shape, run)
-    )
+    return BlockMemory(sum(held.values()), sum((sizes | held).values()), working_memory(shape, run))
 
 
 def working_memory(shape: Shape, run: Execution) -> int:
     """Gradients at the backward pass of the feed-forward's activation, less what has been freed by then.
 
-    There live the gradients of its output and of its inputs, and that of the residual stream; the input of the last
-    product has gone, unless it was computed again only now.
+    There live the gradients of its output and of its inputs, and that of the residual stream; the input of
+    the last product has gone, unless it was computed again only now.
     """
     inner = shape.tokens * shape.ffn * run.compute
     gradients = (3 if shape.gated else 2) * inner - (0 if run.fused else inner)
@@ -216,7 +214,11 @@ class StageActivations:
 
 
 def stage_activations(
-    layers: int, shape: Shape, run: Execution, parallel: Parallel, keep: frozenset[str] | None = None
+    layers: int,
+    shape: Shape,
+    run: Execution,
+    parallel: Parallel,
+    keep: frozenset[str] | None = None,
 ) -> StageActivations:
     """`keep` stands in for `parallel.selective_keep`."""
     mode = parallel.activation_checkpointing

@@ -2,12 +2,12 @@
 
 It follows deepspeed.runtime.zero (`stage_1_and_2`, `stage3`, `partitioned_param_coordinator`) as of 0.19:
 
-* stages 1 and 2 keep one flat buffer of all weights in the type of computation, and fp32 masters of this rank's share,
-  in fp32 too, where they are a second copy;
-* stage 1 sums whole gradients, stage 2 this rank's share; either reduces through a bucket of `reduce_bucket` elements,
-  of which there are two where communication overlaps;
-* stage 3 keeps its share of weights, masters, gradients and a bucket all the time, and leaves parameters whole that are
-  used again within 10⁹ elements.
+* stages 1 and 2 keep one flat buffer of all weights in the type of computation, and fp32 masters of this
+  rank's share, in fp32 too, where they are a second copy;
+* stage 1 sums whole gradients, stage 2 this rank's share; either reduces through a bucket of `reduce_bucket`
+  elements, of which there are two where communication overlaps;
+* stage 3 keeps its share of weights, masters, gradients and a bucket all the time, and leaves parameters
+  whole that are used again within 10⁹ elements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoscale.plan.memory_native import Flying, fly_all
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
-from nanoscale.plan.shards import Stage
+from nanoscale.plan.shards import Holding
 
 REUSED_WITHIN = 10**9
 """elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters"""
@@ -28,21 +28,16 @@ ALL_REDUCED = 5 * 10**8
 """elements that stage 0 copies into one buffer to reduce them"""
 
 
-def deepspeed_phases(
-    setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]
-) -> RankPhases:
-    fly = fly_all(setting, stages, in_flight)
-    numel = sum(stage.numel for stage in stages)
-    block = max(unit.numel for stage in stages for unit in stage.units if unit.name == "block")
-    share = -(-numel // setting.shards)
+def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+    fly = fly_all(setting, held.stages, in_flight)
+    share = -(-held.numel // setting.shards)
     make = {0: _replicated, 3: _taken_apart}.get(setting.stage, _flat)
-    phases, host = make(setting, fly, numel, share, block)
+    phases, host = make(setting, fly, held.numel, share, held.block)
     return RankPhases(
-        stages=tuple(stage.number for stage in stages),
         phases=phases,
         pools=0,
         host=(("activations", fly.offloaded), ("optimizer and weights", host)),
-        explain=partial(_explain, setting, numel, share),
+        explain=partial(_explain, setting, held.numel, share),
     )
 
 
@@ -54,7 +49,8 @@ def _phases(
     buffers: int,
     step: int,
 ) -> tuple[Phase, ...]:
-    """`static`: weights, copies, states; `gradients`: before and after the backward pass; `step`: more at the update."""
+    """`static`: weights, copies, states; `gradients`: before and after the backward pass; `step`: more at the
+    update."""
     weights, copies, optimizer = static
     before, after = gradients
     acts, buffers_all = fly.activations, buffers + fly.received
@@ -101,7 +97,7 @@ def _flat(
     masters = int(states.weights * share)
     optimizer = int(states.optimizer * share)
     first = setting.stage == 1
-    several = setting.micro_batches > 1
+    several = setting.micro_batches > 1 or setting.keeps_gradients
     before = (whole if first else own) if several else 0
     after = whole if first else own
     host = 0
@@ -125,7 +121,9 @@ def _taken_apart(
     config, states = setting.config, setting.states
     waiting = setting.reduce
     own = waiting * share
-    masters = int(states.weights * share) if states.copy else 0  # else they are the weights themselves
+    masters = (
+        int(states.weights * share) if states.copy else 0
+    )  # else they are the weights themselves
     optimizer = int(states.optimizer * share)
     weights = setting.compute * share
     host = 0
@@ -155,13 +153,18 @@ def _overlaps(config: Config) -> bool:
 def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) -> str:
     states, shape = setting.states, setting.shape
     bucket = setting.config.backend.reduce_bucket
+    own = f"{share:,} of this rank (of {numel:,}, over {setting.shards} ranks)"
     return {
-        "weights": f"{states.weights:g} B · {share:,} masters of this rank (of {numel:,}, over {setting.shards})",
-        "compute copies": f"{setting.compute} B a parameter in DeepSpeed's flat buffer",
-        "gradients": f"{setting.reduce} B a gradient: of {numel:,} in stages 0 and 1, of {share:,} above",
-        "optimizer": f"{states.optimizer:g} B · {share:,}",
-        "units in flight": f"{setting.compute} B · parameters used again within {REUSED_WITHIN:,}, and those fetched ahead",
-        "activations": f"as in the native backend, {shape.tokens:,} tokens a micro batch; at '{phase.name}'",
-        "logits and loss": f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · {setting.loss} B, three times",
+        "weights": f"{states.weights:g} B · {own}: what is updated, unless it waits in host memory",
+        "compute copies": f"{setting.compute} B · parameters in DeepSpeed's flat buffer: "
+        + (own if setting.stage == 3 else f"{numel:,}"),
+        "gradients": f"{setting.reduce} B · {numel:,} in stages 0 and 1, above · {own}",
+        "optimizer": f"{states.optimizer:g} B · {own}",
+        "units in flight": f"{setting.compute} B · parameters that are used again within "
+        f"{REUSED_WITHIN:,}, and those fetched ahead",
+        "activations": f"as in the native backend, {shape.tokens:,} tokens a micro batch; at "
+        f"'{phase.name}'",
+        "logits and loss": f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · "
+        f"{setting.loss} B, three times at the loss's backward pass",
         "communication buffers": f"buckets of {bucket:,} elements: {mib(phase.bytes[-1])}",
     }[name]

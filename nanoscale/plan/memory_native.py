@@ -1,10 +1,12 @@
 """The native backend's memory: FSDP2 in every stage of ZeRO, PyTorch's pipelines, our loss.
 
-What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`, `_fsdp_collectives`):
+What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`,
+`_fsdp_collectives`):
 
-* gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the backward
-  pass is the next unit's, fetched ahead;
-* a unit's gradients are copied into one buffer in the type of the reduction, which is held until the next unit's;
+* gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the
+  backward pass is the next unit's, fetched ahead;
+* a unit's gradients are copied into one buffer in the type of the reduction, which is held until the next
+  unit's;
 * without sharding it gathers from itself: a copy of all weights in the type of computation;
 * gradients that wait for the last micro batch wait whole, in the type of the reduction.
 """
@@ -15,29 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from nanoscale.plan.activations import StageActivations, describe, stage_activations
+from nanoscale.plan.activations import describe, stage_activations
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
-from nanoscale.plan.shards import Stage, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a pipeline rank holds of the model, in elements, and of one micro batch, in bytes."""
-
-    numel: int
-    shard: int
-    block: int
-    """the largest unit of that kind, whole, as the others"""
-    head: int
-    """what is gathered for the loss: head and norm, or the tied embedding"""
-    embedding: int
-    rest: int
-    """the root's own: gathered as long as any micro batch is under way"""
-    largest_product: int
-    """the last matrix of a block, whose gradient is the first to come"""
-    head_shard: int
+from nanoscale.plan.shards import Holding, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,54 +44,25 @@ class Flying:
     offloaded: int
 
 
-def native_phases(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> RankPhases:
-    held = _hold(setting, stages)
-    fly = fly_all(setting, stages, in_flight)
+def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+    fly = fly_all(setting, held.stages, in_flight)
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
-    phases = make(setting, held, fly, max(in_flight))
-    gathers = setting.compute * (_gather_pool(setting, held))
-    reductions = int(setting.states.gradients * held.shard) + setting.reduce * held.block // setting.shards
+    gathers = setting.compute * _gather_pool(setting, held)
+    reductions = int(setting.states.gradients * held.shard)
+    reductions += setting.reduce * held.block // setting.shards
     return RankPhases(
-        stages=tuple(stage.number for stage in stages),
-        phases=phases,
+        phases=make(setting, held, fly, max(in_flight)),
         pools=0 if setting.single else gathers + reductions,
         host=(("activations", fly.offloaded),),
-        explain=partial(_explain, setting, held, fly, tuple(stages), tuple(in_flight)),
+        explain=partial(_explain, setting, held, fly, tuple(in_flight)),
     )
 
 
-def _gather_pool(setting: Setting, held: Held) -> int:
+def _gather_pool(setting: Setting, held: Holding) -> int:
     """Elements of two flat buffers of neighbouring units."""
     if setting.shards == 1:
         return 0
     return held.block + max(held.block, held.head, held.embedding)
-
-
-def _hold(setting: Setting, stages: Sequence[Stage]) -> Held:
-    shards = setting.shards
-    units = [unit for stage in stages for unit in stage.units]
-    block = max((u for u in units if u.name == "block"), key=lambda unit: unit.numel)
-    rows, width = block.matrices[-1]
-    head, embedding, rest = (_find(units, name) for name in ("head", "embedding", "rest"))
-    tied = rest is not None and setting.config.model.tie_embeddings
-    return Held(
-        numel=sum(stage.numel for stage in stages),
-        shard=sum(stage.shard(shards) for stage in stages),
-        block=block.numel,
-        head=_numel(rest if tied else head),
-        embedding=_numel(rest if tied else embedding),
-        rest=_numel(rest),
-        largest_product=rows * width,
-        head_shard=(head.shard(shards) if head is not None and not tied else 0),
-    )
-
-
-def _find(units: list[Unit], name: str) -> Unit | None:
-    return next((unit for unit in units if unit.name == name), None)
-
-
-def _numel(unit: Unit | None) -> int:
-    return unit.numel if unit is not None else 0
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -141,7 +96,8 @@ def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int])
 
 
 def _ends(setting: Setting, stage: Stage) -> int:
-    """Bytes that a micro batch keeps outside of the blocks: of the embedding, the last norm and the head's input."""
+    """Bytes that a micro batch keeps outside of the blocks: of the embedding, the last norm and the head's
+    input."""
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares
     tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
@@ -154,8 +110,8 @@ def _ends(setting: Setting, stage: Stage) -> int:
 def _loss_bytes(setting: Setting) -> tuple[int, int]:
     """Bytes of a logit from the forward pass on, and more of them where the backward pass begins.
 
-    The logits, and their log-softmax in fp32 or better; then the gradients of both, and with the vocabulary divided
-    one more (torch.distributed.tensor.parallel.loss).
+    The logits, and their log-softmax in fp32 or better; then the gradients of both, and with the vocabulary
+    divided one more (torch.distributed.tensor.parallel.loss).
     """
     if setting.loss_copies is not None:
         return setting.compute, setting.loss * setting.loss_copies
@@ -166,7 +122,7 @@ def _loss_bytes(setting: Setting) -> tuple[int, int]:
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
     """One process: autocast copies every matrix at its use, and keeps the copy until its backward pass."""
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
@@ -176,7 +132,10 @@ def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, .
     copies = setting.compute * held.numel if setting.run.autocast else 0
     blocks = copies
     if setting.config.parallel.activation_checkpointing != "none":
-        copies, blocks = setting.compute * held.head * bool(copies), setting.compute * held.block * bool(copies)
+        copies, blocks = (
+            setting.compute * held.head * bool(copies),
+            setting.compute * held.block * bool(copies),
+        )
     first = 0 if before else head
     logits = fly.logits if setting.holds_logits else 0
     named = _named_logits(setting, fly)
@@ -188,14 +147,25 @@ def _single(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, .
         ),
         Phase(
             "backward of the last block",
-            (weights, blocks, before + first + product, optimizer, 0, fly.activations + fly.extra, named, 0),
+            (
+                weights,
+                blocks,
+                before + first + product,
+                optimizer,
+                0,
+                fly.activations + fly.extra,
+                named,
+                0,
+            ),
         ),
-        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)),
+        Phase(
+            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)
+        ),
         _update(setting, held, weights, optimizer, min(logits, named)),
     )
 
 
-def _sharded(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
     """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
@@ -219,7 +189,9 @@ def _sharded(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, 
                 copies,
                 before,
                 optimizer,
-                compute * held.head if apart and not tied else 0,  # the root frees what it has itself
+                compute * held.head
+                if apart and not tied
+                else 0,  # the root frees what it has itself
                 fly.activations,
                 fly.logits + fly.loss,
                 0,
@@ -273,8 +245,9 @@ def _sharded(setting: Setting, held: Held, fly: Flying, _: int) -> tuple[Phase, 
     )
 
 
-def _pipelined(setting: Setting, held: Held, fly: Flying, deepest: int) -> tuple[Phase, ...]:
-    """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the end."""
+def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tuple[Phase, ...]:
+    """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the
+    end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
     copies = compute * held.numel
@@ -286,7 +259,16 @@ def _pipelined(setting: Setting, held: Held, fly: Flying, deepest: int) -> tuple
     phases = [
         Phase(
             "loss",
-            (weights, copies, before, optimizer, 0, fly.activations, fly.logits + fly.loss, fly.received),
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                0,
+                fly.activations,
+                fly.logits + fly.loss,
+                fly.received,
+            ),
             stranded=fly.stranded,
         ),
         Phase(
@@ -339,7 +321,7 @@ def _named_logits(setting: Setting, fly: Flying) -> int:
 
 
 def _update(
-    setting: Setting, held: Held, weights: int, optimizer: int, logits: int, received: int = 0
+    setting: Setting, held: Holding, weights: int, optimizer: int, logits: int, received: int = 0
 ) -> Phase:
     """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
     optim = setting.config.optimizer
@@ -355,15 +337,16 @@ def _update(
 
 def _explain(
     setting: Setting,
-    held: Held,
+    held: Holding,
     fly: Flying,
-    stages: tuple[Stage, ...],
     in_flight: tuple[int, ...],
     name: str,
     phase: Phase,
 ) -> str:
     states, shape = setting.states, setting.shape
-    rank = f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    rank = (
+        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    )
     if name == "weights":
         return f"{states.weights:g} B · {rank}"
     if name == "optimizer":
@@ -380,7 +363,7 @@ def _explain(
     if name == "activations":
         counts = ", ".join(
             f"stage {stage.number}: {number} · {stage.layers} blocks"
-            for stage, number in zip(stages, in_flight, strict=True)
+            for stage, number in zip(held.stages, in_flight, strict=True)
         )
         block = stage_activations(1, shape, setting.run, setting.config.parallel, setting.keep)
         return (
@@ -396,6 +379,3 @@ def _explain(
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; boundaries of the "
         f"pipeline {mib(fly.received)}"
     )
-
-
-__all__ = ["Flying", "Held", "StageActivations", "fly_all", "native_phases"]

@@ -22,7 +22,7 @@ class Phase:
     """One moment."""
 
     name: str
-    bytes: tuple[int, int, int, int, int, int, int, int]
+    bytes: tuple[int, ...]
     """of every part in the order of PARTS"""
     pooled: int = 0
     """how many of them are allocated on the streams of gathers and reductions"""
@@ -34,7 +34,6 @@ class Phase:
 class RankPhases:
     """A pipeline rank's step."""
 
-    stages: tuple[int, ...]
     phases: tuple[Phase, ...]
     pools: int
     """bytes that the streams of gathers and reductions once need, all told"""

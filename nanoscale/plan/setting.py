@@ -45,6 +45,8 @@ class Setting:
     """other software: which products selective recomputation keeps"""
     copies_gradients: bool = True
     """flat buffers: the optimizer is handed a copy of this rank's gradients"""
+    keeps_gradients: bool = False
+    """flat buffers: gradients have theirs all the time, not only from one micro batch to the next"""
     placeholders: bool = False
     """flat buffers: an unread gradient of every matrix of a block stays allocated (Transformer Engine's, where
     gradients are summed by the products themselves)"""
@@ -100,8 +102,8 @@ def setting_of(config: Config) -> Setting:
 def _unfused(config: Config, compute: int) -> bool:
     """Whether PyTorch has no fused attention for this on a GPU, and writes the scores down.
 
-    Its memory-efficient kernel, which fp32 needs, takes no grouped heads, and none takes fp64. Our ring has kernels of
-    its own.
+    Its memory-efficient kernel, which fp32 needs, takes no grouped heads, and none takes fp64. Our ring has
+    kernels of its own.
     """
     model, layout = config.model, config.parallel
     grouped = model.kv_heads not in (None, model.heads)

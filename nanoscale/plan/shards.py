@@ -55,23 +55,56 @@ class Stage:
         return next((unit for unit in self.units if unit.name == name), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a pipeline rank holds of the model, in elements."""
+
+    stages: tuple[Stage, ...]
+    numel: int
+    """whole, after tp"""
+    shard: int
+    """on the rank that has most of them"""
+    block: int
+    """the largest unit of that kind, whole, as the others"""
+    head: int
+    """what is gathered for the loss: head and norm, or the tied embedding"""
+    embedding: int
+    rest: int
+    """the root's own: gathered as long as any micro batch is under way"""
+    largest_product: int
+    """the last matrix of a block, whose gradient is the first to come"""
+    head_shard: int
+
+
+def rank_holdings(
+    config: Config, shards: int, whole_ends: bool | None = None
+) -> tuple[Holding, ...]:
+    """Of every pipeline rank, where `shards` ranks share the weights; `whole_ends` as in `rank_stages`."""
+    return _rank_holdings(_key(config, whole_ends), shards)
+
+
 def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[Stage, ...], ...]:
     """The stages of every pipeline rank, in the order in which tokens pass through them.
 
     `whole_ends`: tp leaves embedding and head whole; None: as the backend does.
     """
+    return _rank_stages(*_key(config, whole_ends))
+
+
+_Key = tuple[Model, int, int, int, bool, tuple[int, ...] | None, bool]
+
+
+def _key(config: Config, whole_ends: bool | None) -> _Key:
     layout = config.parallel
-    if whole_ends is None:
-        whole_ends = config.backend.name == "deepspeed"
     assert isinstance(layout.virtual_stages, int), "rules.check has resolved it"
-    return _rank_stages(
+    return (
         config.model,
         layout.tp,
         layout.pp,
         layout.virtual_stages,
         layout.schedule in V_SHAPED,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
-        whole_ends,
+        config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
     )
 
 
@@ -97,6 +130,31 @@ def _rank_stages(
     stages = [_stage(model, k, counts[k], number, tp, whole_ends) for k in range(number)]
     return tuple(
         tuple(stages[k] for k in stages_of(rank, pp, virtual, v_shaped)) for rank in range(pp)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _rank_holdings(key: _Key, shards: int) -> tuple[Holding, ...]:
+    return tuple(_hold(stages, shards, key[0].tie_embeddings) for stages in _rank_stages(*key))
+
+
+def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
+    units = [unit for stage in stages for unit in stage.units]
+    block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
+    rows, width = block.matrices[-1]
+    named = {unit.name: unit for unit in units}
+    numel = {name: unit.numel for name, unit in named.items()}
+    rest = numel.get("rest", 0)
+    return Holding(
+        stages=stages,
+        numel=sum(stage.numel for stage in stages),
+        shard=sum(stage.shard(shards) for stage in stages),
+        block=block.numel,
+        head=rest if tied else numel.get("head", 0),
+        embedding=rest if tied else numel.get("embedding", 0),
+        rest=rest,
+        largest_product=rows * width,
+        head_shard=named["head"].shard(shards) if "head" in named else 0,
     )
 
 
