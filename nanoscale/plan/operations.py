@@ -69,7 +69,7 @@ def _waves(multiprocessors: int, m: int, n: int) -> float:
 def attention(
     hardware: Hardware, kind: str, batch: int, queries: int, keys: int, heads: int, head_dim: int
 ) -> float:
-    """Seconds for a forward pass of fused causal attention; the backward pass takes `backward_attention` times it.
+    """Seconds for a forward pass of fused causal attention; backward takes `BACKWARD_ATTENTION` times it.
 
     `queries` of `keys` positions: fewer where a sequence is divided over ranks, evenly by area.
     """
@@ -79,11 +79,13 @@ def attention(
     flops = 4.0 * batch * heads * head_dim * area
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
     narrow = min(1.0, head_dim / 128) ** _NARROW
-    rate = hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
+    rate = (
+        hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
+    )
     return flops / rate + _FILL
 
 
-backward_attention = _BACKWARD_FLOPS / _BACKWARD_RATE
+BACKWARD_ATTENTION = _BACKWARD_FLOPS / _BACKWARD_RATE
 
 
 def elementwise(hardware: Hardware, size: float) -> float:
