@@ -43,8 +43,9 @@ class Efficiency:
     """of the fast links' bandwidth, collectives"""
     inter_host: float = 0.85
     """of the network's bandwidth, collectives"""
-    overlap: float = 0.20
-    """of a hidden collective's time that computing loses: both use multiprocessors and memory"""
+    overlap: float = 0.189
+    """of a hidden collective's time that computing loses: both use multiprocessors and memory (the mean of Lee
+    et al. 2025, arXiv:2507.03114)"""
     jitter: float = 0.012
     """scatter of a host's step time, as a share of it; a step waits for the slowest host"""
     eager_s: float = 6e-6

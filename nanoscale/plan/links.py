@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from nanoscale.plan.hardware import Hardware
 
-_START = 20e-6
+START = 20e-6
 """s until the kernels of a collective run on every rank and have met"""
 
 
@@ -63,7 +63,7 @@ def reduce_scatter(hardware: Hardware, ranks: Group, size: float) -> float:
 
 def all_reduce(hardware: Hardware, ranks: Group, size: float) -> float:
     """Seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
-    return 2 * all_gather(hardware, ranks, size)
+    return 2 * all_gather(hardware, ranks, size) - (START if ranks.size > 1 else 0.0)
 
 
 def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
@@ -76,7 +76,7 @@ def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
     )
     across = size * (ranks.size - ranks.inside) / ranks.size
     seconds = max(seconds, across / (hardware.inter_bandwidth * efficiency.inter_host))
-    return seconds + _START + _step_latency(hardware, ranks)
+    return seconds + START + _step_latency(hardware, ranks)
 
 
 def send(hardware: Hardware, ranks: Group, size: float) -> float:
@@ -86,14 +86,14 @@ def send(hardware: Hardware, ranks: Group, size: float) -> float:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host)
     else:
         seconds = size / (hardware.inter_bandwidth * efficiency.inter_host)
-    return seconds + _START + _step_latency(hardware, ranks)
+    return seconds + START + _step_latency(hardware, ranks)
 
 
 def _latency(hardware: Hardware, ranks: Group) -> float:
     """Of a ring: n - 1 steps, as many of them over the network as there are islands but one."""
     hops = ranks.islands - 1
     ring = hops * hardware.inter_latency + (ranks.size - 1 - hops) * hardware.intra_latency
-    return _START + ring
+    return START + ring
 
 
 def _step_latency(hardware: Hardware, ranks: Group) -> float:
