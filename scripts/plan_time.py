@@ -1,8 +1,8 @@
 """Hold the planner's tokens/s against published measurements: `python scripts/plan_time.py [CSV]`.
 
-Each row becomes the configuration of ours that is nearest to what ran; what has no equivalent is said in `NOTES`. No
-torch is needed. With `--calibrate` three shares (matmul, attention, overlap) are fitted for the whole project on
-the sources in `FITTED` and the error is shown on the others beside it.
+Each row becomes the configuration of ours that is nearest to what ran; what has no equivalent is said in
+`NOTES`. No torch is needed. With `--calibrate` three factors (matmul, attention, overlap) are fitted for all
+devices together on the sources in `FITTED`, and the error on the others is shown beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from nanoscale.config.schema import (
     Config,
     Model,
     Parallel,
+    Peaks,
     Precision,
     Reached,
     Train,
@@ -35,20 +36,21 @@ from nanoscale.plan.timing import step_time
 
 DEFAULT = Path(__file__).resolve().parent.parent.parent / "shared/data/published_measurements.csv"
 NOTES = """\
-Rows and how they were read:
-  MPT        eager, FSDP with bf16 gradients, GPT-like with tied embeddings; the first FlashAttention in
-             Triton, which the second outruns 1.8 times (arXiv:2307.08691, section 4.1)
-  Megatron   fused element-wise kernels (taken as compiled); in 2021 and 2022 attention was unfused: 46 TFLOP/s on
-             an A100 (Azure's AI benchmarking guide, "standard attention"); only the core was recomputed
-  torchtitan H100s of 96 GB are limited to 500 of 700 W and have 2.4 TB/s (their paper, arXiv:2410.06511): the clock
-             follows the cube root of the power; asynchronous tp has no equivalent; 8-bit products with tp neither
-             in ours, yet computed here
-  nanotron   states neither layers nor widths: skipped"""
+How rows were read:
+  MPT         eager, FSDP with bf16 gradients, GPT-like with tied embeddings; the first FlashAttention in
+              Triton, which the second outruns 1.8 times (arXiv:2307.08691, section 4.1)
+  Megatron    fused element-wise kernels, taken as compiled; in 2021 and 2022 attention was unfused, which is
+              46 TFLOP/s on an A100 (Azure's AI benchmarking guide), and selective recomputed its core only
+  torchtitan  H100s of 96 GB are limited to 500 of 700 W and have 2.4 TB/s (arXiv:2410.06511): the clock follows
+              the cube root of the power; ours has no asynchronous tp, and no 8-bit products with tp, which are
+              computed here all the same
+  nanotron    states neither layers nor widths: skipped
+"""
 _FIRST_FLASH = {"a100-80": 0.62 / 1.8, "a100-40": 0.62 / 1.8, "h100-sxm": 0.35 / 1.8}
 """of the peak: FlashAttention-2's share over the middle of "1.3 to 2.5 times" (its paper, arXiv:2307.08691,
 section 4.1, over the Triton implementation that MPT used)"""
-FITTED = ("A100 80GB", "H100 80GB BF16", "SC21")
-"""parts of the names of sources that --calibrate may look at"""
+FITTED = ("A100 80GB with", "H100 80GB BF16")
+"""what is in the name of a source that --calibrate may look at, or at its end"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def _row(raw: dict[str, str]) -> Row:
         cluster=_cluster(raw),
     )
     layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
-    label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {raw['act_ckpt']} {raw['precision']}"
+    how = f"{raw['act_ckpt']} {raw['precision']}"
+    label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {how}"
     return Row(raw["source"], label, config, _measured(raw, model))
 
 
@@ -186,10 +189,14 @@ def _cluster(raw: dict[str, str]) -> Cluster:
     name = raw["gpu"]
     if name.startswith(("H100-96GB", "H100-95GB")):
         clock = (500 / 700) ** (1 / 3)
-        from nanoscale.config.schema import Peaks
-
-        return Cluster(device="h100-sxm", memory_gib=94.0, memory_gbs=2400.0, peaks=Peaks(bf16=989.4 * clock, fp8=1978.9 * clock))
-    device = {"A100-80GB": "a100-80", "A100-40GB": "a100-40", "H100-80GB": "h100-sxm", "B200": "b200"}[name]
+        peaks = Peaks(bf16=989.4 * clock, fp8=1978.9 * clock)
+        return Cluster(device="h100-sxm", memory_gib=94.0, memory_gbs=2400.0, peaks=peaks)
+    device = {
+        "A100-80GB": "a100-80",
+        "A100-40GB": "a100-40",
+        "H100-80GB": "h100-sxm",
+        "B200": "b200",
+    }[name]
     if "SC21" in raw["source"] or "Korthikanti" in raw["source"]:
         return Cluster(device=device, reached=Reached(attention=46 / 312))
     if "mosaicml" in raw["source"]:
@@ -203,7 +210,9 @@ def _measured(raw: dict[str, str], model: Model) -> float:
     if "SC21" in raw["source"]:
         # Narayanan et al. 2021, arXiv:2104.04473, equation 3: with the recomputed forward pass.
         h, seq = model.hidden, int(raw["seq"])
-        flops = 96 * model.layers * h * h * (1 + seq / (6 * h) + model.vocab / (16 * model.layers * h))
+        flops = (
+            96 * model.layers * h * h * (1 + seq / (6 * h) + model.vocab / (16 * model.layers * h))
+        )
         return float(raw["tflops_per_gpu"]) * 1e12 / flops
     raise ValueError("no tokens/s")
 
@@ -223,7 +232,9 @@ def _scaled(hardware: Hardware, factors: dict[str, float]) -> Hardware:
     if not factors:
         return hardware
     own = hardware.efficiency
-    return replace(hardware, efficiency=replace(own, **{k: getattr(own, k) * f for k, f in factors.items()}))
+    return replace(
+        hardware, efficiency=replace(own, **{k: getattr(own, k) * f for k, f in factors.items()})
+    )
 
 
 def errors(rows: list[Row], predicted: list[float]) -> list[float]:
@@ -240,7 +251,9 @@ def table(rows: list[Row], predicted: list[float], each: bool) -> None:
     every = [error for some in by_source.values() for error in some]
     for source, some in [*by_source.items(), ("all", every)]:
         worst = max(some, key=abs)
-        print(f"{len(some):4} {mean(map(abs, some)):6.1%} {mean(some):+7.1%} {worst:+7.1%}  {source[:100]}")
+        print(
+            f"{len(some):4} {mean(map(abs, some)):6.1%} {mean(some):+7.1%} {worst:+7.1%}  {source[:100]}"
+        )
 
 
 def calibrate(rows: list[Row]) -> dict[str, float]:
@@ -268,7 +281,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
     parser.add_argument("--rows", action="store_true", help="every row")
-    parser.add_argument("--calibrate", action="store_true", help="fit on some sources, report on the others")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="fit on some sources, report on the others"
+    )
     options = parser.parse_args()
     if not options.csv.exists():
         print(f"skipped: {options.csv} is not here; give the path of published_measurements.csv")
@@ -284,7 +299,7 @@ def main() -> None:
         step_time(row.config, hardware)
     print(f"\n{(time.perf_counter() - began) * 1e3:.0f} µs a prediction, warm")
     if options.calibrate:
-        fitted = [row for row in rows if any(part in row.source for part in FITTED)]
+        fitted = [row for row in rows if row.source.endswith(FITTED) or FITTED[0] in row.source]
         others = [row for row in rows if row not in fitted]
         factors = calibrate(fitted)
         print("\nfitted on", ", ".join(FITTED), ":", {k: round(v, 3) for k, v in factors.items()})

@@ -323,9 +323,7 @@ class Cluster:
     )
     recognised: list[str] = key([], "parts of the names that drivers give to this device")
     devices_per_host: int | None = key(None, "devices in a host", at_least=1)
-    hosts: int | None = key(
-        None, "hosts there are; null: as many as the layout needs", at_least=1
-    )
+    hosts: int | None = key(None, "hosts there are; null: as many as the layout needs", at_least=1)
     island: int | None = key(
         None, "devices that the fast links join; null: those of a host", at_least=1
     )
@@ -338,9 +336,7 @@ class Cluster:
         unit="GiB",
         at_least=0,
     )
-    memory_gbs: float | None = key(
-        None, "bandwidth of a device's memory", unit="GB/s", at_least=0
-    )
+    memory_gbs: float | None = key(None, "bandwidth of a device's memory", unit="GB/s", at_least=0)
     multiprocessors: int | None = key(
         None, "units of a device that each work on one tile of a product", at_least=1
     )

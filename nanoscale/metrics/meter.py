@@ -8,34 +8,14 @@ import time
 import torch
 
 from nanoscale.config.schema import Config
+from nanoscale.plan.hardware import peak_of
 from nanoscale.plan.model_math import flops_per_token
-
-# Dense peaks in TFLOP/s without sparsity, from the makers' data sheets: (part of the device's name, bf16, fp32
-# with TF32 off). The first match holds, so that longer names come first.
-PEAKS = (
-    ("GB200", 2500.0, 80.0),
-    ("B200", 2250.0, 75.0),
-    ("H200", 989.0, 67.0),
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("MI300X", 1307.0, 163.4),
-)
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:
     """FLOP/s of one device at the trained precision; None where nobody knows."""
-    if config.cluster.peak_tflops is not None:
-        return config.cluster.peak_tflops * 1e12
-    if device.type != "cuda":
-        return None
-    column = {"bf16": 1, "fp16": 1, "fp32": 2}.get(config.precision.compute)
-    width = 2 if config.precision.fp8 else 1  # products of 8 bits take half the time on all of them
-    name = torch.cuda.get_device_name(device)
-    for row in PEAKS:
-        if column is not None and row[0] in name:
-            return width * float(row[column]) * 1e12
-    return None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return peak_of(config, name)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""What one micro batch costs a rank in a block, in the embedding and in the head: forward, backward, recomputed."""
+"""What a micro batch costs a rank in a block, the embedding and the head: forward, backward, recomputed."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ class Work:
 
     @property
     def total(self) -> float:
-        return (
-            self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
-        )
+        return self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         1,
         Work(
             matmul=backward_products,
-            attention=core * operations.backward_attention,
+            attention=core * operations.BACKWARD_ATTENTION,
             elementwise=operations.elementwise(hardware, bytes_backward + outputs),
             tp=2 * (tp_gather + tp_scatter),
             cp=cp_backward,
@@ -279,9 +277,7 @@ def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
     step, backward_step = links.send(hardware, ranks, size), links.send(hardware, ranks, 2 * size)
     of_core = core / part.cp
     forward = (part.cp - 1) * max(0.0, step - of_core)
-    backward = (part.cp - 1) * max(
-        0.0, backward_step - of_core * operations.backward_attention
-    )
+    backward = (part.cp - 1) * max(0.0, backward_step - of_core * operations.BACKWARD_ATTENTION)
     return forward, backward
 
 

@@ -1,4 +1,4 @@
-"""What data parallelism costs a rank in a step: gathers of parameters, reductions of gradients, and their copies.
+"""What data parallelism costs a rank in a step: gathers of parameters, reductions of gradients, copies.
 
 A collective that runs beside a block's computation costs what it takes longer than that, and a share of the
 time in which both run (`Efficiency.overlap`). When each happens is written at `parallel.data` for the native
@@ -80,7 +80,10 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
     """Both backends', for a block."""
     layout, zero = config.parallel, config.zero
     assert isinstance(layout.dp, int)
-    wide, narrow = operations.WIDTH[config.precision.compute], operations.WIDTH[config.precision.reduce]
+    wide, narrow = (
+        operations.WIDTH[config.precision.compute],
+        operations.WIDTH[config.precision.reduce],
+    )
     size = block_parameters(config.model, layout.tp)
     copies = layout.dp * layout.cp
     if config.backend.name == "deepspeed":
@@ -107,7 +110,13 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
 
 
 def _deepspeed(
-    config: Config, hardware: Hardware, micro_batches: int, size: int, copies: int, wide: int, narrow: int
+    config: Config,
+    hardware: Hardware,
+    micro_batches: int,
+    size: int,
+    copies: int,
+    wide: int,
+    narrow: int,
 ) -> Plan:
     """Parameters stay in the compute type; gradients leave in buckets, beside the backward pass if asked.
 
@@ -189,7 +198,9 @@ def cost(
             exposed += times * each * units
             continue
         # The last gradients to be had leave when nothing is left to compute.
-        last = (reduce if each >= reduce and plan.reduces else 0.0) * (table if holding.embedding else 1)
+        last = (reduce if each >= reduce and plan.reduces else 0.0) * (
+            table if holding.embedding else 1
+        )
         late = max(0.0, each - backward) * (blocks - 1)
         exposed += times * (last + late)
         hidden += times * max(0.0, each * units - last - late)

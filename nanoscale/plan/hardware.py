@@ -43,8 +43,9 @@ class Efficiency:
     """of the fast links' bandwidth, collectives"""
     inter_host: float = 0.85
     """of the network's bandwidth, collectives"""
-    overlap: float = 0.20
-    """of a hidden collective's time that computing loses to it: it takes multiprocessors and memory bandwidth"""
+    overlap: float = 0.189
+    """of a hidden collective's time that computing loses: both use multiprocessors and memory (the mean of Lee
+    et al. 2025, arXiv:2507.03114)"""
     jitter: float = 0.012
     """scatter of a host's step time, as a share of it; a step waits for the slowest host"""
     eager_s: float = 6e-6
@@ -134,15 +135,18 @@ def hardware_of(config: Config) -> Hardware:
     return _in_si(cluster, peaks, _efficiency(cluster))
 
 
-def peak_of(config: Config, device_name: str) -> float | None:
-    """Peak in FLOP/s at the trained precision of the device that a driver calls so; None: not known."""
+def peak_of(config: Config, driver_name: str | None) -> float | None:
+    """FLOP/s at the trained precision of the GPU that a driver calls so; None where nobody knows.
+
+    Without a GPU (no name) it is what `cluster.peak_tflops` says: nobody promises one of a CPU.
+    """
     cluster = config.cluster
     if cluster.peak_tflops is not None:
         return cluster.peak_tflops * 1e12
-    if cluster.device is not None:
-        cluster = _filled(cluster, _table().get(cluster.device))
-    elif known := recognise(device_name):
-        cluster = _filled(cluster, _table()[known])
+    if driver_name is None:
+        return None
+    known = cluster.device or recognise(driver_name)
+    cluster = _filled(cluster, _table().get(known or ""))
     peak: float | None = getattr(cluster.peaks, kind(config.precision))
     return None if peak is None else peak * 1e12
 
@@ -274,7 +278,9 @@ def _efficiency(cluster: Cluster) -> Efficiency:
     """What is usual, then what the device's description says, then what was measured."""
     reached = cluster.reached
     own = {field.name: getattr(reached, field.name) for field in fields(reached)}
-    usual = replace(Efficiency(), **{name: value for name, value in own.items() if value is not None})
+    usual = replace(
+        Efficiency(), **{name: value for name, value in own.items() if value is not None}
+    )
     if cluster.efficiency is None:
         return usual
     return replace(usual, **_measured(cluster.efficiency))
@@ -288,7 +294,7 @@ def _measured(path: str) -> dict[str, float]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             "config",
-            f'cluster.efficiency={path} is no file of efficiencies ({error}); it holds '
+            f"cluster.efficiency={path} is no file of efficiencies ({error}); it holds "
             '{"efficiency": {"matmul": 0.7}}. Type cluster.efficiency=null to go without',
         ) from None
     known = {field.name for field in fields(Efficiency)}

@@ -1,8 +1,8 @@
 """How long collectives take on a group of ranks, by where these stand.
 
 Sources: the ring algorithms' costs are Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
-Communication Operations in MPICH), sections 3.1 and 3.4, with bandwidth and latency as α and β; the bandwidth that a
-ring reaches is counted as the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
+Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time a byte as β; the bandwidth
+that a ring reaches is counted as the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from nanoscale.plan.hardware import Hardware
 
-_START = 20e-6
+START = 20e-6
 """s until the kernels of a collective run on every rank and have met"""
 
 
@@ -39,13 +39,16 @@ def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
     """Seconds until every rank has all of `size` bytes; a reduce-scatter of as many takes as long.
 
     Every rank takes in (n - 1) / n of them over its fast links. Between islands the ranks of one share its
-    adapters: (n - inside) / n of the bytes enter each island through as many adapters as it has ranks in the group.
+    adapters: (n - inside) / n of the bytes enter each island through as many adapters as it has ranks
+    in the group.
     """
     if ranks.size == 1:
         return 0.0
     efficiency = hardware.efficiency
     inside = size * (ranks.size - 1) / ranks.size
-    seconds = inside / (hardware.intra_bandwidth * efficiency.intra_host) if ranks.inside > 1 else 0.0
+    seconds = (
+        inside / (hardware.intra_bandwidth * efficiency.intra_host) if ranks.inside > 1 else 0.0
+    )
     if ranks.inside < ranks.size:
         across = size * (ranks.size - ranks.inside) / ranks.size
         network = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
@@ -60,7 +63,7 @@ def reduce_scatter(hardware: Hardware, ranks: Group, size: float) -> float:
 
 def all_reduce(hardware: Hardware, ranks: Group, size: float) -> float:
     """Seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
-    return 2 * all_gather(hardware, ranks, size)
+    return 2 * all_gather(hardware, ranks, size) - (START if ranks.size > 1 else 0.0)
 
 
 def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
@@ -68,10 +71,12 @@ def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
     if ranks.size == 1:
         return 0.0
     efficiency = hardware.efficiency
-    seconds = size * (ranks.inside - 1) / ranks.size / (hardware.intra_bandwidth * efficiency.intra_host)
+    seconds = (
+        size * (ranks.inside - 1) / ranks.size / (hardware.intra_bandwidth * efficiency.intra_host)
+    )
     across = size * (ranks.size - ranks.inside) / ranks.size
     seconds = max(seconds, across / (hardware.inter_bandwidth * efficiency.inter_host))
-    return seconds + _START + _step_latency(hardware, ranks)
+    return seconds + START + _step_latency(hardware, ranks)
 
 
 def send(hardware: Hardware, ranks: Group, size: float) -> float:
@@ -81,18 +86,14 @@ def send(hardware: Hardware, ranks: Group, size: float) -> float:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host)
     else:
         seconds = size / (hardware.inter_bandwidth * efficiency.inter_host)
-    return seconds + _START + _step_latency(hardware, ranks)
+    return seconds + START + _step_latency(hardware, ranks)
 
 
 def _latency(hardware: Hardware, ranks: Group) -> float:
-    """Of a ring: n - 1 steps, as many of them over the network as there are islands but one.
-
-    Beyond some tens of islands the libraries go over to trees and to parallel aggregated trees, whose steps
-    rise with the logarithm: the cheaper of both holds.
-    """
+    """Of a ring: n - 1 steps, as many of them over the network as there are islands but one."""
     hops = ranks.islands - 1
     ring = hops * hardware.inter_latency + (ranks.size - 1 - hops) * hardware.intra_latency
-    return _START + ring
+    return START + ring
 
 
 def _step_latency(hardware: Hardware, ranks: Group) -> float:

@@ -14,12 +14,12 @@ from nanoscale.plan.hardware import Hardware
 WIDTH = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """bytes of a number"""
 
-_FILL = 4e-6
+FILL = 4e-6
 """s that a kernel takes beside its work"""
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85))
 """rows and columns of the result that a multiprocessor computes at once, and what such a tile reaches of the
 largest one's rate: smaller ones read their operands more often"""
-_SPLIT = 1.1
+SPLIT = 1.1
 """what it costs to divide the last wave's tiles along k, which libraries do where it is cheaper (Stream-K,
 Osama et al. 2023, arXiv:2301.03598)"""
 _PROLOGUE = 128
@@ -45,13 +45,13 @@ def product(hardware: Hardware, kind: str, m: int, n: int, k: int) -> float:
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
     arithmetic = 2.0 * m * n * k / (hardware.peaks[kind] * share)
-    arithmetic *= _waves(hardware.multiprocessors, m, n) * (1 + _PROLOGUE / max(k, 1))
+    arithmetic *= waves(hardware.multiprocessors, m, n) * (1 + _PROLOGUE / max(k, 1))
     result = 2 if kind == "fp8" else WIDTH[kind]
     traffic = WIDTH[kind] * (m + n) * k + result * m * n
-    return max(arithmetic, traffic / (hardware.memory_bandwidth * efficiency.memory)) + _FILL
+    return max(arithmetic, traffic / (hardware.memory_bandwidth * efficiency.memory)) + FILL
 
 
-def _waves(multiprocessors: int, m: int, n: int) -> float:
+def waves(multiprocessors: int, m: int, n: int) -> float:
     """Time over that of a device whose every multiprocessor always had a full tile, at least 1."""
     best = float("inf")
     for rows, columns, rate in _TILES:
@@ -60,7 +60,7 @@ def _waves(multiprocessors: int, m: int, n: int) -> float:
         padded = tiles * rows * columns / (m * n)
         whole = ceil(tiles / multiprocessors) * multiprocessors / tiles
         if tiles >= multiprocessors:
-            whole = min(whole, _SPLIT)
+            whole = min(whole, SPLIT)
         best = min(best, whole * padded / rate)
     return best
 
@@ -69,7 +69,7 @@ def _waves(multiprocessors: int, m: int, n: int) -> float:
 def attention(
     hardware: Hardware, kind: str, batch: int, queries: int, keys: int, heads: int, head_dim: int
 ) -> float:
-    """Seconds for a forward pass of fused causal attention; the backward pass takes `backward_attention` times it.
+    """Seconds for a forward pass of fused causal attention; backward takes `BACKWARD_ATTENTION` times it.
 
     `queries` of `keys` positions: fewer where a sequence is divided over ranks, evenly by area.
     """
@@ -79,11 +79,13 @@ def attention(
     flops = 4.0 * batch * heads * head_dim * area
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
     narrow = min(1.0, head_dim / 128) ** _NARROW
-    rate = hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
-    return flops / rate + _FILL
+    rate = (
+        hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
+    )
+    return flops / rate + FILL
 
 
-backward_attention = _BACKWARD_FLOPS / _BACKWARD_RATE
+BACKWARD_ATTENTION = _BACKWARD_FLOPS / _BACKWARD_RATE
 
 
 def elementwise(hardware: Hardware, size: float) -> float:

@@ -1,4 +1,4 @@
-"""How long a step takes, by parts, and what follows from it: tokens/s, utilisation, the time and cost of a run."""
+"""How long a step takes, by parts, and what follows: tokens/s, utilisation, the time and cost of a run."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         gaps = share_idle * count * (sum(loads) / len(loads) + 2 * virtual * send)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
+        config
+    )
     parts = [
         count * busy.matmul,
         count * busy.attention,
@@ -118,7 +120,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         count * busy.launch,
         count * busy.tp,
         count * busy.cp,
-        count * 2 * virtual * send,
+        count * _late(layout.schedule, virtual, send, loads[worst] / virtual),
         dp.total,
         gaps,
         dataparallel.update(config, hardware, local),
@@ -129,7 +131,15 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
     # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
     jitter = sum(parts) * hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
-    again = share * config.model.layers * one.recomputed_flops * count * sizes.dp * layout.cp * layout.tp
+    again = (
+        share
+        * config.model.layers
+        * one.recomputed_flops
+        * count
+        * sizes.dp
+        * layout.cp
+        * layout.tp
+    )
     return _assemble(config, hardware, sizes, Parts(*parts, jitter), again)
 
 
@@ -190,7 +200,9 @@ def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
     hours = sizes.steps * step.seconds / 3600
     device_hours = hours * sizes.world_size
     price = hardware.price
-    return Training(sizes.steps, hours, device_hours, None if price is None else price * device_hours)
+    return Training(
+        sizes.steps, hours, device_hours, None if price is None else price * device_hours
+    )
 
 
 def rank_holdings(config: Config) -> list[Holding]:
@@ -215,7 +227,9 @@ def _layers(config: Config) -> tuple[int, ...]:
     assert isinstance(layout.virtual_stages, int)
     own = layout.layers_per_stage
     return _divided(
-        config.model, layout.pp * (layout.virtual_stages if layout.pp > 1 else 1), tuple(own) if own else None
+        config.model,
+        layout.pp * (layout.virtual_stages if layout.pp > 1 else 1),
+        tuple(own) if own else None,
     )
 
 
@@ -261,7 +275,21 @@ def _send(config: Config, hardware: Hardware, part: Slice) -> float:
         return 0.0
     assert isinstance(layout.dp, int)
     ranks = links.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
-    return links.send(hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide])
+    return links.send(
+        hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide]
+    )
+
+
+def _late(schedule: str, virtual: int, send: float, stage: float) -> float:
+    """Seconds a micro batch that a rank waits for its neighbours' results when the pipeline is full.
+
+    1F1B has as many micro batches under way as stages are ahead, none to spare: what a micro batch takes to
+    the last stage and back, divided by their number, is a stage's work and both its sends. Every other schedule
+    has more under way, so that a send is late only where it takes longer than a stage.
+    """
+    if schedule == "1f1b":
+        return 2 * send
+    return virtual * max(0.0, 2 * send - stage)
 
 
 def _offload(
@@ -275,7 +303,9 @@ def _offload(
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
-        size = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+        size = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
+            config
+        )
         passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
         seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
     if layout.offload_activations:
@@ -295,4 +325,6 @@ def _saved(part: Slice) -> float:
     inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
     if part.recompute == "attention":
         inner, heads = 0.0, heads / 2
-    return (2 * stream + 2 * part.tokens * model.hidden + heads + inner) * operations.WIDTH[part.wide]
+    return (2 * stream + 2 * part.tokens * model.hidden + heads + inner) * operations.WIDTH[
+        part.wide
+    ]

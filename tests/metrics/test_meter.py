@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoscale.config.schema import Cluster, Config, Model, Train
+from nanoscale.config.schema import Cluster, Config, Model, Peaks, Precision, Train
 from nanoscale.metrics.meter import Meter, device_peak, peak_memory_gib
 
 LLAMA_8B = Model(
@@ -50,3 +50,17 @@ def test_memory_is_that_of_this_process() -> None:
     held = torch.ones(1 << 27)  # half a GiB
     assert held.sum() > 0
     assert peak_memory_gib(CPU) >= max(before, 0.5)
+
+
+def test_the_peak_of_a_gpu_is_that_of_the_table_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    gpu, bf16 = torch.device("cuda"), Precision(compute="bf16")
+    assert device_peak(Config(precision=bf16), gpu) == pytest.approx(989e12, rel=1e-3)
+    assert device_peak(Config(precision=replace(bf16, fp8=True)), gpu) == pytest.approx(
+        1979e12, rel=1e-3
+    )
+    assert device_peak(Config(), gpu) == 67e12
+    own = Cluster(device="mine", peaks=Peaks(bf16=100.0))
+    assert device_peak(Config(precision=bf16, cluster=own), gpu) == 100e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce")
+    assert device_peak(Config(precision=bf16), gpu) is None

@@ -29,7 +29,12 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
 }
 """keys that mean something to some launchers only"""
 
-_MAY_BE_ZERO = {"cluster.context_gib", "cluster.intra_host_us", "cluster.inter_host_us", "cluster.price"}
+_MAY_BE_ZERO = {
+    "cluster.context_gib",
+    "cluster.intra_host_us",
+    "cluster.inter_host_us",
+    "cluster.price",
+}
 """of the hardware's numbers; nothing can be divided by the others at 0"""
 
 
@@ -146,9 +151,9 @@ def _check_master(case: Case) -> None:
 def _check_cluster(case: Case) -> None:
     cluster = case.config.cluster
     for name, key in reference.declared().items():
-        if name.startswith("cluster.") and name not in _MAY_BE_ZERO and key.at_least == 0:
-            if reduce(getattr, name.split("."), case.config) == 0:
-                case.refuse("config", name, "must be above 0", f"{name}=null")
+        above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
+        if above and reduce(getattr, name.split("."), case.config) == 0:
+            case.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is no path of an interpreter"
         case.refuse("config", "cluster.python", message, "cluster.python=null")

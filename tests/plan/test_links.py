@@ -1,0 +1,99 @@
+"""Collectives against rings walked step by step, and against published bus bandwidths."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoscale.plan import links
+from nanoscale.plan.links import Group, group
+from tests.plan.machines import changed, machine
+
+IDEAL = {"intra_host": 1.0, "inter_host": 1.0}
+
+
+def walked(ranks: int, size: float, bandwidth: float, latency: float) -> float:
+    """A ring all-gather: each rank passes on what it got last, until everyone has every part."""
+    have = [{rank} for rank in range(ranks)]
+    seconds = 0.0
+    while any(len(parts) < ranks for parts in have):
+        step = len(have[0]) - 1
+        have = [parts | {(rank - 1 - step) % ranks} for rank, parts in enumerate(have)]
+        seconds += latency + size / ranks / bandwidth
+    return seconds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_ring_inside_a_host(ranks):
+    hardware = changed(machine(), **IDEAL)
+    expected = walked(ranks, 1e8, hardware.intra_bandwidth, hardware.intra_latency)
+    found = links.all_gather(hardware, group(hardware, ranks, 1), 1e8)
+    assert found - links.START == pytest.approx(expected)
+
+
+def test_a_ring_of_one_rank_a_host_goes_over_the_network():
+    hardware = changed(machine(), **IDEAL)
+    expected = walked(4, 1e8, hardware.inter_bandwidth, hardware.inter_latency)
+    found = links.all_gather(hardware, group(hardware, 4, 8), 1e8)
+    assert found - links.START == pytest.approx(expected)
+
+
+def test_ranks_of_a_host_share_its_adapters():
+    """Every host takes in the other hosts' parts, once, through all adapters of its ranks."""
+    hardware = changed(machine(), **IDEAL, inter_latency=0.0, intra_latency=0.0)
+    one, eight = group(hardware, 4, 8), group(hardware, 32, 1)
+    size = 1e10
+    enters = size * 3 / 4
+    alone = links.all_gather(hardware, one, size) - links.START
+    together = links.all_gather(hardware, eight, size) - links.START
+    assert alone == pytest.approx(enters / hardware.inter_bandwidth)
+    inside = size * 31 / 32 / hardware.intra_bandwidth
+    assert together == pytest.approx(max(enters / (8 * hardware.inter_bandwidth), inside))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "inside"),
+    [(8, 1, 8), (4, 1, 4), (16, 1, 8), (4, 2, 4), (8, 2, 4), (16, 4, 2), (2, 8, 1), (128, 8, 1)],
+)
+def test_where_the_ranks_of_an_axis_stand(size, stride, inside):
+    assert group(machine(), size, stride) == Group(size, inside)
+
+
+def test_72_devices_of_an_nvl72_are_an_island_though_hosts_have_4():
+    assert group(machine("gb200"), 16, 4) == Group(16, 16)
+    assert group(machine("h200"), 16, 4) == Group(16, 2)
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "published"),
+    [("a100-80", 2**28, 213.9), ("a100-80", 2**30, 228.1), ("mi300x", 2**26, 266.3), ("mi300x", 2**30, 313.9)],
+)  # fmt: skip
+def test_bus_bandwidth_of_an_all_reduce(device, size, published):
+    """GB/s as NCCL's tests count it, 2(n - 1)/n · S / t, on 8 devices (Azure's AI benchmarking guide)."""
+    hardware = machine(device)
+    seconds = links.all_reduce(hardware, group(hardware, 8, 1), size)
+    assert 2 * 7 / 8 * size / seconds / 1e9 == pytest.approx(published, rel=0.06)
+
+
+def test_all_to_all_sends_each_part_once():
+    hardware = changed(machine(), **IDEAL, intra_latency=0.0)
+    seconds = links.all_to_all(hardware, group(hardware, 8, 1), 8e9) - links.START
+    assert seconds == pytest.approx(7e9 / hardware.intra_bandwidth)
+
+
+@pytest.mark.parametrize("collective", [links.all_gather, links.all_reduce, links.all_to_all])
+def test_a_group_of_one_sends_nothing(collective):
+    assert collective(machine(), group(machine(), 1, 1), 1e9) == 0.0
+
+
+@pytest.mark.parametrize(
+    "collective", [links.all_gather, links.all_reduce, links.all_to_all, links.send]
+)
+@pytest.mark.parametrize("ranks", [(8, 1), (64, 1), (16, 8), (32, 2)])
+@pytest.mark.parametrize(
+    "better", ["intra_bandwidth", "inter_bandwidth", "intra_host", "inter_host"]
+)
+def test_more_bandwidth_is_never_slower(collective, ranks, better):
+    slow = machine()
+    was = getattr(slow if hasattr(slow, better) else slow.efficiency, better)
+    fast = changed(slow, **{better: was * 1.2})
+    assert collective(fast, group(fast, *ranks), 1e8) <= collective(slow, group(slow, *ranks), 1e8)

@@ -1,0 +1,117 @@
+"""Single operations against published measurements and against counting by hand."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+
+from nanoscale.plan import operations
+from nanoscale.plan.operations import attention, elementwise, product
+from tests.plan.machines import changed, machine
+
+IDEAL = {"matmul": 1.0, "memory": 1.0, "attention": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "m", "n", "k", "tflops"),
+    [
+        ("a100-80", "fp16", 1024, 1024, 1024, 119.4),
+        ("a100-80", "fp16", 2048, 2048, 2048, 221.8),
+        ("a100-80", "fp16", 4096, 4096, 4096, 228.0),
+        ("a100-80", "fp16", 8192, 8192, 8192, 253.7),
+        ("a100-80", "fp16", 6144, 12288, 12288, 250.8),
+        ("a100-80", "fp16", 802816, 192, 768, 157.8),
+        ("h100-sxm", "fp8", 2048, 2048, 2048, 1011.3),
+        ("h100-sxm", "fp8", 4096, 4096, 4096, 1216.9),
+        ("h100-sxm", "fp8", 8192, 8192, 8192, 1290.1),
+        ("h100-sxm", "fp8", 802816, 192, 768, 663.8),
+        ("gb200", "fp8", 2048, 2048, 2048, 1676.1),
+        ("gb200", "fp8", 8192, 8192, 8192, 2848.0),
+        ("mi300x", "fp8", 8192, 8192, 8192, 1159.2),
+    ],
+)
+def test_products_as_fast_as_measured(device, kind, m, n, k, tflops):
+    """Random numbers, hot devices: Azure's AI benchmarking guide, cuBLASLt and hipBLASLt."""
+    seconds = product(machine(device), kind, m, n, k)
+    assert 2 * m * n * k / seconds / 1e12 == pytest.approx(tflops, rel=0.125)
+
+
+def test_a_product_with_one_row_takes_what_its_matrix_takes_to_read():
+    hardware = changed(machine(), **IDEAL)
+    seconds = product(hardware, "bf16", 1, 8192, 8192) - operations.FILL
+    assert seconds == pytest.approx(2 * 8192**2 / hardware.memory_bandwidth, rel=1e-3)
+
+
+def test_waves_are_those_of_dealing_tiles_one_by_one():
+    """11 × 12 tiles fill 132 multiprocessors; a row of tiles more begins a second wave."""
+    units = 132
+
+    def rounds(m: int, n: int) -> int:
+        busy = [0] * units
+        for tile in range(ceil(m / 256) * ceil(n / 128)):
+            busy[tile % units] += 1
+        return max(busy)
+
+    full = operations.waves(units, 11 * 256, 12 * 128)
+    assert full == pytest.approx(rounds(11 * 256, 12 * 128)) == 1
+    more = operations.waves(units, 12 * 256, 12 * 128)
+    whole = rounds(12 * 256, 12 * 128) / (12 / 11)
+    assert 1 < more <= min(whole, operations.SPLIT)
+
+
+def test_few_tiles_leave_multiprocessors_idle():
+    assert operations.waves(132, 128, 128) > 40
+    assert operations.waves(132, 8192, 8192) < 1.1
+
+
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096, 4096), (100, 4096, 300), (8192, 1024, 64), (1, 1, 1)]
+)
+@pytest.mark.parametrize("device", ["a100-80", "h100-sxm", "b200", "cpu"])
+def test_nothing_beats_the_peak(shape, device):
+    m, n, k = shape
+    hardware = machine(device)
+    assert 2 * m * n * k / product(hardware, "bf16", m, n, k) < hardware.peaks["bf16"]
+
+
+@pytest.mark.parametrize("better", ["peaks", "memory_bandwidth", "matmul", "memory"])
+def test_a_better_device_is_never_slower(better):
+    slow = machine()
+    if better == "peaks":
+        fast = changed(slow, peaks={kind: 1.3 * peak for kind, peak in slow.peaks.items()})
+    else:
+        was = getattr(slow if hasattr(slow, better) else slow.efficiency, better)
+        fast = changed(slow, **{better: 1.3 * was})
+    for shape in ((64, 64, 64), (1, 8192, 8192), (4096, 4096, 4096), (8192, 8192, 128)):
+        assert product(fast, "bf16", *shape) <= product(slow, "bf16", *shape)
+
+
+@pytest.mark.parametrize(("device", "head_dim", "tflops"), [("h100-sxm", 128, 327.9), ("h200", 128, 329.3), ("a100-80", 64, 179.5)])  # fmt: skip
+def test_attention_as_fast_as_measured(device, head_dim, tflops):
+    """FlashAttention-2 with batch 2 and sequence 8192: Azure's AI benchmarking guide."""
+    seconds = attention(machine(device), "bf16", 2, 8192, 8192, 16, head_dim)
+    flops = 4 * 2 * 16 * head_dim * 8192**2 / 2
+    assert flops / seconds / 1e12 == pytest.approx(tflops, rel=0.08)
+
+
+def test_a_causal_pass_computes_the_diagonals_tiles_whole():
+    """Counted tile by tile: 128 queries by 128 keys, those above the diagonal skipped."""
+    hardware = changed(machine(), attention=1.0)
+    seq, tile = 4096, 128
+    tiles = sum(row + 1 for row in range(seq // tile))
+    flops = 4 * tile * tile * 128 * tiles
+    rate = hardware.peaks["bf16"] * seq / (seq + 2 * tile)
+    seconds = attention(hardware, "bf16", 1, seq, seq, 1, 128) - operations.FILL
+    assert seconds == pytest.approx(flops / rate)
+
+
+def test_ranks_of_a_ring_share_attention():
+    whole = attention(machine(), "bf16", 1, 65536, 65536, 8, 128) - operations.FILL
+    quarter = attention(machine(), "bf16", 1, 16384, 65536, 8, 128) - operations.FILL
+    assert quarter == pytest.approx(whole / 4)
+
+
+def test_elementwise_work_is_its_bytes():
+    hardware = changed(machine(), memory=0.5)
+    assert elementwise(hardware, 3.35e12) == pytest.approx(2.0)
