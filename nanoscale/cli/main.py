@@ -15,7 +15,7 @@ from nanoscale import __version__
 from nanoscale.cli.output import DONE, FAILED, INTERRUPTED, WRONG_REQUEST, show_error
 from nanoscale.errors import UserError, Violation
 
-VERBS = ("train", "resume", "submit", "doctor", "runs", "checkpoints", "config", "recipes")
+VERBS = ("train", "resume", "submit", "plan", "doctor", "runs", "checkpoints", "config", "recipes")
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 

@@ -1,0 +1,52 @@
+"""A prediction as a JSON document: `plan --json`, and `plan.json` of a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from nanoscale.plan.memory import RankMemory
+from nanoscale.plan.part import GIB
+from nanoscale.plan.predict import Prediction
+
+
+def document(plan: Prediction) -> dict[str, Any]:
+    """Sizes are in GiB, times in s."""
+    time, layout = plan.time, plan.config.parallel
+    return {
+        "fits": plan.fits,
+        "fits_probability": round(plan.fits_probability, 4),
+        "memory": _memory(plan),
+        "step_time_s": time.seconds,
+        "step_parts_s": asdict(time.parts),
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu": time.mfu,
+        "mfu_causal": time.mfu_causal,
+        "hfu": time.hfu,
+        "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
+        "training": asdict(plan.training),
+        "layout": {name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp")},
+        "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
+    }
+
+
+def _memory(plan: Prediction) -> dict[str, Any]:
+    worst = plan.worst
+    return {
+        "worst_rank": worst.rank,
+        "capacity_gib": plan.hardware.memory_gib,
+        **_sizes(worst),
+        "ranks": [{"rank": rank.rank, **_sizes(rank)} for rank in plan.memory],
+    }
+
+
+def _sizes(rank: RankMemory) -> dict[str, Any]:
+    return {
+        "allocated_gib": rank.allocated / GIB,
+        "reserved_gib": rank.reserved / GIB,
+        "in_use_gib": rank.total / GIB,
+        "peak": rank.peak,
+        "parts": {part.name: part.bytes / GIB for part in rank.parts},
+        "host": {part.name: part.bytes / GIB for part in rank.host},
+    }

@@ -1,0 +1,139 @@
+"""A prediction for people: the verdict, where the memory and the time go, and how long it all takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoscale.config.derive import derive
+from nanoscale.plan.how import how
+from nanoscale.plan.memory_text import bars
+from nanoscale.plan.model_math import parameters
+from nanoscale.plan.part import GIB
+from nanoscale.plan.predict import Prediction
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MEANINGS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "norms, activations, residuals, loss",
+    "recomputed": "computed a second time",
+    "launch": "starting kernels",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "pp": "between stages, exposed",
+    "dp": "gathers and reductions, exposed",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "offload": "to and from host memory",
+    "data": "data",
+    "jitter": "the slowest host",
+}
+"""what the parts of a step are called"""
+
+
+def print_prediction(console: Console, plan: Prediction, *, explain: bool = False) -> None:
+    """All of it; with `explain` the arithmetic behind every number."""
+    console.print("\n".join(head(plan)), markup=False, soft_wrap=True)
+    console.print()
+    console.print(verdict(plan), style="green" if plan.fits else "bold red", markup=False)
+    console.print(bars(plan.memory, plan.capacity, min(console.width, 120)))
+    _print_memory(console, plan, explain)
+    _print_time(console, plan, explain)
+    if plan.timeline is not None:
+        from nanoscale.plan.timeline_text import timeline_rich
+
+        console.print(timeline_rich(plan.timeline, min(console.width, 160)))
+    console.print("\n".join(outcome(plan)), markup=False, soft_wrap=True)
+
+
+def head(plan: Prediction) -> list[str]:
+    """What is planned, in three lines."""
+    config, hardware = plan.config, plan.hardware
+    sizes, layout, model = derive(config), config.parallel, config.model
+    hosts = -(-sizes.world_size // hardware.devices_per_host)
+    count = f"{sizes.world_size} × {hardware.device}"
+    on = f"on {hosts} hosts" if hosts > 1 else "on one host"
+    degrees = [f"dp {sizes.dp}", f"tp {layout.tp}", f"pp {layout.pp}", f"cp {layout.cp}"]
+    if layout.dp_replicate > 1:
+        degrees.insert(1, f"in {layout.dp_replicate} replicas")
+    if layout.pp > 1:
+        degrees.append(f"{layout.schedule}, {layout.virtual_stages} stages a rank")
+    recomputed = layout.activation_checkpointing
+    degrees += [f"ZeRO {config.zero.stage}"] + ([f"recompute {recomputed}"] if recomputed != "none" else [])
+    precision = "fp8" if config.precision.fp8 else config.precision.compute
+    return [
+        f"{model.name}, {parameters(model) / 1e9:.4g} B parameters, {precision}, {config.backend.name}, {count} {on}",
+        " · ".join(degrees),
+        f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
+        f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",
+    ]
+
+
+def verdict(plan: Prediction) -> str:
+    """Whether it fits, in one line."""
+    worst = plan.worst
+    needs = f"{worst.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
+    where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
+    word = "fits" if plan.fits else "does not fit"
+    return f"{word}: {needs} ({where}{worst.peak}); probability that it fits {plan.fits_probability:.0%}"
+
+
+def outcome(plan: Prediction) -> list[str]:
+    """Speed, and what the whole training takes."""
+    time, run = plan.time, plan.training
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
+    shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
+    cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
+    length = f"{run.steps:,} steps in {_long(run.hours)}, {run.device_hours:,.1f} device hours{cost}"
+    return [speed, shares, length]
+
+
+def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:
+    from rich.table import Table
+
+    worst = plan.worst
+    title = f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
+    table = Table("part", "GiB", title=title, title_justify="left", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    if explain:
+        table.add_column("how", overflow="fold")
+    for part in worst.parts:
+        if part.bytes:
+            table.add_row(part.name, f"{part.bytes / GIB:.3f}", *([part.how] if explain else []))
+    totals = {"allocated": worst.allocated, "reserved": worst.reserved, "in use": worst.total}
+    for name, size in totals.items():
+        table.add_row(name, f"{size / GIB:.3f}", style="bold")
+    for part in worst.host:
+        table.add_row(f"{part.name}, in host memory", f"{part.bytes / GIB:.3f}", style="dim")
+    console.print(table)
+    console.print()
+
+
+def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
+    from rich.table import Table
+
+    time = plan.time
+    table = Table("part", "ms", "share", title="a step", title_justify="left", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    reasons = how(plan.config, plan.hardware, time) if explain else {}
+    if explain:
+        table.add_column("how", overflow="fold")
+    for name, meaning in MEANINGS.items():
+        seconds = getattr(time.parts, name)
+        if seconds >= 0.0005 * time.seconds:
+            row = (meaning, f"{1e3 * seconds:,.1f}", f"{seconds / time.seconds:.1%}")
+            table.add_row(*row, *([reasons.get(name, "")] if explain else []))
+    table.add_row("step", f"{1e3 * time.seconds:,.1f}", "", style="bold")
+    console.print(table)
+    console.print()
+
+
+def _long(hours: float) -> str:
+    if hours >= 48:
+        return f"{hours / 24:,.1f} days"
+    if hours >= 1:
+        return f"{hours:.1f} hours"
+    return f"{60 * hours:.1f} minutes" if hours > 1 / 60 else f"{3600 * hours:.1f} s"
