@@ -189,7 +189,8 @@ class _Drawing:
         x, width = _extent(span, panel)
         kind, _, batch, _ = span.action
         name = next(
-            (text for text in (f"{kind}{batch}", str(batch)) if len(text) * _DIGIT + 4 <= width), ""
+            (text for text in (f"{kind}{batch}", str(batch)) if len(text) * _DIGIT + 1.5 <= width),
+            "",
         )
         if not name:
             return ""

@@ -121,6 +121,11 @@ def test_the_peak_is_that_of_the_rank_not_of_each_stage():
     assert residents(actions, sizes=[5, 1]).held == [2, 0]
 
 
+def test_of_equal_peaks_the_first_is_taken():
+    actions = [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("F", 2, 0)]
+    assert residents(actions).held == [2, 0]
+
+
 # --- laws, for random costs -----------------------------------------------------------------------
 
 CASES = [

@@ -147,6 +147,27 @@ def test_every_action_has_a_box_in_its_place(schedule, virtual):
         assert f"micro batch {batch}, stage {stage}:" in (box.findtext(f"{SVG}title") or "")
 
 
+def test_later_stages_of_a_rank_are_lighter():
+    step = timeline("zbv", 3, 2, 6)
+    spans = [span for spans in step.ranks for span in spans]
+    for box, span in zip(boxes(timeline_svg(step)), spans, strict=True):
+        assert box.get("class", "").endswith(" late") == (span.action.stage >= 3)
+
+
+def test_a_long_step_stands_on_two_scales_of_time():
+    """The same seconds are equally wide in both, and the last action ends where the picture does."""
+    step = timeline("gpipe", 2, 1, 300)
+    drawn = boxes(timeline_svg(step))
+    half = (960 - 62 - 58 - 26) / 2
+    begin, end = windows(step, (960 - 62 - 58 - 26) / 7)
+    first = [float(box.get("x", 0)) for box in drawn if float(box.get("x", 0)) < 62 + half]
+    assert first[1] - first[0] == pytest.approx(0.0101 / begin.seconds * half, abs=0.02)
+    assert begin.seconds == pytest.approx(end.seconds)
+    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in drawn]
+    assert max(ends) == pytest.approx(960 - 58, abs=1.01)
+    assert all(62 <= x <= 960 - 58 for x in first)
+
+
 def test_boxes_are_labelled_where_they_are_wide_enough():
     wide = ElementTree.fromstring(timeline_svg(timeline("1f1b", 4, 1, 4)))
     labels = [

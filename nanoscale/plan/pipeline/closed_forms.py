@@ -95,9 +95,9 @@ def estimate(
 ) -> float:
     """About the makespan of a step whose stages differ: the busiest rank's work, and the others' bubble.
 
-    A last stage a third costlier than the rest makes it at most 12 % too long with the V-shaped schedules, 7
-    % with zero-bubble and 2 % with the others. `costs` are those before `first_stage_undivided`, which
-    changes idle time little, and `costs.overlap` is that of the schedule.
+    Where the last stage is a third costlier than the rest, it is at most 12 % too long with the V-shaped
+    schedules, 7 % with zero-bubble and 2 % with the others. `costs` are those before `first_stage_undivided`,
+    which changes idle time little, and `costs.overlap` is that of the schedule.
     """
     every = list(zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True))
     works = [
