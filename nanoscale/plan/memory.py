@@ -53,15 +53,19 @@ class RankMemory:
     @property
     def parts(self) -> tuple[Part, ...]:
         """What is allocated, then fragmentation and context: together the total."""
-        explain = self.found.explain
         parts = [
-            Part(name, size, partial(explain, name, self.phase))
+            Part(name, size, partial(self._explain, name, size))
             for name, size in zip(PARTS, self.phase.bytes, strict=True)
         ]
         holes = self.reserved - self.allocated
         parts.append(Part("fragmentation", holes, partial(_explain_holes, self)))
         parts.append(Part("context", self.context, partial(_explain_context, self.context)))
         return tuple(parts)
+
+    def _explain(self, name: str, size: int) -> str:
+        if not size:
+            return f"none at the highest point of the step, '{self.peak}'"
+        return self.found.explain(name, self.phase)
 
     @property
     def host(self) -> tuple[Part, ...]:

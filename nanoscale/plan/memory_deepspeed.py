@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanoscale.config.schema import Config
-from nanoscale.plan.memory_native import Flying, fly_all
+from nanoscale.plan.flying import Flying, fly_all
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting

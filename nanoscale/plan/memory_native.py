@@ -14,34 +14,14 @@ What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from nanoscale.plan.activations import describe, stage_activations
+from nanoscale.plan.flying import Flying, fly_all
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
-from nanoscale.plan.shards import Holding, Stage
-
-
-@dataclass(frozen=True, slots=True)
-class Flying:
-    """Bytes of all micro batches under way on a rank."""
-
-    activations: int
-    extra: int
-    """of the block whose backward pass is highest"""
-    last: int
-    """of the last block or group of one micro batch"""
-    logits: int
-    """kept of every micro batch of the last stage"""
-    loss: int
-    """more than that, where the backward pass begins with the loss"""
-    stranded: int
-    """the logits, where the loss frees them: smaller than any of its own tensors, they leave a hole"""
-    received: int
-    """buffers of a pipeline's boundaries beyond the micro batches under way"""
-    offloaded: int
+from nanoscale.plan.shards import Holding
 
 
 def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
@@ -63,60 +43,6 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
     if setting.shards == 1:
         return 0
     return held.block + max(held.block, held.head, held.embedding)
-
-
-# --- activations ----------------------------------------------------------------------------------
-
-
-def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> Flying:
-    """Add the micro batches of all stages of a rank up."""
-    shape, run = setting.shape, setting.run
-    activations = extra = last = logits = loss = stranded = received = offloaded = 0
-    boundary = shape.tokens // shape.shares * shape.hidden * run.compute
-    for stage, flying in zip(stages, in_flight, strict=True):
-        blocks = stage_activations(stage.layers, shape, run, setting.config.parallel, setting.keep)
-        ends = _ends(setting, stage)
-        activations += flying * (blocks.kept + ends)
-        offloaded += flying * blocks.host
-        if blocks.extra > extra:
-            extra, last = blocks.extra, blocks.last
-        if stage.last:
-            number = shape.tokens * setting.vocabulary
-            kept, first = _loss_bytes(setting)
-            logits, loss = flying * number * kept, number * first
-            stranded = 0 if setting.holds_logits else number * setting.compute
-        waiting = setting.micro_batches - flying
-        if not stage.first:
-            received += waiting * boundary
-        if not stage.last:
-            received += setting.micro_batches * boundary
-    # Only PyTorch's pipelines have a buffer ready for every micro batch.
-    received *= setting.pp > 1 and not setting.flat
-    return Flying(activations, extra, last, logits, loss, stranded, received, offloaded)
-
-
-def _ends(setting: Setting, stage: Stage) -> int:
-    """Bytes that a micro batch keeps outside of the blocks: of the embedding, the last norm and the head's
-    input."""
-    shape, run = setting.shape, setting.run
-    part = shape.tokens // shape.shares
-    tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
-    if not stage.last:
-        return tokens + part * shape.hidden * run.compute  # the output, until its gradient arrives
-    normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute
-    return tokens + part * (shape.hidden * run.stream + 4) + normed
-
-
-def _loss_bytes(setting: Setting) -> tuple[int, int]:
-    """Bytes of a logit from the forward pass on, and more of them where the backward pass begins.
-
-    The logits, and their log-softmax in fp32 or better; then the gradients of both, and with the vocabulary
-    divided one more (torch.distributed.tensor.parallel.loss).
-    """
-    if setting.loss_copies is not None:
-        return setting.compute, setting.loss * setting.loss_copies
-    logits = setting.compute if setting.holds_logits else 0
-    return logits + setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
 
 
 # --- phases ---------------------------------------------------------------------------------------
@@ -352,30 +278,43 @@ def _explain(
     if name == "optimizer":
         return f"{states.optimizer:g} B · {rank}; {setting.config.optimizer.name}'s states"
     if name == "compute copies":
-        return f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation (FSDP2, or autocast)"
+        return (
+            f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, by "
+            f"{'autocast' if setting.single else 'FSDP2'}"
+        )
     if name == "gradients":
         return (
-            f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} while they wait "
-            f"whole; at '{phase.name}' with the unit that is computed"
+            f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} "
+            f"while they wait whole; at '{phase.name}' with those of the unit that is computed"
         )
     if name == "units in flight":
-        return f"{setting.compute} B · (2 · {held.block:,} of a block + {held.rest:,} of the root), or the head's {held.head:,}"
-    if name == "activations":
-        counts = ", ".join(
-            f"stage {stage.number}: {number} · {stage.layers} blocks"
-            for stage, number in zip(held.stages, in_flight, strict=True)
-        )
-        block = stage_activations(1, shape, setting.run, setting.config.parallel, setting.keep)
         return (
-            f"micro batches under way · what they keep ({counts}; a block {mib(block.kept)}), and {mib(fly.extra)} "
-            f"while the highest one goes backward; whole, a block saves {describe(shape, setting.run)}"
+            f"{setting.compute} B · (2 · {held.block:,} of a block + {held.rest:,} of the root), or "
+            f"the head's {held.head:,}"
         )
+    if name == "activations":
+        return _explain_activations(setting, held, fly, in_flight)
     if name == "logits and loss":
         return (
-            f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + {setting.loss} B "
-            f"log-softmax), and gradients of {setting.loss} B at the loss"
+            f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + "
+            f"{setting.loss} B of the log-softmax), and at the loss its gradients of {setting.loss} B"
         )
     return (
-        f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; boundaries of the "
-        f"pipeline {mib(fly.received)}"
+        f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
+        f"boundaries of the pipeline {mib(fly.received)}"
+    )
+
+
+def _explain_activations(
+    setting: Setting, held: Holding, fly: Flying, in_flight: tuple[int, ...]
+) -> str:
+    counts = ", ".join(
+        f"stage {stage.number}: {number} · {stage.layers} blocks"
+        for stage, number in zip(held.stages, in_flight, strict=True)
+    )
+    block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
+    return (
+        f"micro batches under way · what they keep ({counts}; a block {mib(block.kept)}) = "
+        f"{mib(fly.activations)}, and {mib(fly.extra)} while the highest one goes backward; whole, a "
+        f"block saves {describe(setting.shape, setting.run)}"
     )
