@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
@@ -48,15 +48,35 @@ class Work:
         return self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
 
 
+NOTHING = Work()
+
+
+def together(*works: Work) -> Work:
+    """Their sum."""
+    return Work(*(sum(getattr(work, name) for work in works) for name in _WORK))
+
+
+_WORK = tuple(field.name for field in fields(Work))
+
+
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The three passes through a part of the model."""
+    """The passes through a part of the model."""
 
     forward: Work
     backward: Work
     recomputed: Work
     recomputed_flops: float
     """of products that are computed again, a micro batch and rank"""
+    both: Work
+    """forward and backward"""
+    seconds: tuple[float, float, float]
+    """the totals of the first three, which a search asks for often"""
+
+
+def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:
+    seconds = forward.total, backward.total, recomputed.total
+    return Passes(forward, backward, recomputed, flops, together(forward, backward), seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +194,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         ),
     )
     again = _again(part, len(products))
-    recomputed = Work()
+    recomputed = NOTHING
     if part.recompute != "none":
         whole = part.recompute in ("full", "sqrt")
         recomputed = Work(
@@ -187,7 +207,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
     flops = sum(2.0 * part.tokens * products[i].inputs * products[i].outputs for i in again)
     if part.recompute in ("full", "sqrt"):
         flops += attention_flops(part)
-    return Passes(forward, backward, recomputed, flops)
+    return passes(forward, backward, recomputed, flops)
 
 
 def attention_flops(part: Slice) -> float:
@@ -297,11 +317,9 @@ def embedding(hardware: Hardware, part: Slice) -> Passes:
     rows = part.tokens * part.model.hidden * wide
     table = part.model.vocab * part.model.hidden * wide / part.tp
     gather, _ = _tp_pair(hardware, part)
-    return Passes(
+    return passes(
         Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
         Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
-        Work(),
-        0.0,
     )
 
 
@@ -324,7 +342,7 @@ def head(hardware: Hardware, part: Slice) -> Passes:
         elementwise=operations.elementwise(hardware, 3 * stream + loss),
         tp=scatter,
     )
-    return Passes(forward, backward, Work(), 0.0)
+    return passes(forward, backward)
 
 
 def recomputed_share(config: Config) -> float:

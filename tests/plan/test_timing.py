@@ -25,7 +25,7 @@ FREE = {
 
 
 def llama_405b(cp: int, seq: int, dp: int, batch: int) -> Config:
-    """Llama 3's layout: one block a stage, but none beside embedding and head (arXiv:2407.21783, section 3.3.2)."""
+    """Llama 3's layout: a block a stage, none beside embedding and head (arXiv:2407.21783, section 3.3.2)."""
     return job(
         "llama-405b",
         tp=8, pp=16, cp=cp, dp=dp, seq_len=seq, global_batch=batch,
