@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan import links, operations
 from nanoscale.plan.hardware import Hardware, kind
+from nanoscale.plan.work import NOTHING, Passes, Work, passes
 
 # Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
 _KERNELS = {False: (32, 58), True: (14, 24)}
@@ -29,54 +30,6 @@ _LOSS = 32
 """bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
 _FP8_CAST = 6
 """bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds of one pass of one micro batch on a rank, by what they are spent on."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-    """in which the device waits for the CPU"""
-    tp: float = 0.0
-    cp: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
-
-
-NOTHING = Work()
-
-
-def together(*works: Work) -> Work:
-    """Their sum."""
-    return Work(*(sum(getattr(work, name) for work in works) for name in _WORK))
-
-
-_WORK = tuple(field.name for field in fields(Work))
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """The passes through a part of the model."""
-
-    forward: Work
-    backward: Work
-    recomputed: Work
-    recomputed_flops: float
-    """of products that are computed again, a micro batch and rank"""
-    both: Work
-    """forward and backward"""
-    seconds: tuple[float, float, float]
-    """the totals of the first three, which a search asks for often"""
-
-
-def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:
-    seconds = forward.total, backward.total, recomputed.total
-    return Passes(forward, backward, recomputed, flops, together(forward, backward), seconds)
 
 
 @dataclass(frozen=True, slots=True)

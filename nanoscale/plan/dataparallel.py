@@ -8,21 +8,12 @@ backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, secti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.schema import Config
 from nanoscale.plan import links, operations
-from nanoscale.plan.blocks import Slice, linears
+from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The part of the model that a pipeline rank has."""
-
-    blocks: int
-    embedding: bool
-    head: bool
+from nanoscale.plan.holdings import Holding, block_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +42,6 @@ class Plan:
     """whether gradients travel beside the backward pass"""
     at_end: float
     """seconds a block after the update, to gather what changed"""
-
-
-@lru_cache(maxsize=1024)
-def block_parameters(model: Model, tp: int) -> int:
-    """Of one block on a rank of tp; the norms are whole."""
-    return sum(p.inputs * p.outputs for p in linears(model, tp)) + 2 * model.hidden
-
-
-def rank_parameters(model: Model, tp: int, holding: Holding) -> int:
-    """Of a rank before ZeRO; where one rank has both ends and they are tied, the table counts once."""
-    table = model.vocab * model.hidden // tp
-    both = holding.embedding and holding.head and model.tie_embeddings
-    ends = 1 if both else holding.embedding + holding.head
-    return holding.blocks * block_parameters(model, tp) + ends * table
 
 
 def shards(config: Config) -> int:

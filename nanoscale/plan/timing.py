@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,12 +10,13 @@ from operator import itemgetter
 
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import SPLIT_BACKWARD, V_SHAPED, stage_layers
+from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.plan import blocks, dataparallel, links, operations
-from nanoscale.plan.blocks import Passes, Slice, Work
-from nanoscale.plan.dataparallel import Holding
+from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
+from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.plan.work import NOTHING, Passes, Work
 
 Bubble = Callable[[str, int, int, int], float]
 """schedule, pp, stages a rank, micro batches → idle time over the time of the work"""
@@ -101,7 +101,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     backward = one.seconds[1] + share * one.seconds[2]
     loads = [
         (_load(held, forward + backward, ends), number, held)
-        for held, number in _kinds(layout.schedule, layout.pp, _layers(config))
+        for held, number in kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
     ]
     most, _, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
@@ -113,9 +113,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         gaps = share_idle * count * (mean + 2 * virtual * send)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
-        config
-    )
+    local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
     parts = [
         count * busy.matmul,
         count * busy.attention,
@@ -187,7 +185,7 @@ def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, send = blocks.recomputed_share(config), _send(config, hardware, part)
     found = []
-    layers = _layers(config)
+    layers = layers_of_stages(config)
     for stage, count in enumerate(layers):
         held = Holding(count, stage == 0, stage == len(layers) - 1)
         work = [end for end, there in zip(ends, (held.embedding, held.head), strict=True) if there]
@@ -211,48 +209,6 @@ def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
     )
 
 
-def rank_holdings(config: Config) -> tuple[Holding, ...]:
-    """What each pipeline rank has of the model."""
-    return _holdings(config.parallel.schedule, config.parallel.pp, _layers(config))
-
-
-@lru_cache(maxsize=1024)
-def _holdings(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding, ...]:
-    held = [0] * pp
-    for stage, count in enumerate(layers):
-        held[_rank(schedule, pp, stage)] += count
-    last = _rank(schedule, pp, len(layers) - 1)
-    return tuple(Holding(count, rank == 0, rank == last) for rank, count in enumerate(held))
-
-
-@lru_cache(maxsize=1024)
-def _kinds(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[tuple[Holding, int], ...]:
-    """The different things that ranks hold, and how many hold each."""
-    return tuple(Counter(_holdings(schedule, pp, layers)).items())
-
-
-def _rank(schedule: str, pp: int, stage: int) -> int:
-    if schedule in V_SHAPED:
-        return stage if stage < pp else 2 * pp - 1 - stage
-    return stage % pp
-
-
-def _layers(config: Config) -> tuple[int, ...]:
-    layout = config.parallel
-    assert isinstance(layout.virtual_stages, int)
-    own = layout.layers_per_stage
-    return _divided(
-        config.model,
-        layout.pp * (layout.virtual_stages if layout.pp > 1 else 1),
-        tuple(own) if own else None,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _divided(model: Model, stages: int, own: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(stage_layers(model, stages, list(own) if own else None))
-
-
 def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
     return blocks.embedding(hardware, part), blocks.head(hardware, part)
 
@@ -270,8 +226,8 @@ def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
 def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
     """Forward and backward of a rank for one micro batch, without what is computed again."""
     number, block = holding.blocks, one.both
-    first = ends[0].both if holding.embedding else blocks.NOTHING
-    last = ends[1].both if holding.head else blocks.NOTHING
+    first = ends[0].both if holding.embedding else NOTHING
+    last = ends[1].both if holding.head else NOTHING
     return Work(
         number * block.matmul + first.matmul + last.matmul,
         number * block.attention,
@@ -317,9 +273,7 @@ def _offload(
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
-        size = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
-            config
-        )
+        size = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
         passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
         seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
     if layout.offload_activations:
