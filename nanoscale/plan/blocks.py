@@ -184,10 +184,10 @@ def _core(hardware: Hardware, part: Slice) -> float:
     heads = max(1, model.heads // part.tp)
     if part.cp_method == "ulysses" and part.cp > 1:
         return operations.attention(
-            hardware, part.kind, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
+            hardware, part.wide, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
         )
     return operations.attention(
-        hardware, part.kind, part.batch, part.seq // part.cp, part.seq, heads, width
+        hardware, part.wide, part.batch, part.seq // part.cp, part.seq, heads, width
     )
 
 
