@@ -9,6 +9,7 @@ from functools import lru_cache
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan import links, operations
 from nanoscale.plan.hardware import Hardware, kind
+from nanoscale.plan.work import NOTHING, Passes, Work, passes
 
 # Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
 _KERNELS = {False: (32, 58), True: (14, 24)}
@@ -29,34 +30,6 @@ _LOSS = 32
 """bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
 _FP8_CAST = 6
 """bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Seconds of one pass of one micro batch on a rank, by what they are spent on."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-    """in which the device waits for the CPU"""
-    tp: float = 0.0
-    cp: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
-
-
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """The three passes through a part of the model."""
-
-    forward: Work
-    backward: Work
-    recomputed: Work
-    recomputed_flops: float
-    """of products that are computed again, a micro batch and rank"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +147,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         ),
     )
     again = _again(part, len(products))
-    recomputed = Work()
+    recomputed = NOTHING
     if part.recompute != "none":
         whole = part.recompute in ("full", "sqrt")
         recomputed = Work(
@@ -187,7 +160,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
     flops = sum(2.0 * part.tokens * products[i].inputs * products[i].outputs for i in again)
     if part.recompute in ("full", "sqrt"):
         flops += attention_flops(part)
-    return Passes(forward, backward, recomputed, flops)
+    return passes(forward, backward, recomputed, flops)
 
 
 def attention_flops(part: Slice) -> float:
@@ -211,10 +184,10 @@ def _core(hardware: Hardware, part: Slice) -> float:
     heads = max(1, model.heads // part.tp)
     if part.cp_method == "ulysses" and part.cp > 1:
         return operations.attention(
-            hardware, part.kind, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
+            hardware, part.wide, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
         )
     return operations.attention(
-        hardware, part.kind, part.batch, part.seq // part.cp, part.seq, heads, width
+        hardware, part.wide, part.batch, part.seq // part.cp, part.seq, heads, width
     )
 
 
@@ -297,11 +270,9 @@ def embedding(hardware: Hardware, part: Slice) -> Passes:
     rows = part.tokens * part.model.hidden * wide
     table = part.model.vocab * part.model.hidden * wide / part.tp
     gather, _ = _tp_pair(hardware, part)
-    return Passes(
+    return passes(
         Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
         Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
-        Work(),
-        0.0,
     )
 
 
@@ -324,7 +295,7 @@ def head(hardware: Hardware, part: Slice) -> Passes:
         elementwise=operations.elementwise(hardware, 3 * stream + loss),
         tp=scatter,
     )
-    return Passes(forward, backward, Work(), 0.0)
+    return passes(forward, backward)
 
 
 def recomputed_share(config: Config) -> float:

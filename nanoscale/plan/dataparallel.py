@@ -8,21 +8,12 @@ backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, secti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.schema import Config
 from nanoscale.plan import links, operations
-from nanoscale.plan.blocks import Slice, linears
+from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The part of the model that a pipeline rank has."""
-
-    blocks: int
-    embedding: bool
-    head: bool
+from nanoscale.plan.holdings import Holding, block_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +42,6 @@ class Plan:
     """whether gradients travel beside the backward pass"""
     at_end: float
     """seconds a block after the update, to gather what changed"""
-
-
-@lru_cache(maxsize=1024)
-def block_parameters(model: Model, tp: int) -> int:
-    """Of one block on a rank of tp; the norms are whole."""
-    return sum(p.inputs * p.outputs for p in linears(model, tp)) + 2 * model.hidden
-
-
-def rank_parameters(model: Model, tp: int, holding: Holding) -> int:
-    """Of a rank before ZeRO; where one rank has both ends and they are tied, the table counts once."""
-    table = model.vocab * model.hidden // tp
-    both = holding.embedding and holding.head and model.tie_embeddings
-    ends = 1 if both else holding.embedding + holding.head
-    return holding.blocks * block_parameters(model, tp) + ends * table
 
 
 def shards(config: Config) -> int:
@@ -176,7 +153,9 @@ def cost(
     """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
     blocks, overlap = holding.blocks, hardware.efficiency.overlap
     table = part.model.vocab * part.model.hidden / part.tp / block_parameters(part.model, part.tp)
-    ends = table * (1 if part.model.tie_embeddings else holding.embedding + holding.head)
+    ends = table * (holding.embedding + holding.head)
+    if part.model.tie_embeddings:
+        ends = min(ends, table)
     units = blocks + ends
     exposed = hidden = 0.0
     if plan.gathers:
@@ -184,30 +163,26 @@ def cost(
         first = plan.gather * (table if holding.embedding else 1)
         late = max(0.0, plan.gather - forward) * (blocks - 1)
         exposed += plan.gathers * (first + late)
-        hidden += plan.gathers * (plan.gather * units - first - late)
-    reduce, again = plan.reduce, plan.gather_again
-    with_both = min(plan.reduces, plan.gathers_again)
-    for times, each in (
-        (with_both, reduce + again),
-        (plan.gathers_again - with_both, again),
-        (plan.reduces - with_both, reduce),
+        hidden += plan.gathers * max(0.0, plan.gather * units - first - late)
+    both = min(plan.reduces, plan.gathers_again)
+    for times, again, reduce in (
+        (both, plan.gather_again, plan.reduce),
+        (plan.gathers_again - both, plan.gather_again, 0.0),
+        (plan.reduces - both, 0.0, plan.reduce),
     ):
-        if not times:
-            continue
-        if not plan.hidden:
-            exposed += times * each * units
-            continue
-        # The last gradients to be had leave when nothing is left to compute.
-        last = (reduce if each >= reduce and plan.reduces else 0.0) * (
-            table if holding.embedding else 1
-        )
-        late = max(0.0, each - backward) * (blocks - 1)
-        exposed += times * (last + late)
-        hidden += times * max(0.0, each * units - last - late)
+        whole = (again + reduce) * units
+        shown = whole
+        if plan.hidden:
+            # The last gradients to be had leave when nothing is left to compute.
+            shown = reduce * (table if holding.embedding else 1)
+            shown += max(0.0, again + reduce - backward) * (blocks - 1)
+            shown = min(shown, whole)
+        exposed += times * shown
+        hidden += times * (whole - shown)
     exposed += (plan.all_reduce + plan.at_end) * units
     copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
     copies += plan.copies_reduce * plan.reduces + plan.accumulate * (micro_batches - plan.reduces)
-    return Cost(exposed, overlap * max(0.0, hidden), copies * units)
+    return Cost(exposed, overlap * hidden, copies * units)
 
 
 def update(config: Config, hardware: Hardware, parameters: float) -> float:

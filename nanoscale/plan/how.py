@@ -7,7 +7,8 @@ from nanoscale.config.schema import Config
 from nanoscale.plan import blocks, dataparallel, links, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.timing import StepTime, rank_holdings
+from nanoscale.plan.holdings import rank_holdings, rank_parameters
+from nanoscale.plan.timing import StepTime
 
 
 def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
@@ -128,8 +129,7 @@ def _bubble(config: Config) -> str:
 
 def _optimizer(config: Config, hardware: Hardware) -> str:
     most = max(
-        dataparallel.rank_parameters(config.model, config.parallel.tp, held)
-        for held in rank_holdings(config)
+        rank_parameters(config.model, config.parallel.tp, held) for held in rank_holdings(config)
     )
     shards = dataparallel.shards(config)
     return (

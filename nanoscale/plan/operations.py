@@ -73,7 +73,6 @@ def attention(
 
     `queries` of `keys` positions: fewer where a sequence is divided over ranks, evenly by area.
     """
-    kind = "bf16" if kind == "fp8" else kind
     efficiency = hardware.efficiency
     area = queries * (keys + _ATTENTION_TILE) / 2
     flops = 4.0 * batch * heads * head_dim * area

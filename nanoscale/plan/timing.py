@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import SPLIT_BACKWARD, V_SHAPED, stage_layers
+from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.plan import blocks, dataparallel, links, operations
-from nanoscale.plan.blocks import Passes, Slice, Work
-from nanoscale.plan.dataparallel import Holding
+from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
+from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.plan.work import NOTHING, Passes, Work
 
 Bubble = Callable[[str, int, int, int], float]
 """schedule, pp, stages a rank, micro batches → idle time over the time of the work"""
@@ -93,34 +95,34 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
     virtual = layout.virtual_stages
     assert isinstance(virtual, int)
-    holdings = rank_holdings(config)
-    one, ends = _costs(config, hardware, part)
+    one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, count = blocks.recomputed_share(config), sizes.accumulation
-    forward = one.forward.total
-    backward = one.backward.total + share * one.recomputed.total
-    loads = [_load(h, forward + backward, ends) for h in holdings]
-    worst = max(range(len(loads)), key=loads.__getitem__)
-    holding = holdings[worst]
+    forward = one.seconds[0]
+    backward = one.seconds[1] + share * one.seconds[2]
+    loads = [
+        (_load(held, forward + backward, ends), number, held)
+        for held, number in kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
+    ]
+    most, _, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
     send = _send(config, hardware, part)
     gaps = 0.0
     if layout.pp > 1:
         share_idle = (bubble or usual_bubble)(layout.schedule, layout.pp, virtual, count)
-        gaps = share_idle * count * (sum(loads) / len(loads) + 2 * virtual * send)
+        mean = sum(load * number for load, number, _ in loads) / layout.pp
+        gaps = share_idle * count * (mean + 2 * virtual * send)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
-        config
-    )
+    local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
     parts = [
         count * busy.matmul,
         count * busy.attention,
         count * busy.elementwise,
-        count * share * holding.blocks * one.recomputed.total,
+        count * share * holding.blocks * one.seconds[2],
         count * busy.launch,
         count * busy.tp,
         count * busy.cp,
-        count * _late(layout.schedule, virtual, send, loads[worst] / virtual),
+        count * _late(layout.schedule, virtual, send, most / virtual),
         dp.total,
         gaps,
         dataparallel.update(config, hardware, local),
@@ -130,7 +132,8 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     ]
     hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
     # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
-    jitter = sum(parts) * hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    seconds = sum(parts)
+    jitter = seconds * hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
     again = (
         share
         * config.model.layers
@@ -140,29 +143,30 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         * layout.cp
         * layout.tp
     )
-    return _assemble(config, hardware, sizes, Parts(*parts, jitter), again)
+    return _assemble(config, hardware, sizes, Parts(*parts, jitter), seconds + jitter, again)
 
 
 def _assemble(
-    config: Config, hardware: Hardware, sizes: Derived, parts: Parts, again: float
+    config: Config, hardware: Hardware, sizes: Derived, parts: Parts, seconds: float, again: float
 ) -> StepTime:
-    seconds = sum(getattr(parts, field) for field in _PARTS)
     tokens = sizes.tokens_per_step / seconds
-    model, seq = config.model, config.train.seq_len
+    whole, causal = _flops(config.model, config.train.seq_len)
     peak = hardware.peak(config.precision) * sizes.world_size
-    mfu = tokens * flops_per_token(model, seq) / peak
+    mfu = tokens * whole / peak
     return StepTime(
         seconds=seconds,
         parts=parts,
         tokens_per_s=tokens,
         tokens_per_s_per_gpu=tokens / sizes.world_size,
         mfu=mfu,
-        mfu_causal=tokens * flops_per_token_causal(model, seq) / peak,
+        mfu_causal=tokens * causal / peak,
         hfu=mfu + again / seconds / peak,
     )
 
 
-_PARTS = tuple(field.name for field in fields(Parts))
+@lru_cache(maxsize=1024)
+def _flops(model: Model, seq_len: int) -> tuple[int, int]:
+    return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
 
 
 def usual_bubble(schedule: str, pp: int, virtual: int, micro_batches: int) -> float:
@@ -178,10 +182,10 @@ def usual_bubble(schedule: str, pp: int, virtual: int, micro_batches: int) -> fl
 def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
     """Of every stage in the model's order, for one micro batch."""
     part = blocks.slice_of(config)
-    one, ends = _costs(config, hardware, part)
+    one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, send = blocks.recomputed_share(config), _send(config, hardware, part)
     found = []
-    layers = _layers(config)
+    layers = layers_of_stages(config)
     for stage, count in enumerate(layers):
         held = Holding(count, stage == 0, stage == len(layers) - 1)
         work = [end for end, there in zip(ends, (held.embedding, held.head), strict=True) if there]
@@ -205,66 +209,32 @@ def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
     )
 
 
-def rank_holdings(config: Config) -> list[Holding]:
-    """What each pipeline rank has of the model."""
-    layers = _layers(config)
-    pp, stages = config.parallel.pp, len(layers)
-    held = [0] * pp
-    for stage, count in enumerate(layers):
-        held[_rank(config.parallel.schedule, pp, stage)] += count
-    last = _rank(config.parallel.schedule, pp, stages - 1)
-    return [Holding(count, rank == 0, rank == last) for rank, count in enumerate(held)]
-
-
-def _rank(schedule: str, pp: int, stage: int) -> int:
-    if schedule in V_SHAPED:
-        return stage if stage < pp else 2 * pp - 1 - stage
-    return stage % pp
-
-
-def _layers(config: Config) -> tuple[int, ...]:
-    layout = config.parallel
-    assert isinstance(layout.virtual_stages, int)
-    own = layout.layers_per_stage
-    return _divided(
-        config.model,
-        layout.pp * (layout.virtual_stages if layout.pp > 1 else 1),
-        tuple(own) if own else None,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _divided(model: Model, stages: int, own: tuple[int, ...] | None) -> tuple[int, ...]:
-    return tuple(stage_layers(model, stages, list(own) if own else None))
-
-
-def _costs(config: Config, hardware: Hardware, part: Slice) -> tuple[Passes, tuple[Passes, Passes]]:
-    ends = blocks.embedding(hardware, part), blocks.head(hardware, part)
-    return blocks.block(hardware, part), ends
+def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
+    return blocks.embedding(hardware, part), blocks.head(hardware, part)
 
 
 def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
     """Seconds of a rank for one micro batch."""
     seconds = holding.blocks * block
-    for end, there in ((ends[0], holding.embedding), (ends[1], holding.head)):
-        if there:
-            seconds += end.forward.total + end.backward.total
+    if holding.embedding:
+        seconds += ends[0].seconds[0] + ends[0].seconds[1]
+    if holding.head:
+        seconds += ends[1].seconds[0] + ends[1].seconds[1]
     return seconds
 
 
 def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
     """Forward and backward of a rank for one micro batch, without what is computed again."""
-    terms: list[tuple[int, Work]] = [(holding.blocks, one.forward), (holding.blocks, one.backward)]
-    for end, there in ((ends[0], holding.embedding), (ends[1], holding.head)):
-        if there:
-            terms += [(1, end.forward), (1, end.backward)]
+    number, block = holding.blocks, one.both
+    first = ends[0].both if holding.embedding else NOTHING
+    last = ends[1].both if holding.head else NOTHING
     return Work(
-        sum(n * w.matmul for n, w in terms),
-        sum(n * w.attention for n, w in terms),
-        sum(n * w.elementwise for n, w in terms),
-        sum(n * w.launch for n, w in terms),
-        sum(n * w.tp for n, w in terms),
-        sum(n * w.cp for n, w in terms),
+        number * block.matmul + first.matmul + last.matmul,
+        number * block.attention,
+        number * block.elementwise + first.elementwise + last.elementwise,
+        number * block.launch,
+        number * block.tp + first.tp + last.tp,
+        number * block.cp,
     )
 
 
@@ -303,9 +273,7 @@ def _offload(
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
-        size = dataparallel.rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(
-            config
-        )
+        size = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
         passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
         seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
     if layout.offload_activations:

@@ -87,7 +87,10 @@ def test_a_better_device_is_never_slower(better):
         assert product(fast, "bf16", *shape) <= product(slow, "bf16", *shape)
 
 
-@pytest.mark.parametrize(("device", "head_dim", "tflops"), [("h100-sxm", 128, 327.9), ("h200", 128, 329.3), ("a100-80", 64, 179.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "head_dim", "tflops"),
+    [("h100-sxm", 128, 327.9), ("h200", 128, 329.3), ("a100-80", 64, 179.5)],
+)
 def test_attention_as_fast_as_measured(device, head_dim, tflops):
     """FlashAttention-2 with batch 2 and sequence 8192: Azure's AI benchmarking guide."""
     seconds = attention(machine(device), "bf16", 2, 8192, 8192, 16, head_dim)

@@ -8,8 +8,9 @@ import pytest
 
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precision, Zero
-from nanoscale.plan import blocks, dataparallel, timing
+from nanoscale.plan import blocks, dataparallel
 from nanoscale.plan.hardware import Hardware, hardware_of
+from nanoscale.plan.holdings import rank_holdings, rank_parameters
 from nanoscale.plan.how import how
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, parameters
 from nanoscale.plan.timing import Parts, stage_costs, step_time, training, usual_bubble
@@ -25,7 +26,7 @@ FREE = {
 
 
 def llama_405b(cp: int, seq: int, dp: int, batch: int) -> Config:
-    """Llama 3's layout: one block a stage, but none beside embedding and head (arXiv:2407.21783, section 3.3.2)."""
+    """Llama 3's layout: a block a stage, none beside embedding and head (arXiv:2407.21783, section 3.3.2)."""
     return job(
         "llama-405b",
         tp=8, pp=16, cp=cp, dp=dp, seq_len=seq, global_batch=batch,
@@ -166,7 +167,7 @@ def test_ranks_of_a_v_hold_the_first_and_the_last_stage():
     config = job(
         pp=4, dp=2, schedule="zbv", virtual_stages=2, layers_per_stage=[1, 2, 3, 4, 5, 6, 7, 4]
     )
-    held = timing.rank_holdings(config)
+    held = rank_holdings(config)
     assert [rank.blocks for rank in held] == [1 + 4, 2 + 7, 3 + 6, 4 + 5]
     assert (held[0].embedding, held[0].head, held[3].head) == (True, True, False)
 
@@ -175,9 +176,7 @@ def test_ranks_of_a_v_hold_the_first_and_the_last_stage():
 @pytest.mark.parametrize("pp", [1, 4])
 def test_parameters_of_the_ranks_are_those_of_the_model(name, pp):
     config = job(name, pp=pp, dp=2)
-    together = sum(
-        dataparallel.rank_parameters(config.model, 1, held) for held in timing.rank_holdings(config)
-    )
+    together = sum(rank_parameters(config.model, 1, held) for held in rank_holdings(config))
     twice = (
         config.model.vocab * config.model.hidden if config.model.tie_embeddings and pp > 1 else 0
     )
@@ -311,7 +310,7 @@ def test_the_optimizers_time_is_its_traffic():
     """AdamW without clipping: four numbers read and three written a parameter, 4 bytes each."""
     config = job(dp=1, global_batch=1, optimizer=Optimizer(clip_norm=None))
     hardware = changed(machine(), memory=1.0)
-    count = dataparallel.rank_parameters(config.model, 1, timing.rank_holdings(config)[0])
+    count = rank_parameters(config.model, 1, rank_holdings(config)[0])
     assert step_time(config, hardware).parts.optimizer == pytest.approx(28 * count / 3.35e12)
 
 
