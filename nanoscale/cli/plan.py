@@ -28,6 +28,21 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the arithmetic behind every number.")
     ] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search", help="Look through all legal layouts; keys set here keep their values."
+        ),
+    ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="With --search: write the best as a recipe.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Predict memory, speed and cost of a job on the hardware that `cluster` describes, or on this machine's."""
@@ -36,6 +51,8 @@ def plan(
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
+    if search:
+        return _search(composed, write, as_json)
     prediction = predict(resolved(composed))
     if as_json:
         from nanoscale.plan.document import document
@@ -62,3 +79,20 @@ def resolved(composed: Composed) -> Config:
     config = check(composed, planned_devices(composed), read_hosts(composed))
     check_extra(composed, config)
     return config
+
+
+def _search(composed: Composed, write: Path | None, as_json: bool) -> int:
+    from nanoscale.plan.hardware import hardware_of
+    from nanoscale.plan.machines import planned_devices
+    from nanoscale.plan.request import room
+    from nanoscale.plan.search import search
+    from nanoscale.plan.search_text import print_found, search_document
+
+    devices = planned_devices(composed)
+    looked_in = room(composed, devices, hardware_of(composed.config))
+    found = search(looked_in, hardware_of(looked_in.base))
+    if as_json:
+        print_json(search_document(composed, found))
+    else:
+        print_found(console(), composed, looked_in, found)
+    return DONE

@@ -80,7 +80,9 @@ def recomputations(room: Room, config: Config) -> Iterator[Config]:
             continue
         every = layout.checkpoint_every if mode == "full" else 1
         keep = layout.selective_keep if mode == "selective" else Parallel().selective_keep
-        changed = replace(layout, activation_checkpointing=mode, checkpoint_every=every, selective_keep=keep)
+        changed = replace(
+            layout, activation_checkpointing=mode, checkpoint_every=every, selective_keep=keep
+        )
         yield replace(config, parallel=changed)
 
 
@@ -124,7 +126,9 @@ def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, str]]:
     shares = tp if room.base.backend.name == "native" else 1
     heads = math.gcd(model.heads, model.kv_heads or model.heads) // tp
     for cp in _choices(room, "cp", divisors(rest)):
-        if rest % cp or (cp > 1 and "parallel.cp" not in room.held and length // cp < SHORTEST_PIECE):
+        if rest % cp or (
+            cp > 1 and "parallel.cp" not in room.held and length // cp < SHORTEST_PIECE
+        ):
             continue
         for method in _choices(room, "cp_method", ("ring", "ulysses") if cp > 1 else ("ring",)):
             pieces = math.lcm(2 if method == "ring" and cp > 1 else 1, shares)

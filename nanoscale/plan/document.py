@@ -26,7 +26,9 @@ def document(plan: Prediction) -> dict[str, Any]:
         "hfu": time.hfu,
         "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
         "training": asdict(plan.training),
-        "layout": {name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp")},
+        "layout": {
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp")
+        },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
 

@@ -21,14 +21,17 @@ ENOUGH = 0.5
 """the least probability with which a layout is said to fit"""
 
 
+Memory = tuple[RankMemory, ...]
+"""of every pipeline rank"""
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A configuration on its hardware."""
 
     config: Config
     hardware: Hardware
-    memory: tuple[RankMemory, ...]
-    """of every pipeline rank"""
+    memory: Memory
     time: StepTime
     timeline: Timeline | None
     """of the pipeline's step, if there is one and it was simulated"""
@@ -36,12 +39,12 @@ class Prediction:
     @property
     def worst(self) -> RankMemory:
         """The rank that uses most."""
-        return max(self.memory, key=lambda rank: rank.total)
+        return highest(self.memory)
 
     @property
     def capacity(self) -> int:
-        """Bytes of a device."""
-        return int(self.hardware.memory_gib * GIB)
+        """Bytes of the device."""
+        return capacity(self.hardware)
 
     @property
     def fits_probability(self) -> float:
@@ -63,28 +66,30 @@ def predict(config: Config) -> Prediction:
         UserError: the hardware is unknown or cannot compute what is asked.
     """
     hardware = hardware_of(config)
-    layout = config.parallel
-    timeline = simulated(config, stage_costs(config, hardware)) if layout.pp > 1 else None
-    in_flight = timeline.held if timeline is not None else None
-    return Prediction(
-        config,
-        hardware,
-        tuple(_memory(config, hardware, in_flight)),
-        step_time(config, hardware, timeline.makespan if timeline is not None else None),
-        timeline,
-    )
+    if config.parallel.pp == 1:
+        return with_time(config, hardware, estimate_memory(config, hardware))
+    timeline = simulated(config, stage_costs(config, hardware))
+    memory = _memory(config, hardware, timeline.held)
+    time = step_time(config, hardware, timeline.makespan)
+    return Prediction(config, hardware, memory, time, timeline)
 
 
-def estimate(config: Config, hardware: Hardware) -> Prediction:
-    """The same in closed form, for a search through thousands of layouts."""
+def estimate_memory(config: Config, hardware: Hardware) -> Memory:
+    """In closed form, for a search through thousands of layouts.
+
+    Of the first ranks, which have most micro batches under way, and of the last, which has the logits.
+    """
     layout = config.parallel
-    in_flight = None
-    if layout.pp > 1:
-        assert isinstance(layout.virtual_stages, int)
-        in_flight = pipeline.in_flight(
-            layout.schedule, layout.pp, layout.virtual_stages, derive(config).accumulation
-        )
-    memory = tuple(_memory(config, hardware, in_flight))
+    if layout.pp == 1:
+        return _memory(config, hardware, None)
+    assert isinstance(layout.virtual_stages, int)
+    count = derive(config).accumulation
+    in_flight = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
+    return _memory(config, hardware, in_flight, sorted({0, 1, layout.pp - 1}))
+
+
+def with_time(config: Config, hardware: Hardware, memory: Memory) -> Prediction:
+    """A prediction in closed form, of which the memory is known already."""
     return Prediction(config, hardware, memory, step_time(config, hardware), None)
 
 
@@ -108,13 +113,26 @@ def costs(schedule: str, stages: Sequence[StageCost]) -> Costs:
     )
 
 
+def capacity(hardware: Hardware) -> int:
+    """Bytes of a device."""
+    return int(hardware.memory_gib * GIB)
+
+
 def fits_probability(needed: int, capacity: int) -> float:
     """That a device of `capacity` bytes is enough where `needed` are predicted; the error is normal."""
     return 0.5 * math.erfc((needed - capacity) / (SPREAD * needed) / math.sqrt(2))
 
 
+def highest(memory: Memory) -> RankMemory:
+    """The rank that uses most."""
+    return max(memory, key=lambda rank: rank.total)
+
+
 def _memory(
-    config: Config, hardware: Hardware, in_flight: Sequence[Sequence[int]] | None
-) -> list[RankMemory]:
+    config: Config,
+    hardware: Hardware,
+    in_flight: Sequence[Sequence[int]] | None,
+    ranks: Sequence[int] | None = None,
+) -> Memory:
     context = int(hardware.context_gib * GIB) if config.launcher.device == "cuda" else 0
-    return rank_memory(config, in_flight, context_bytes=context)
+    return tuple(rank_memory(config, in_flight, ranks=ranks, context_bytes=context))

@@ -6,14 +6,28 @@ shape, and what else a shape costs is the same with all of them.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.candidates import Room, micro_batches, recomputations, schedules, shapes
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.predict import Prediction, estimate, predict
+from nanoscale.plan.predict import (
+    ENOUGH,
+    Memory,
+    Prediction,
+    capacity,
+    estimate_memory,
+    fits_probability,
+    highest,
+    predict,
+    with_time,
+)
 
+_GAIN = 0.999
+"""a larger micro batch must be faster than the last one by so much, for a still larger one to be tried"""
 REFINED = 48
 """shapes of which other schedules are tried"""
 SIMULATED = 12
@@ -53,7 +67,9 @@ def search(room: Room, hardware: Hardware) -> Found:
         for scheduled in schedules(room, plan.config):
             tried.add_all(room, scheduled)
     ranked = sorted(tried.fitting, key=_speed)
-    exact = [predict(plan.config) if plan.config.parallel.pp > 1 else plan for plan in ranked[:SIMULATED]]
+    exact = [
+        predict(plan.config) if plan.config.parallel.pp > 1 else plan for plan in ranked[:SIMULATED]
+    ]
     exact = sorted((plan for plan in exact if plan.fits), key=_speed)
     return Found((*exact, *ranked[SIMULATED:]), tried.nearest, tried.considered)
 
@@ -62,21 +78,36 @@ class _Tried:
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self.fitting: list[Prediction] = []
-        self.nearest: Prediction | None = None
         self.considered = 0
+        self._least = sys.maxsize
+        self._nearest: tuple[Config, Memory] | None = None
 
     def add_all(self, room: Room, shape: Config) -> None:
-        """Of each way to compute again, micro batches from the smallest to the first that does not fit."""
+        """Of each way to compute again, micro batches from the smallest to the first that is too large or no faster."""
         for recomputed in recomputations(room, shape):
+            fastest = math.inf
             for config in micro_batches(room, recomputed):
                 self.considered += 1
-                plan = estimate(config, self._hardware)
-                if plan.fits:
-                    self.fitting.append(plan)
-                    continue
-                if self.nearest is None or plan.worst.total < self.nearest.worst.total:
-                    self.nearest = plan
-                break
+                memory = estimate_memory(config, self._hardware)
+                needed = highest(memory).total
+                if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
+                    self._note_nearest(config, memory, needed)
+                    break
+                plan = with_time(config, self._hardware, memory)
+                self.fitting.append(plan)
+                if plan.time.seconds > _GAIN * fastest:
+                    break
+                fastest = plan.time.seconds
+
+    def _note_nearest(self, config: Config, memory: Memory, needed: int) -> None:
+        if needed < self._least:
+            self._least, self._nearest = needed, (config, memory)
+
+    @property
+    def nearest(self) -> Prediction | None:
+        return (
+            with_time(self._nearest[0], self._hardware, self._nearest[1]) if self._nearest else None
+        )
 
 
 def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
@@ -92,5 +123,8 @@ def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
             return
 
 
-def _speed(plan: Prediction) -> float:
-    return plan.time.seconds
+def _speed(plan: Prediction) -> tuple[float, int, int]:
+    """Of layouts that are as fast, within the last thousandth, the one with the fewest axes and the least memory."""
+    layout = plan.config.parallel
+    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.dp_replicate > 1)
+    return float(f"{plan.time.seconds:.3g}"), axes, plan.worst.total

@@ -61,7 +61,9 @@ def head(plan: Prediction) -> list[str]:
     if layout.pp > 1:
         degrees.append(f"{layout.schedule}, {layout.virtual_stages} stages a rank")
     recomputed = layout.activation_checkpointing
-    degrees += [f"ZeRO {config.zero.stage}"] + ([f"recompute {recomputed}"] if recomputed != "none" else [])
+    degrees += [f"ZeRO {config.zero.stage}"] + (
+        [f"recompute {recomputed}"] if recomputed != "none" else []
+    )
     precision = "fp8" if config.precision.fp8 else config.precision.compute
     return [
         f"{model.name}, {parameters(model) / 1e9:.4g} B parameters, {precision}, {config.backend.name}, {count} {on}",
@@ -86,7 +88,9 @@ def outcome(plan: Prediction) -> list[str]:
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
-    length = f"{run.steps:,} steps in {_long(run.hours)}, {run.device_hours:,.1f} device hours{cost}"
+    length = (
+        f"{run.steps:,} steps in {_long(run.hours)}, {run.device_hours:,.1f} device hours{cost}"
+    )
     return [speed, shares, length]
 
 
@@ -94,7 +98,9 @@ def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:
     from rich.table import Table
 
     worst = plan.worst
-    title = f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
+    title = (
+        f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
+    )
     table = Table("part", "GiB", title=title, title_justify="left", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     if explain:
@@ -115,7 +121,9 @@ def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
     from rich.table import Table
 
     time = plan.time
-    table = Table("part", "ms", "share", title="a step", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        "part", "ms", "share", title="a step", title_justify="left", box=None, pad_edge=False
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     reasons = how(plan.config, plan.hardware, time) if explain else {}

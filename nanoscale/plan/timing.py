@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.plan import blocks, dataparallel, links, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.work import NOTHING, Passes, Work
-
-Bubble = Callable[[str, int, int, int], float]
-"""schedule, pp, stages a rank, micro batches → idle time over the time of the work"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +82,11 @@ class Training:
     cost: float | None
 
 
-def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) -> StepTime:
+def step_time(config: Config, hardware: Hardware, makespan: float | None = None) -> StepTime:
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
-        bubble: idle over busy time of a schedule; None: the closed forms of `usual_bubble`.
+        makespan: seconds from the pipeline's first action to its last, where it was simulated; None: in closed form.
     """
     sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
     virtual = layout.virtual_stages
@@ -106,11 +102,16 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     most, _, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
     send = _send(config, hardware, part)
+    late = count * _late(layout.schedule, virtual, send, most / virtual)
     gaps = 0.0
-    if layout.pp > 1:
-        share_idle = (bubble or usual_bubble)(layout.schedule, layout.pp, virtual, count)
-        mean = sum(load * number for load, number, _ in loads) / layout.pp
-        gaps = share_idle * count * (mean + 2 * virtual * send)
+    if makespan is not None:
+        gaps = max(0.0, makespan - count * most - late)
+    elif layout.pp > 1:
+        mean = sum(load * number for load, number, _ in loads) / layout.pp / virtual
+        passes = forward / (forward + backward), backward / (forward + backward)
+        weights = 0.5 * one.backward.matmul / (forward + backward)
+        costs = (mean * passes[0], mean * (passes[1] - weights), mean * weights)
+        gaps = bubble(layout.schedule, layout.pp, virtual, count, *costs)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
@@ -122,7 +123,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         count * busy.launch,
         count * busy.tp,
         count * busy.cp,
-        count * _late(layout.schedule, virtual, send, most / virtual),
+        late,
         dp.total,
         gaps,
         dataparallel.update(config, hardware, local),
@@ -167,16 +168,6 @@ def _assemble(
 @lru_cache(maxsize=1024)
 def _flops(model: Model, seq_len: int) -> tuple[int, int]:
     return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
-
-
-def usual_bubble(schedule: str, pp: int, virtual: int, micro_batches: int) -> float:
-    """Idle over busy time where every stage takes as long and a backward pass two forward passes.
-
-    (p - 1) / (v·m): Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Where gradients of weights are
-    computed apart they fill two thirds of it (ZB-H1, Qi et al. 2023, arXiv:2401.10241, table 1).
-    """
-    idle = (pp - 1) / (virtual * micro_batches)
-    return idle / 3 if schedule in SPLIT_BACKWARD else idle
 
 
 def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:

@@ -1,0 +1,116 @@
+"""Why the best layout is the best: what changes with each of its axes, and the field's rules of thumb where they apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from nanoscale.config.derive import derive
+from nanoscale.plan.model_math import parameters
+from nanoscale.plan.part import GIB
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search import Found
+from nanoscale.plan.show import MEANINGS
+from nanoscale.plan.timing import Parts
+
+_AXES: dict[str, Callable[[Prediction], object]] = {
+    "tp": lambda plan: plan.config.parallel.tp,
+    "pp": lambda plan: plan.config.parallel.pp,
+    "cp": lambda plan: plan.config.parallel.cp,
+    "ZeRO": lambda plan: plan.config.zero.stage,
+    "replicas": lambda plan: plan.config.parallel.dp_replicate,
+    "schedule": lambda plan: plan.config.parallel.schedule,
+    "micro batch": lambda plan: plan.config.train.micro_batch,
+    "recompute": lambda plan: plan.config.parallel.activation_checkpointing,
+}
+_LEAST_S = 0.002
+"""a part that changes the step by less than this share is not worth a word"""
+
+
+def reasons(found: Found) -> list[str]:
+    """A sentence for each axis along which another layout comes near."""
+    best = found.best
+    if best is None:
+        return []
+    return [*_against_others(best, found.ranked), *advice(best)]
+
+
+def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterator[str]:
+    for name, axis in _AXES.items():
+        others = (plan for plan in ranked if axis(plan) != axis(best) and _alike(name, plan, best))
+        other = next(others, None)
+        if other is not None:
+            yield _sentence(name, axis(other), axis(best), other, best)
+
+
+def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
+    """Whether they differ in one axis only, but for dp, which takes what is left, and what has no counterpart."""
+    free = {name, "schedule"} if name == "pp" else {name}
+    return all(axis(plan) == axis(best) for other, axis in _AXES.items() if other not in free)
+
+
+def _sentence(name: str, before: object, after: object, other: Prediction, best: Prediction) -> str:
+    parts = {field.name: _difference(field.name, other, best) for field in fields(Parts)}
+    told = {
+        part: saved for part, saved in parts.items() if abs(saved) > _LEAST_S * best.time.seconds
+    }
+    saves = [
+        f"{1e3 * s:,.0f} ms of {MEANINGS[p]}"
+        for p, s in sorted(told.items(), key=_by_size)
+        if s > 0
+    ]
+    costs = [
+        f"{-1e3 * s:,.0f} ms of {MEANINGS[p]}"
+        for p, s in sorted(told.items(), key=_by_size)
+        if s < 0
+    ]
+    memory = (best.worst.total - other.worst.total) / GIB
+    if abs(memory) >= 0.1:
+        (costs if memory > 0 else saves).append(f"{abs(memory):.1f} GiB")
+    words = [
+        f"{word} {', '.join(what[:3])}"
+        for word, what in (("saves", saves), ("costs", costs))
+        if what
+    ]
+    total = other.time.seconds / best.time.seconds - 1
+    return f"{name} {before} → {after} {' and '.join(words) or 'changes little'}; the step takes {total:.1%} less"
+
+
+def _difference(part: str, other: Prediction, best: Prediction) -> float:
+    return float(getattr(other.time.parts, part) - getattr(best.time.parts, part))
+
+
+def _by_size(item: tuple[str, float]) -> float:
+    return -abs(item[1])
+
+
+def advice(best: Prediction) -> list[str]:
+    """The usual ladder of parallelisms, with its thresholds, held against what was found.
+
+    Source of the thresholds: PyTorch's guides to FSDP2 and torchtitan (Liang et al. 2024, arXiv:2410.06511): sharded
+    data parallelism first, recomputation when activations do not fit, replicas of sharded groups beyond some hundred
+    devices, then context, pipeline and tensor parallelism.
+    """
+    config, size = best.config, parameters(best.config.model)
+    layout, world = config.parallel, derive(config).world_size
+    lines = []
+    if world <= 128 and size <= 1e9 and (layout.tp, layout.pp, layout.cp) != (1, 1, 1):
+        lines.append(
+            "up to 128 devices and 1 B parameters, data parallelism alone is the usual choice"
+        )
+    if (
+        256 <= world <= 512
+        and layout.dp_replicate == 1
+        and config.zero.stage == 3
+        and layout.tp == 1
+    ):
+        lines.append(
+            "from 256 devices on, replicas of a model sharded in each host (dp_replicate) spare the network"
+        )
+    if world >= 1000 and size >= 50e9 and layout.tp == 1 and layout.pp == 1:
+        lines.append(
+            "from 1,000 devices and 50 B parameters on, tp and pp are usual beside sharding"
+        )
+    if config.train.seq_len > 10_000 and layout.cp == 1:
+        lines.append("sequences above 10,000 tokens are usually divided by cp")
+    return lines

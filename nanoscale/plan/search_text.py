@@ -1,0 +1,126 @@
+"""What a search has found, for people and as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.config.compose import Composed
+from nanoscale.plan.candidates import Room
+from nanoscale.plan.document import document
+from nanoscale.plan.part import GIB
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.reasons import reasons
+from nanoscale.plan.request import to_type
+from nanoscale.plan.search import Found
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN = 12
+
+
+def search_document(composed: Composed, found: Found) -> dict[str, Any]:
+    """`plan --search --json`."""
+    return {
+        "considered": found.considered,
+        "fitting": len(found.ranked),
+        "layouts": [_entry(composed, plan) for plan in found.ranked[:SHOWN]],
+        "front": [_entry(composed, plan) for plan in found.front()],
+        "nearest": _entry(composed, found.nearest) if found.nearest and not found.ranked else None,
+        "why": reasons(found),
+    }
+
+
+def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
+    return {"overrides": to_type(composed, plan.config), **document(plan)}
+
+
+def print_found(console: Console, composed: Composed, room: Room, found: Found) -> None:
+    """The fastest layouts, those of the Pareto front marked, and why the first is the first."""
+    model, hardware = room.base.model.name, (found.best or found.nearest)
+    device = hardware.hardware.device if hardware else ""
+    console.print(
+        f"{model} on {room.world} × {device}: {found.considered:,} layouts looked at, {len(found.ranked):,} fit\n",
+        markup=False,
+        soft_wrap=True,
+    )
+    if found.best is None:
+        _print_nearest(console, composed, found)
+        return
+    console.print(_table(found.ranked[:SHOWN], found.front()))
+    console.print(
+        "\n* no other layout is faster with as little memory\n", style="dim", markup=False
+    )
+    for line in reasons(found):
+        console.print(f"- {line}", markup=False, soft_wrap=True)
+    words = " ".join(to_type(composed, found.best.config)) or "nothing: it is what was asked for"
+    console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
+
+
+def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
+    if found.nearest is None:
+        console.print("no layout is legal with what was held", style="bold red")
+        return
+    worst = found.nearest.worst
+    console.print(
+        f"nothing fits; the least is {worst.total / GIB:.1f} of {found.nearest.capacity / GIB:.1f} GiB, with\n"
+        f"  {' '.join(to_type(composed, found.nearest.config))}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
+    from rich.table import Table
+
+    names = (
+        "",
+        "dp",
+        "tp",
+        "pp",
+        "cp",
+        "schedule",
+        "ZeRO",
+        "micro",
+        "recompute",
+        "GiB",
+        "fits",
+        "ms",
+        "tokens/s",
+        "MFU",
+    )
+    table = Table(*names, box=None, pad_edge=False)
+    for column in (*table.columns[1:5], *table.columns[6:8], *table.columns[9:]):
+        column.justify = "right"
+    for plan in plans:
+        table.add_row(*_row(plan, plan in front))
+    return table
+
+
+def _row(plan: Prediction, on_front: bool) -> list[str]:
+    config, time = plan.config, plan.time
+    layout = config.parallel
+    dp = (
+        str(layout.dp)
+        if layout.dp_replicate == 1
+        else f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"
+    )  # type: ignore[operator]
+    cp = str(layout.cp) if layout.cp == 1 else f"{layout.cp} {layout.cp_method}"
+    virtual = f" ×{layout.virtual_stages}" if layout.virtual_stages != 1 else ""
+    return [
+        "*" if on_front else "",
+        dp,
+        str(layout.tp),
+        str(layout.pp),
+        cp,
+        f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
+        str(config.zero.stage),
+        str(config.train.micro_batch),
+        layout.activation_checkpointing,
+        f"{plan.worst.total / GIB:.1f}",
+        f"{plan.fits_probability:.0%}",
+        f"{1e3 * time.seconds:,.0f}",
+        f"{time.tokens_per_s_per_gpu:,.0f}",
+        f"{time.mfu:.1%}",
+    ]
