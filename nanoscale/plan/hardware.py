@@ -11,12 +11,12 @@ import os
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoscale.config import document
 from nanoscale.config.convert import to_config
 from nanoscale.config.library import packaged
-from nanoscale.config.schema import Cluster, Config, Precision
+from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
 from nanoscale.devices import detect
 from nanoscale.errors import UserError
 
@@ -146,7 +146,7 @@ def peak_of(config: Config, driver_name: str | None) -> float | None:
     if driver_name is None:
         return None
     known = cluster.device or recognise(driver_name)
-    cluster = _filled(cluster, _table().get(known or ""))
+    cluster = _filled(cluster, _known(known or ""))
     peak: float | None = getattr(cluster.peaks, kind(config.precision))
     return None if peak is None else peak * 1e12
 
@@ -155,12 +155,12 @@ def described(config: Config) -> Cluster:
     """`config.cluster` with the gaps filled as far as the table knows."""
     cluster = config.cluster
     if cluster.device is not None:
-        return _filled(cluster, _table().get(cluster.device))
+        return _filled(cluster, _known(cluster.device))
     if all(getattr(cluster, name) is not None for name in _NEEDED):
         return replace(cluster, device="unnamed")
     here = detect()
     if config.launcher.device == "cpu" or here.kind == "cpu":
-        return _this_cpu(_filled(cluster, _table()[CPU]), config)
+        return _this_cpu(_filled(cluster, _known(CPU)), config)
     names = sorted(set(here.names))
     known = {name: recognise(name) for name in names}
     if len(set(known.values())) != 1 or None in known.values():
@@ -169,23 +169,19 @@ def described(config: Config) -> Cluster:
             f"cluster.device is null, and this machine's {' and '.join(names)} is no one known device. "
             f"Type what it is, as in cluster=h100-sxm; known are {_known_words()}",
         )
-    return _filled(cluster, _table()[str(known[names[0]])])
+    return _filled(cluster, _known(str(known[names[0]])))
 
 
 def recognise(device_name: str) -> str | None:
     """The table's name of a device by its driver's: the longest part that it contains decides."""
     found = [
         (len(part), name)
-        for name, cluster in _table().items()
+        for name in known_devices()
+        if (cluster := _known(name)) is not None
         for part in cluster.recognised
         if part.lower() in device_name.lower()
     ]
     return max(found)[1] if found else None
-
-
-def known_devices() -> list[str]:
-    """The devices of the table, by name."""
-    return sorted(_table())
 
 
 _NEEDED = (
@@ -196,26 +192,33 @@ _NEEDED = (
 
 
 @cache
-def _table() -> dict[str, Cluster]:
-    """Every file of the packaged group that is a device, by its name."""
+def known_devices() -> tuple[str, ...]:
+    """The devices of the table, by name."""
     folder = packaged()[0] / "cluster"
-    found = {}
-    for path in sorted(folder.glob("*.yaml")):
-        if path.stem not in _NOT_A_DEVICE:
-            read = document.read(path)
-            found[path.stem] = to_config({"cluster": read.content}, read.source).cluster
-    return found
+    return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - _NOT_A_DEVICE))
+
+
+@cache
+def _known(name: str) -> Cluster | None:
+    """The table's entry; None where it has none of that name."""
+    if name not in known_devices():
+        return None
+    read = document.read(packaged()[0] / "cluster" / f"{name}.yaml")
+    return to_config({"cluster": read.content}, read.source).cluster
 
 
 def _known_words() -> str:
     return ", ".join(f"cluster={name}" for name in known_devices())
 
 
-def _filled(own: Any, table: Any) -> Any:
+_Section = TypeVar("_Section", Cluster, Peaks, Reached)
+
+
+def _filled(own: _Section, table: _Section | None) -> _Section:
     """`own` with the table's values where it has none; sections within are filled the same way."""
     if table is None:
         return own
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(own):
         mine, theirs = getattr(own, field.name), getattr(table, field.name)
         if is_dataclass(mine):

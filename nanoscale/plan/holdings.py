@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -35,11 +34,9 @@ def _holdings(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding,
 
 
 @lru_cache(maxsize=1024)
-def kinds_of_ranks(
-    schedule: str, pp: int, layers: tuple[int, ...]
-) -> tuple[tuple[Holding, int], ...]:
-    """The different things that ranks hold, and how many hold each."""
-    return tuple(Counter(_holdings(schedule, pp, layers)).items())
+def kinds_of_ranks(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding, ...]:
+    """The different things that ranks hold."""
+    return tuple(dict.fromkeys(_holdings(schedule, pp, layers)))
 
 
 def _rank(schedule: str, pp: int, stage: int) -> int:

@@ -22,7 +22,8 @@ def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
         "launch": _launch(hardware, part),
         "tp": _tp(hardware, part),
         "cp": _cp(part),
-        "pp": "what a rank waits for while its neighbours send: 1F1B has no micro batch to spare meanwhile",
+        "pp": "waiting for what neighbours send: at the ends of the step, and with 1F1B, which has no micro "
+        "batch to spare, for every one",
         "dp": _dp(config, hardware, count),
         "bubble": _bubble(config),
         "optimizer": _optimizer(config, hardware),
@@ -121,9 +122,9 @@ def _dp(config: Config, hardware: Hardware, count: int) -> str:
 def _bubble(config: Config) -> str:
     layout, count = config.parallel, derive(config).accumulation
     return (
-        f"schedule {layout.schedule} with p = {layout.pp}, v = {layout.virtual_stages}, m = {count}: about "
-        f"(p - 1)/(v·m) = {(layout.pp - 1) / (int(layout.virtual_stages) * count):.1%} of the work "
-        "(arXiv:2104.04473, section 2.2), less where gradients of weights fill it"
+        f"schedule {layout.schedule} with p = {layout.pp}, v = {layout.virtual_stages}, m = {count}: "
+        "a rank waits for p - 1 stages, about (p - 1)/(v·m) of the work (arXiv:2104.04473, section 2.2), less "
+        "where gradients of weights fill it"
     )
 
 

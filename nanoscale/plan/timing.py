@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
+from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.plan import blocks, dataparallel, links, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
-from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.work import NOTHING, Passes, Work
+
+Bubble = Callable[[str, int, int, int, float, float, float, float], float]
+"""schedule, pp, stages a rank, micro batches; seconds of a stage and micro batch forward, backward for inputs
+and for weights, and of sending → seconds of a step in which a rank waits, for what is on its way included"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +87,22 @@ class Training:
     cost: float | None
 
 
-def step_time(config: Config, hardware: Hardware, makespan: float | None = None) -> StepTime:
+def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) -> StepTime:
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
-        makespan: seconds from the pipeline's first action to its last, where it was simulated; None: in closed form.
+        bubble: seconds that a schedule waits; None: the closed forms of `usual_bubble`.
     """
     sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
-    virtual = layout.virtual_stages
-    assert isinstance(virtual, int)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, count = blocks.recomputed_share(config), sizes.accumulation
     forward = one.seconds[0]
     backward = one.seconds[1] + share * one.seconds[2]
-    loads = [
-        (_load(held, forward + backward, ends), number, held)
-        for held, number in kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
-    ]
-    most, _, holding = max(loads, key=itemgetter(0))
+    kinds = kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
+    loads = [(_load(held, forward + backward, ends), held) for held in kinds]
+    _, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
-    send = _send(config, hardware, part)
-    late = count * _late(layout.schedule, virtual, send, most / virtual)
-    gaps = 0.0
-    if makespan is not None:
-        gaps = max(0.0, makespan - count * most - late)
-    elif layout.pp > 1:
-        mean = sum(load * number for load, number, _ in loads) / layout.pp / virtual
-        passes = forward / (forward + backward), backward / (forward + backward)
-        weights = 0.5 * one.backward.matmul / (forward + backward)
-        costs = (mean * passes[0], mean * (passes[1] - weights), mean * weights)
-        gaps = bubble(layout.schedule, layout.pp, virtual, count, *costs)
+    idle, late = _waiting(config, hardware, part, one, ends, bubble or usual_bubble)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
@@ -125,7 +116,7 @@ def step_time(config: Config, hardware: Hardware, makespan: float | None = None)
         count * busy.cp,
         late,
         dp.total,
-        gaps,
+        idle,
         dataparallel.update(config, hardware, local),
         _offload(config, hardware, part, holding, count, forward),
         # Ids of tokens, in 8 bytes.
@@ -170,6 +161,32 @@ def _flops(model: Model, seq_len: int) -> tuple[int, int]:
     return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
 
 
+def usual_bubble(
+    schedule: str,
+    pp: int,
+    virtual: int,
+    micro_batches: int,
+    forward: float,
+    inputs: float,
+    weights: float,
+    send: float,
+) -> float:
+    """Seconds of a step in which a rank waits, of stages that all take as long.
+
+    (p - 1) stages: Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Gradients of weights that are computed
+    apart fill it: (p - 1)(f + i - w) is left (ZB-H1, Qi et al. 2023, arXiv:2401.10241, table 1).
+
+    1F1B has p micro batches under way, none to spare: one takes p stages and 2(p - 1) sends to the last rank
+    and back, a p-th of which passes between two of them. Every other schedule has more under way, so that a
+    send is late only where it takes longer than a stage.
+    """
+    stage = forward + inputs + weights
+    idle = (pp - 1) * (forward + inputs + (-weights if schedule in SPLIT_BACKWARD else weights))
+    around = 2 * send * (pp - 1) / pp
+    late = around if schedule == "1f1b" else virtual * max(0.0, 2 * send - stage)
+    return max(0.0, idle) + 2 * (pp - 1) * send + micro_batches * late
+
+
 def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
     """Of every stage in the model's order, for one micro batch."""
     part = blocks.slice_of(config)
@@ -182,10 +199,9 @@ def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
         work = [end for end, there in zip(ends, (held.embedding, held.head), strict=True) if there]
         forward = count * one.forward.total + sum(end.forward.total for end in work)
         backward = count * one.backward.total + sum(end.backward.total for end in work)
-        # A product's two gradients take alike; attention and element-wise work have no weights.
-        weights = 0.5 * (count * one.backward.matmul + sum(end.backward.matmul for end in work))
+        products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
         again = count * share * one.recomputed.total
-        found.append(StageCost(forward, backward + again, weights, send))
+        found.append(StageCost(forward, backward + again, _weights(products), send))
     return found
 
 
@@ -241,16 +257,35 @@ def _send(config: Config, hardware: Hardware, part: Slice) -> float:
     )
 
 
-def _late(schedule: str, virtual: int, send: float, stage: float) -> float:
-    """Seconds a micro batch that a rank waits for its neighbours' results when the pipeline is full.
+def _waiting(
+    config: Config,
+    hardware: Hardware,
+    part: Slice,
+    one: Passes,
+    ends: tuple[Passes, Passes],
+    bubble: Bubble,
+) -> tuple[float, float]:
+    """Seconds that a rank of the pipeline waits: as if nothing took time to send, and what sending adds."""
+    layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages
+    if layout.pp == 1:
+        return 0.0, 0.0
+    assert isinstance(virtual, int)
+    stages = layout.pp * virtual
+    again = blocks.recomputed_share(config) * one.seconds[2]
+    forward = (layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]) / stages
+    backward = (
+        layers * (one.seconds[1] + again) + ends[0].seconds[1] + ends[1].seconds[1]
+    ) / stages
+    weights = _weights(layers * one.backward.matmul + ends[1].backward.matmul) / stages
+    count, times = derive(config).accumulation, (forward, backward - weights, weights)
+    idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
+    send = _send(config, hardware, part)
+    return idle, bubble(layout.schedule, layout.pp, virtual, count, *times, send) - idle
 
-    1F1B has as many micro batches under way as stages are ahead, none to spare: what a micro batch takes to
-    the last stage and back, divided by their number, is a stage's work and both its sends. Every other schedule
-    has more under way, so that a send is late only where it takes longer than a stage.
-    """
-    if schedule == "1f1b":
-        return 2 * send
-    return virtual * max(0.0, 2 * send - stage)
+
+def _weights(backward_products: float) -> float:
+    """Seconds for the gradients of weights: half of the products, the other half is for their inputs."""
+    return backward_products / 2
 
 
 def _offload(

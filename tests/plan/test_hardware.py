@@ -49,7 +49,7 @@ def refusal(config: Config) -> str:
 
 
 def test_every_machine_of_the_brief_is_there():
-    assert known_devices() == sorted(BRIEF)
+    assert list(known_devices()) == sorted(BRIEF)
 
 
 @pytest.mark.parametrize("name", BRIEF)
