@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-DONE, FAILED, WRONG_REQUEST, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")

@@ -9,7 +9,8 @@ import typer
 
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
-from nanoscale.cli.output import DONE, AsJson, console, print_json
+from nanoscale.cli.output import DOES_NOT_FIT, DONE, AsJson, console, print_json
+from nanoscale.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Composed
@@ -39,21 +40,42 @@ def plan(
         typer.Option(
             "--write",
             metavar="FILE",
-            help="With --search: write the best as a recipe.",
+            help="With --search: write the fastest layout as a recipe.",
             show_default=False,
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write it as a page, with pictures.", show_default=False
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Predict memory, speed and cost of a job on the hardware that `cluster` describes, or on this machine's."""
+    """Predict memory, speed and cost of a job, on the hardware that `cluster` describes or on what is here."""
     from nanoscale.config.compose import compose
-    from nanoscale.plan.predict import predict
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
+    for file in filter(None, (html, write)):
+        require_writable(file)
     if search:
-        return _search(composed, write, as_json)
+        return _search(composed, write, html, as_json)
+    if write is not None:
+        raise UserError(
+            "usage", "--write is for what --search has found: type --search --write FILE"
+        )
+    return _one(composed, explain, html, as_json)
+
+
+def _one(composed: Composed, explain: bool, html: Path | None, as_json: bool) -> int:
+    from nanoscale.plan.predict import predict
+
     prediction = predict(resolved(composed))
+    if html is not None:
+        from nanoscale.plan.html import prediction_page
+
+        html.write_text(prediction_page(prediction))
     if as_json:
         from nanoscale.plan.document import document
 
@@ -63,6 +85,31 @@ def plan(
 
         print_prediction(console(), prediction, explain=explain)
     return DONE
+
+
+def _search(composed: Composed, write: Path | None, html: Path | None, as_json: bool) -> int:
+    from nanoscale.plan.hardware import hardware_of
+    from nanoscale.plan.machines import planned_devices
+    from nanoscale.plan.request import recipe_of, room
+    from nanoscale.plan.search import search
+    from nanoscale.plan.search_text import print_found, search_document
+
+    devices = planned_devices(composed)
+    hardware = hardware_of(composed.config)
+    looked_in = room(composed, devices, hardware)
+    found = search(looked_in, hardware)
+    if html is not None and found.best is not None:
+        from nanoscale.plan.html import search_page
+        from nanoscale.plan.reasons import reasons
+
+        html.write_text(search_page(found, reasons(found)))
+    if write is not None and found.best is not None:
+        write.write_text(recipe_of(composed, found.best.config))
+    if as_json:
+        print_json(search_document(composed, found))
+    else:
+        print_found(console(), composed, looked_in, found)
+    return DONE if found.best is not None else DOES_NOT_FIT
 
 
 def resolved(composed: Composed) -> Config:
@@ -81,18 +128,11 @@ def resolved(composed: Composed) -> Config:
     return config
 
 
-def _search(composed: Composed, write: Path | None, as_json: bool) -> int:
-    from nanoscale.plan.hardware import hardware_of
-    from nanoscale.plan.machines import planned_devices
-    from nanoscale.plan.request import room
-    from nanoscale.plan.search import search
-    from nanoscale.plan.search_text import print_found, search_document
+def require_writable(file: Path) -> None:
+    """Say so before anything is computed.
 
-    devices = planned_devices(composed)
-    looked_in = room(composed, devices, hardware_of(composed.config))
-    found = search(looked_in, hardware_of(looked_in.base))
-    if as_json:
-        print_json(search_document(composed, found))
-    else:
-        print_found(console(), composed, looked_in, found)
-    return DONE
+    Raises:
+        UserError: the file cannot be written, or is there already.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError("usage", f"{file} cannot be written: name a file in a folder that exists")

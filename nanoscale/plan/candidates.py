@@ -1,7 +1,7 @@
 """Legal layouts of one job on a number of devices: what a search looks through.
 
-The laws are those of `config.rules`, in the form in which they make layouts instead of refusing them. A key that
-is held keeps its value.
+The laws are those of `config.rules`, in the form in which they make layouts instead of refusing them. A key
+that is held keeps its value.
 """
 
 from __future__ import annotations

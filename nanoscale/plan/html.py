@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
 from html import escape
 
 from nanoscale.plan.how import how
@@ -13,7 +13,6 @@ from nanoscale.plan.search import Found
 from nanoscale.plan.search_svg import name_of, search_svg
 from nanoscale.plan.show import MEANINGS, head, outcome, verdict
 from nanoscale.plan.timeline_svg import timeline_svg
-from nanoscale.plan.timing import Parts
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #24292f; --paper: #fff; --rule: #d0d7de; --timeline-ink: #24292f;
@@ -25,8 +24,10 @@ body { font: 15px/1.5 ui-sans-serif, system-ui, sans-serif; color: var(--ink); b
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .verdict { font-weight: 600; } .no { color: #d1242f; } .yes { color: #1a7f37; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-td, th { border-bottom: 1px solid var(--rule); padding: .25rem .6rem .25rem 0; text-align: left; vertical-align: top; }
-td.n, th.n { text-align: right; white-space: nowrap; } td.how { font-size: .85rem; white-space: pre-wrap; opacity: .8; }
+td, th { border-bottom: 1px solid var(--rule); padding: .25rem .6rem .25rem 0; text-align: left;
+         vertical-align: top; }
+td.n, th.n { text-align: right; white-space: nowrap; }
+td.how { font-size: .85rem; white-space: pre-wrap; opacity: .8; }
 svg { max-width: 100%; height: auto; }
 .picture text { fill: var(--ink); font: 11px ui-sans-serif, system-ui, sans-serif; }
 .picture .limit { stroke: #d1242f; stroke-width: 2; stroke-dasharray: 4 3; }
@@ -55,23 +56,26 @@ def prediction_page(plan: Prediction) -> str:
     return _page(first, parts)
 
 
-def search_page(found: Found, why: list[str]) -> str:
+def search_page(found: Found, why: Sequence[str]) -> str:
     """All layouts that fit as a scatter, and the best in full. One must fit."""
     best = found.best
     assert best is not None
     title = f"{best.config.model.name}: {found.considered:,} layouts looked at, {len(found.ranked):,} fit"
     front = found.front()
-    rows = "".join(
-        f'<tr><td>{escape(name_of(plan))}</td><td class="n">{plan.worst.total / GIB:.1f}</td>'
-        f'<td class="n">{plan.time.tokens_per_s_per_gpu:,.0f}</td><td class="n">{plan.time.mfu:.1%}</td></tr>'
+    rows = [
+        (
+            name_of(plan),
+            f"{plan.worst.total / GIB:.1f}",
+            f"{plan.time.tokens_per_s_per_gpu:,.0f}",
+            f"{plan.time.mfu:.1%}",
+        )
         for plan in reversed(front)
-    )
+    ]
     parts = [
         f"<h1>{escape(title)}</h1>",
         search_svg(found.ranked, front),
         "<h2>The Pareto front</h2>",
-        '<table><tr><th>layout</th><th class="n">GiB</th><th class="n">tokens/s a device</th><th class="n">MFU</th></tr>'
-        f"{rows}</table>",
+        _table(("layout", "GiB", "tokens/s a device", "MFU"), rows),
         "<h2>Why the fastest is the fastest</h2>",
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         "<h2>Its memory</h2>",
@@ -83,35 +87,45 @@ def search_page(found: Found, why: list[str]) -> str:
 
 
 def _memory_table(plan: Prediction) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(part.name)}</td><td class="n">{part.bytes / GIB:.3f}</td><td class="how">{escape(part.how)}'
-        "</td></tr>"
-        for part in plan.worst.parts
-        if part.bytes
-    )
-    return f'<table><tr><th>part</th><th class="n">GiB</th><th>how</th></tr>{rows}</table>'
+    parts = [part for part in plan.worst.parts if part.bytes]
+    rows = [(part.name, f"{part.bytes / GIB:.3f}", part.how) for part in parts]
+    return _table(("part", "GiB", "how"), rows)
 
 
 def _time_table(plan: Prediction) -> str:
-    reasons, rows = how(plan.config, plan.hardware, plan.time), []
-    for field in fields(Parts):
-        seconds = getattr(plan.time.parts, field.name)
+    reasons, whole = how(plan.config, plan.hardware, plan.time), plan.time.seconds
+    rows = []
+    for name, meaning in MEANINGS.items():
+        seconds = getattr(plan.time.parts, name)
         if seconds > 0:
-            rows.append(
-                f'<tr><td>{escape(MEANINGS[field.name])}</td><td class="n">{1e3 * seconds:,.1f}</td>'
-                f'<td class="n">{seconds / plan.time.seconds:.1%}</td>'
-                f'<td class="how">{escape(reasons.get(field.name, ""))}</td></tr>'
-            )
-    return (
-        '<table><tr><th>part</th><th class="n">ms</th><th class="n">share</th><th>how</th></tr>'
-        f"{''.join(rows)}</table>"
-    )
+            share = f"{seconds / whole:.1%}"
+            rows.append((meaning, f"{1e3 * seconds:,.1f}", share, reasons.get(name, "")))
+    return _table(("part", "ms", "share", "how"), rows)
 
 
-def _page(title: str, parts: list[str]) -> str:
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body>\n{body}\n</body>\n'
-        "</html>\n"
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column is of words, and so is one that says how; the others are of numbers."""
+    kinds = ["how" if name == "how" else "n" if place else "" for place, name in enumerate(names)]
+    head = "".join(f'<th class="{k}">{escape(n)}</th>' for k, n in zip(kinds, names, strict=True))
+    body = [
+        "".join(f'<td class="{k}">{escape(cell)}</td>' for k, cell in zip(kinds, row, strict=True))
+        for row in rows
+    ]
+    return "\n".join(["<table>", *(f"<tr>{line}</tr>" for line in [head, *body]), "</table>"])
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            f'<head><meta charset="utf-8"><title>{escape(title)}</title>',
+            '<meta name="viewport" content="width=device-width">',
+            f"<style>{_STYLE}</style></head>",
+            "<body>",
+            *parts,
+            "</body>",
+            "</html>",
+            "",
+        ]
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
 from nanoscale.plan.memory import RankMemory
 from nanoscale.plan.memory_text import LOOKS, shown
 from nanoscale.plan.part import GIB
+from nanoscale.plan.svg import box, line, picture, text
 
 _ROW, _GAP = 22, 6
 _LEFT, _RIGHT, _TOP = 62, 76, 22
@@ -29,48 +29,29 @@ def memory_svg(memory: Sequence[RankMemory], capacity: int, width: int = 960) ->
     """One `<svg>` element; a mouse over a part shows its size and arithmetic."""
     worst = max(memory, key=lambda rank: rank.total)
     scale = (width - _LEFT - _RIGHT) / max(capacity, worst.total)
-    rows = shown(memory, worst)
-    bottom = _TOP + len(rows) * (_ROW + _GAP)
-    bars = [
-        _bar(memory[number], _TOP + place * (_ROW + _GAP), scale)
-        if number is not None
-        else f'<text x="4" y="{_TOP + place * (_ROW + _GAP) + 16}">…</text>'
-        for place, number in enumerate(rows)
-    ]
+    parts: list[str] = []
+    top = _TOP
+    for number in shown(memory, worst):
+        parts += [text(4, top + 16, "…")] if number is None else _bar(memory[number], top, scale)
+        top += _ROW + _GAP
     limit = _LEFT + capacity * scale
-    mark = (
-        f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{_TOP - 6}" y2="{bottom}" class="limit"/>'
-        f'<text x="{limit:.1f}" y="{_TOP - 9}" text-anchor="end">{capacity / GIB:.1f} GiB of the device</text>'
-    )
-    legend, height = _legend(memory, bottom + 12, width)
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}" class="picture"><title>Memory of every pipeline rank</title>',
-            *bars,
-            mark,
-            legend,
-            "</svg>",
-        ]
-    )
+    parts.append(line(limit, _TOP - 6, limit, top, "limit"))
+    parts.append(text(limit, _TOP - 9, f"{capacity / GIB:.1f} GiB of the device", "end"))
+    entries, height = _legend(memory, top + 12, width)
+    return picture(width, height, "Memory of every pipeline rank", [*parts, *entries])
 
 
-def _bar(rank: RankMemory, top: int, scale: float) -> str:
-    boxes = [f'<text x="4" y="{top + 16}">rank {rank.rank}</text>']
+def _bar(rank: RankMemory, top: int, scale: float) -> Iterator[str]:
+    yield text(4, top + 16, f"rank {rank.rank}")
     left = float(_LEFT)
     for part in rank.parts:
-        wide = part.bytes * scale
-        hint = escape(f"{part.name}: {part.bytes / GIB:.3f} GiB = {part.how}")
-        boxes.append(
-            f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW}" fill="{_COLOURS[part.name]}">'
-            f"<title>{hint}</title></rect>"
-        )
-        left += wide
-    boxes.append(f'<text x="{left + 6:.1f}" y="{top + 16}">{rank.total / GIB:.1f} GiB</text>')
-    return "\n".join(boxes)
+        hint = f"{part.name}: {part.bytes / GIB:.3f} GiB = {part.how}"
+        yield box(left, top, part.bytes * scale, _ROW, _COLOURS[part.name], hint)
+        left += part.bytes * scale
+    yield text(left + 6, top + 16, f"{rank.total / GIB:.1f} GiB")
 
 
-def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[str, int]:
+def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[list[str], int]:
     """The entries, and where they end."""
     left, entries = _LEFT, []
     for name in LOOKS:
@@ -79,9 +60,6 @@ def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[str, in
         wide = 30 + 7 * len(name)
         if left + wide > width:
             left, top = _LEFT, top + 20
-        entries.append(
-            f'<rect x="{left}" y="{top}" width="12" height="12" fill="{_COLOURS[name]}"/>'
-            f'<text x="{left + 17}" y="{top + 10}">{escape(name)}</text>'
-        )
+        entries += [box(left, top, 12, 12, _COLOURS[name], name), text(left + 17, top + 10, name)]
         left += wide
-    return "\n".join(entries), top + 24
+    return entries, top + 24

@@ -1,4 +1,4 @@
-"""Why the best layout is the best: what changes with each of its axes, and the field's rules of thumb where they apply."""
+"""Why the best layout is the best: what changes with each of its axes, and the field's rules of thumb."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterato
 
 
 def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
-    """Whether they differ in one axis only, but for dp, which takes what is left, and what has no counterpart."""
+    """Whether they differ in one axis only, but for dp, which takes what is left."""
     free = {name, "schedule"} if name == "pp" else {name}
     return all(axis(plan) == axis(best) for other, axis in _AXES.items() if other not in free)
 
@@ -73,7 +73,8 @@ def _sentence(name: str, before: object, after: object, other: Prediction, best:
         if what
     ]
     total = other.time.seconds / best.time.seconds - 1
-    return f"{name} {before} → {after} {' and '.join(words) or 'changes little'}; the step takes {total:.1%} less"
+    change = " and ".join(words) or "changes little"
+    return f"{name} {before} → {after} {change}; the step takes {total:.1%} less"
 
 
 def _difference(part: str, other: Prediction, best: Prediction) -> float:
@@ -87,9 +88,9 @@ def _by_size(item: tuple[str, float]) -> float:
 def advice(best: Prediction) -> list[str]:
     """The usual ladder of parallelisms, with its thresholds, held against what was found.
 
-    Source of the thresholds: PyTorch's guides to FSDP2 and torchtitan (Liang et al. 2024, arXiv:2410.06511): sharded
-    data parallelism first, recomputation when activations do not fit, replicas of sharded groups beyond some hundred
-    devices, then context, pipeline and tensor parallelism.
+    Source of the thresholds: PyTorch's guides to FSDP2 and torchtitan (Liang et al. 2024, arXiv:2410.06511):
+    sharded data parallelism first, recomputation when activations do not fit, replicas of sharded groups beyond
+    some hundred devices, then context, pipeline and tensor parallelism.
     """
     config, size = best.config, parameters(best.config.model)
     layout, world = config.parallel, derive(config).world_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import reduce
 from typing import Any
 
@@ -73,6 +73,35 @@ def room(
 def to_type(composed: Composed, found: Config) -> list[str]:
     """The overrides that lead from what was asked for to a layout that was found."""
     return list(_changes(composed.config, found))
+
+
+def recipe_of(composed: Composed, found: Config) -> str:
+    """A recipe of the job in the layout that was found: every value that is not the default's."""
+    from nanoscale.config.compose import compose
+    from nanoscale.config.document import to_yaml
+
+    usual, asked = asdict(compose([]).config), composed.config
+    for word in _changes(asked, found):
+        key = word.strip("'").partition("=")[0]
+        asked = _with(asked, key, value(found, key))
+    words = " ".join(to_type(composed, found))
+    values = _without(asdict(asked), usual)
+    values.get("run", {}).pop("name", None)
+    return f"# As found by `nanoscale plan --search`: {words or 'what was asked for'}\n{to_yaml(values)}"
+
+
+def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """What differs from what is usual, section by section."""
+    found: dict[str, Any] = {}
+    for key, new in values.items():
+        old = usual.get(key)
+        if isinstance(new, dict) and isinstance(old, dict):
+            inner = _without(new, old)
+            if inner:
+                found[key] = inner
+        elif new != old:
+            found[key] = new
+    return found
 
 
 def _changes(asked: Config, found: Config) -> Iterator[str]:

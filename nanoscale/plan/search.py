@@ -1,7 +1,7 @@
 """All legal layouts of a job, the fastest that fit first, and why the first is first.
 
-The fastest schedule is looked for last, among the shapes that are best with 1F1B: a schedule fills the bubble of a
-shape, and what else a shape costs is the same with all of them.
+The fastest schedule is looked for last, among the shapes that are best with 1F1B: a schedule fills the bubble
+of a shape, and what else a shape costs is the same with all of them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Tried:
         self._nearest: tuple[Config, Memory] | None = None
 
     def add_all(self, room: Room, shape: Config) -> None:
-        """Of each way to compute again, micro batches from the smallest to the first that is too large or no faster."""
+        """Of each way to compute again, micro batches up to the first that is too large or no faster."""
         for recomputed in recomputations(room, shape):
             fastest = math.inf
             for config in micro_batches(room, recomputed):
@@ -124,7 +124,7 @@ def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
 
 
 def _speed(plan: Prediction) -> tuple[float, int, int]:
-    """Of layouts that are as fast, within the last thousandth, the one with the fewest axes and the least memory."""
+    """Of layouts that are as fast, to three digits, the one with the fewest axes and the least memory."""
     layout = plan.config.parallel
     axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.dp_replicate > 1)
     return float(f"{plan.time.seconds:.3g}"), axes, plan.worst.total

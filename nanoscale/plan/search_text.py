@@ -38,13 +38,10 @@ def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
 
 def print_found(console: Console, composed: Composed, room: Room, found: Found) -> None:
     """The fastest layouts, those of the Pareto front marked, and why the first is the first."""
-    model, hardware = room.base.model.name, (found.best or found.nearest)
-    device = hardware.hardware.device if hardware else ""
-    console.print(
-        f"{model} on {room.world} × {device}: {found.considered:,} layouts looked at, {len(found.ranked):,} fit\n",
-        markup=False,
-        soft_wrap=True,
-    )
+    some = found.best or found.nearest
+    on = f"{room.world} × {some.hardware.device}" if some else f"{room.world} devices"
+    counts = f"{found.considered:,} layouts looked at, {len(found.ranked):,} fit"
+    console.print(f"{room.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
     if found.best is None:
         _print_nearest(console, composed, found)
         return

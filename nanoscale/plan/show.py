@@ -65,8 +65,9 @@ def head(plan: Prediction) -> list[str]:
         [f"recompute {recomputed}"] if recomputed != "none" else []
     )
     precision = "fp8" if config.precision.fp8 else config.precision.compute
+    size = f"{parameters(model) / 1e9:.4g} B parameters"
     return [
-        f"{model.name}, {parameters(model) / 1e9:.4g} B parameters, {precision}, {config.backend.name}, {count} {on}",
+        f"{model.name}, {size}, {precision}, {config.backend.name}, {count} {on}",
         " · ".join(degrees),
         f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
         f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",

@@ -1,0 +1,33 @@
+"""What the pictures of a plan share. Their colours are the page's, see `html`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+
+def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    """One `<svg>` element."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img" {size}>'
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
+
+
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    """Words at a point; `anchor` is which end of them stands there."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def box(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
+    """A rectangle; a mouse over it shows the hint."""
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return f'<rect {place} fill="{colour}"><title>{escape(hint)}</title></rect>'
+
+
+def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
+    place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"'
+    return f'<circle {place} class="{kind}"><title>{escape(hint)}</title></circle>'

@@ -1,0 +1,122 @@
+"""`nanoscale plan`, run in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+
+H100 = ("recipe=llama-8b", "cluster=h100-sxm")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert nanoscale(["plan", *words]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert nanoscale(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return captured.err
+
+
+def test_the_document_has_what_others_rely_on(capsys):
+    plan = json.loads(output(capsys, *H100, "--json"))
+    assert plan["fits"] is True and 0.5 <= plan["fits_probability"] <= 1
+    memory = plan["memory"]
+    assert memory["worst_rank"] == 0
+    assert 0 < memory["allocated_gib"] <= memory["reserved_gib"] < memory["capacity_gib"]
+    assert sum(memory["parts"].values()) == pytest.approx(memory["in_use_gib"])
+    assert sum(plan["step_parts_s"].values()) == pytest.approx(plan["step_time_s"])
+    assert plan["tokens_per_s_per_gpu"] * 8 == pytest.approx(512 * 8192 / plan["step_time_s"])
+    assert 0 < plan["mfu_causal"] < plan["mfu"] <= plan["hfu"] < 1
+
+
+def test_a_layout_that_does_not_fit_is_told(capsys):
+    plan = json.loads(output(capsys, *H100, "zero.stage=0", "--json"))
+    assert plan["fits"] is False and plan["fits_probability"] < 0.01
+    assert "does not fit: " in output(capsys, *H100, "zero.stage=0")
+
+
+def test_hosts_are_counted_by_the_layout_where_nobody_says_how_many(capsys):
+    layouts = {
+        ("parallel.tp=8", "parallel.pp=4"): {"dp": 1, "tp": 8, "pp": 4},
+        ("cluster.hosts=4",): {"dp": 32, "tp": 1, "pp": 1},
+        ("parallel.dp=64",): {"dp": 64, "tp": 1, "pp": 1},
+        ("parallel.tp=8", "cluster.hosts=2"): {"dp": 2, "tp": 8, "pp": 1},
+    }
+    for words, layout in layouts.items():
+        plan = json.loads(output(capsys, *H100, "train.micro_batch=1", *words, "--json"))
+        assert layout.items() <= plan["layout"].items()
+
+
+def test_what_is_shown_is_the_document_in_words(capsys):
+    words = [*H100, "parallel.tp=8", "parallel.pp=4", "cluster.hosts=8", "cluster.price=2.5"]
+    plan = json.loads(output(capsys, *words, "--json"))
+    shown = output(capsys, *words)
+    assert "64 × h100-sxm on 8 hosts" in shown
+    assert f"{plan['memory']['in_use_gib']:.1f} of 79.1 GiB" in shown
+    assert f"MFU {plan['mfu']:.1%}" in shown
+    assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s a device" in shown
+    assert f"{plan['training']['cost']:,.0f} at 2.5 an hour" in shown
+    assert "rank 3" in shown and "F" in shown
+    assert "\x1b" not in shown
+
+
+def test_every_number_can_be_explained(capsys):
+    shown = output(capsys, *H100, "--explain")
+    assert "4 B · 1,003," in shown.replace("\n", "")
+    assert "2·m·n·k FLOPs" in shown
+
+
+def test_the_page_needs_nothing_else(capsys):
+    words = [*H100, "parallel.tp=8", "parallel.pp=4", "cluster.hosts=8", "--html", "plan.html"]
+    output(capsys, *words)
+    page = Path("plan.html").read_text()
+    assert page.count("<svg") == page.count("</svg>") == 2
+    addresses = set(re.findall(r"https?://[^\"' <]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert "<script" not in page and "src=" not in page
+
+
+def test_the_search_writes_a_recipe_and_a_page(capsys):
+    words = ["recipe=llama-1b", "cluster=h100-sxm", "--search"]
+    found = json.loads(output(capsys, *words, "--write", "best.yaml", "--html", "s.html", "--json"))
+    best = found["layouts"][0]
+    assert found["considered"] > found["fitting"] > 100 and found["why"]
+    again = json.loads(output(capsys, "recipe=./best.yaml", "--json"))
+    assert again["step_time_s"] == pytest.approx(best["step_time_s"])
+    assert Path("s.html").read_text().count("<circle") > 100
+    shown = output(capsys, *words)
+    assert "type  " + " ".join(best["overrides"]) in shown
+
+
+def test_a_search_in_vain_ends_with_3(capsys):
+    words = ["recipe=llama-70b", "cluster=v100", "precision=fp16", "train.seq_len=2048", "--search"]
+    assert "nothing fits; the least is" in output(capsys, *words, code=3)
+    assert json.loads(output(capsys, *words, "--json", code=3))["nearest"]["fits"] is False
+
+
+def test_bad_requests(capsys):
+    assert "cluster=h100-sxm" in refusal(capsys, "recipe=debug", "cluster.device=h101")
+    assert "--search" in refusal(capsys, *H100, "--write", "x.yaml")
+    assert "folder that exists" in refusal(capsys, *H100, "--html", "no/x.html")
+    assert "parallel.tp" in refusal(capsys, *H100, "parallel.tp=3")
+    assert not list(Path().iterdir())
+
+
+def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
+    plan = json.loads(output(capsys, "recipe=debug", "launcher.device=cpu", "--json"))
+    assert plan["fits"] and plan["hardware"]["device"] == "cpu"
