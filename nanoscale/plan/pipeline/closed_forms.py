@@ -110,9 +110,10 @@ def estimate(
         return work
     own = stages_of(schedule, pp, virtual_stages, busiest)
     others = [each for stage, each in enumerate(every) if stage not in own]
-    means = [sum(parts) / len(others) for parts in zip(*others, strict=True)]
+    forward, inputs, weights = (sum(parts) / len(others) for parts in zip(*others, strict=True))
     transfer = sum(costs.transfer) / len(costs.transfer)
-    return work + bubble(schedule, pp, virtual_stages, micro_batches, *means, transfer)
+    idle = bubble(schedule, pp, virtual_stages, micro_batches, forward, inputs, weights, transfer)
+    return work + idle
 
 
 def _gpipe(s: _Step) -> float:
