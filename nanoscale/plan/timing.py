@@ -11,7 +11,7 @@ from operator import itemgetter
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
 from nanoscale.config.stages import SPLIT_BACKWARD
-from nanoscale.plan import blocks, dataparallel, links, operations
+from nanoscale.plan import blocks, dataparallel, links, offload, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
@@ -118,7 +118,7 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
         dp.total,
         idle,
         dataparallel.update(config, hardware, local),
-        _offload(config, hardware, part, holding, count, forward),
+        offload.waiting(config, hardware, part, holding, count, forward),
         # Ids of tokens, in 8 bytes.
         8.0 * part.tokens * count / hardware.host_bandwidth,
     ]
@@ -286,39 +286,3 @@ def _waiting(
 def _weights(backward_products: float) -> float:
     """Seconds for the gradients of weights: half of the products, the other half is for their inputs."""
     return backward_products / 2
-
-
-def _offload(
-    config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
-) -> float:
-    """Seconds for which computing waits for the link to host memory.
-
-    Parameters that wait there come up for each pass; activations go down beside the forward pass and
-    come up beside the backward pass.
-    """
-    zero, layout = config.zero, config.parallel
-    seconds = 0.0
-    if zero.offload_param != "none":
-        size = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
-        passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
-        seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
-    if layout.offload_activations:
-        moved = _saved(part) / hardware.host_bandwidth
-        seconds += 2 * count * holding.blocks * max(0.0, moved - forward)
-    return seconds
-
-
-def _saved(part: Slice) -> float:
-    """Bytes that a block keeps for its backward pass, about."""
-    model = part.model
-    stream = part.stream * model.hidden
-    if part.recompute in ("full", "sqrt"):
-        return stream * operations.WIDTH[part.wide]
-    width = model.head_dim or model.hidden // model.heads
-    heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
-    inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
-    if part.recompute == "attention":
-        inner, heads = 0.0, heads / 2
-    return (2 * stream + 2 * part.tokens * model.hidden + heads + inner) * operations.WIDTH[
-        part.wide
-    ]

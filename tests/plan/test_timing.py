@@ -7,13 +7,16 @@ from dataclasses import fields, replace
 import pytest
 
 from nanoscale.config.derive import derive
+from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precision, Zero
+from nanoscale.devices import Devices
 from nanoscale.plan import blocks, dataparallel
 from nanoscale.plan.hardware import Hardware, hardware_of
 from nanoscale.plan.holdings import rank_holdings, rank_parameters
 from nanoscale.plan.how import how
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, parameters
 from nanoscale.plan.timing import Parts, stage_costs, step_time, training, usual_bubble
+from tests.config.quick import changed as recipe
 from tests.plan.machines import BF16, changed, job, machine
 
 COMPILED = Backend(compile="on")
@@ -369,3 +372,24 @@ def test_every_machine_takes_a_job():
         model=old.model, train=old.train, parallel=old.parallel, cluster=Cluster(device="v100")
     )
     assert 0 < step_time(plain, hardware_of(plain)).mfu < 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["parallel=3d", "parallel.dp=2"],
+        ["parallel=interleaved", "zero=stage3"],
+        ["parallel=pp", "parallel.schedule=dualpipev", "train.global_batch=32"],
+        ["parallel=ulysses", "parallel.activation_checkpointing=sqrt"],
+        ["parallel=cp", "parallel.tp=2", "parallel.sequence_parallel=false"],
+        ["backend=deepspeed", "zero=stage3-offload", "parallel.dp=2"],
+    ],
+    ids=" ".join,
+)
+def test_what_the_laws_let_through_is_predicted(words, monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    config = check(recipe("cluster=cpu", *words), Devices("cpu", 2))
+    hardware = hardware_of(config)
+    step = step_time(config, hardware)
+    assert 0 < step.mfu_causal < step.mfu < 1
+    assert how(config, hardware, step)
