@@ -10,8 +10,8 @@ import pytest
 
 _DEVIATION = "deviation"
 _CLUSTER = Path(__file__).parent / "cluster"
-_FIRST = ("cluster", "train/test_equivalence", "backends/test_deepspeed")
-"""The longest groups: what comes last should be short, lest one process waits for the other."""
+_HEAVY = ("backends", "checkpoint", "parallel", "train")
+"""Folders whose tests have many ranks that compute. They come last: those of clusters mind the time."""
 
 Deviations = Callable[[str, list[float]], None]
 
@@ -22,13 +22,12 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
     return lambda layout, figures: record_property(_DEVIATION, [layout, *map(float, figures)])
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`make test` runs two groups at a time: the tests of clusters, which mostly wait, and those of a file."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(
-        key=lambda item: _FIRST.index(_group(item)) if _group(item) in _FIRST else len(_FIRST)
-    )
+    items.sort(key=lambda item: (_group(item) != _CLUSTER.name, _group(item).startswith(_HEAVY)))
 
 
 def _group(item: pytest.Item) -> str:
