@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 _DEVIATION = "deviation"
-_CLUSTER = Path(__file__).parent / "cluster"
-_FIRST = ("cluster", "train/test_equivalence", "backends/test_deepspeed")
-"""The longest groups: what comes last should be short, lest one process waits for the other."""
+_HERE = Path(__file__).parent
+_LAST = ("train/test_equivalence", "backends", "train", "parallel", "checkpoint")
+"""Tests with many ranks that compute, the longest file first: none of them beside those that mind the time."""
 
 Deviations = Callable[[str, list[float]], None]
 
@@ -23,18 +23,15 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two groups at a time: the tests of clusters, which mostly wait, and those of a file."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(
-        key=lambda item: _FIRST.index(_group(item)) if _group(item) in _FIRST else len(_FIRST)
-    )
+    """`make test` runs two files at a time, in this order: those of clusters mostly wait, and mind the time."""
+    items.sort(key=_turn)
 
 
-def _group(item: pytest.Item) -> str:
-    if item.path.is_relative_to(_CLUSTER):
-        return _CLUSTER.name
-    return item.path.relative_to(_CLUSTER.parent).with_suffix("").as_posix()
+def _turn(item: pytest.Item) -> int:
+    name = item.path.relative_to(_HERE).as_posix()
+    if name.startswith("cluster"):
+        return -1
+    return next((turn for turn, start in enumerate(_LAST, 1) if name.startswith(start)), 0)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
