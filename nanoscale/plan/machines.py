@@ -7,7 +7,7 @@ import math
 from nanoscale.config import nodes
 from nanoscale.config.compose import Composed
 from nanoscale.devices import Devices, cores, detect
-from nanoscale.plan.hardware import CPU, described
+from nanoscale.plan.hardware import CPU, hardware_of
 
 
 def planned_devices(composed: Composed) -> Devices:
@@ -15,19 +15,21 @@ def planned_devices(composed: Composed) -> Devices:
 
     Where `cluster.hosts` is null there are as many hosts as the layout needs: for one copy of the model, or for
     `parallel.dp` of them.
+
+    Raises:
+        UserError: the cluster's device is unknown.
     """
     config = composed.config
-    cluster = described(config)
     if config.cluster.device is None:
         return detect()
-    assert cluster.devices_per_host is not None
+    hardware = hardware_of(config)
     layout = config.parallel
     needed = layout.tp * layout.pp * layout.cp * (1 if layout.dp == "auto" else layout.dp)
-    hosts = cluster.hosts or _asked(composed) or math.ceil(needed / cluster.devices_per_host)
-    count = hosts * cluster.devices_per_host
-    if cluster.device == CPU:
+    hosts = hardware.hosts or _asked(composed) or math.ceil(needed / hardware.devices_per_host)
+    count = hosts * hardware.devices_per_host
+    if hardware.device == CPU:
         return Devices("cpu", count, cores=cores())
-    return Devices("cuda", count, (str(cluster.device),) * count, cores())
+    return Devices("cuda", count, (hardware.device,) * count, cores())
 
 
 def _asked(composed: Composed) -> int | None:

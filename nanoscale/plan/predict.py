@@ -98,8 +98,9 @@ def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
     layout = config.parallel
     assert isinstance(layout.virtual_stages, int)
     schedule, count = layout.schedule, derive(config).accumulation
-    actions = pipeline.order(schedule, layout.pp, layout.virtual_stages, count)
-    return pipeline.simulate(actions, pipeline.first_stage_undivided(costs(schedule, stages)))
+    return pipeline.simulate_schedule(
+        schedule, layout.pp, layout.virtual_stages, count, costs(schedule, stages)
+    )
 
 
 def costs(schedule: str, stages: Sequence[StageCost]) -> Costs:

@@ -61,9 +61,12 @@ def room(
                 1 if key in ("parallel.dp", "train.micro_batch") else value(plain, key),
             )
     base = check(replace(composed, config=_legal(neutral)), devices)
+    world = world or devices.count
+    threads = composed.config.launcher.threads
+    each = max(1, devices.cores // world) if threads == "auto" else threads
     return Room(
-        base=base,
-        world=world or devices.count,
+        base=replace(base, launcher=replace(base.launcher, devices=world, threads=each)),
+        world=world,
         island=hardware.island,
         held=held,
         resets_compile=composed.config.backend.compile == "auto",

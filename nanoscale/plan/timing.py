@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.plan import blocks, dataparallel, links, offload, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.work import NOTHING, Passes, Work
-
-Bubble = Callable[[str, int, int, int, float, float, float, float], float]
-"""schedule, pp, stages a rank, micro batches; seconds of a stage and micro batch forward, backward for inputs
-and for weights, and of sending → seconds of a step in which a rank waits, for what is on its way included"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +82,11 @@ class Training:
     cost: float | None
 
 
-def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) -> StepTime:
+def step_time(config: Config, hardware: Hardware, makespan: float | None = None) -> StepTime:
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
-        bubble: seconds that a schedule waits; None: the closed forms of `usual_bubble`.
+        makespan: seconds of the pipeline's part of the step, where it was simulated; None: in closed form.
     """
     sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
@@ -100,9 +95,13 @@ def step_time(config: Config, hardware: Hardware, bubble: Bubble | None = None) 
     backward = one.seconds[1] + share * one.seconds[2]
     kinds = kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
     loads = [(_load(held, forward + backward, ends), held) for held in kinds]
-    _, holding = max(loads, key=itemgetter(0))
+    load, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
-    idle, late = _waiting(config, hardware, part, one, ends, bubble or usual_bubble)
+    idle, late = _waiting(config, hardware, part, one, ends)
+    if makespan is not None:
+        waits = max(0.0, makespan - count * load)
+        late = min(late, waits)
+        idle = waits - late
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
@@ -159,32 +158,6 @@ def _assemble(
 @lru_cache(maxsize=1024)
 def _flops(model: Model, seq_len: int) -> tuple[int, int]:
     return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
-
-
-def usual_bubble(
-    schedule: str,
-    pp: int,
-    virtual: int,
-    micro_batches: int,
-    forward: float,
-    inputs: float,
-    weights: float,
-    send: float,
-) -> float:
-    """Seconds of a step in which a rank waits, of stages that all take as long.
-
-    (p - 1) stages: Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Gradients of weights that are computed
-    apart fill it: (p - 1)(f + i - w) is left (ZB-H1, Qi et al. 2023, arXiv:2401.10241, table 1).
-
-    1F1B has p micro batches under way, none to spare: one takes p stages and 2(p - 1) sends to the last rank
-    and back, a p-th of which passes between two of them. Every other schedule has more under way, so that a
-    send is late only where it takes longer than a stage.
-    """
-    stage = forward + inputs + weights
-    idle = (pp - 1) * (forward + inputs + (-weights if schedule in SPLIT_BACKWARD else weights))
-    around = 2 * send * (pp - 1) / pp
-    late = around if schedule == "1f1b" else virtual * max(0.0, 2 * send - stage)
-    return max(0.0, idle) + 2 * (pp - 1) * send + micro_batches * late
 
 
 def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
@@ -263,7 +236,6 @@ def _waiting(
     part: Slice,
     one: Passes,
     ends: tuple[Passes, Passes],
-    bubble: Bubble,
 ) -> tuple[float, float]:
     """Seconds that a rank of the pipeline waits: as if nothing took time to send, and what sending adds."""
     layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages

@@ -15,7 +15,8 @@ from nanoscale.plan.hardware import Hardware, hardware_of
 from nanoscale.plan.holdings import rank_holdings, rank_parameters
 from nanoscale.plan.how import how
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, parameters
-from nanoscale.plan.timing import Parts, stage_costs, step_time, training, usual_bubble
+from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.timing import Parts, stage_costs, step_time, training
 from tests.config.quick import changed as recipe
 from tests.plan.machines import BF16, changed, job, machine
 
@@ -132,58 +133,20 @@ def test_half_of_the_blocks_recomputed_cost_half():
 
 @pytest.mark.parametrize(("stages", "micro_batches", "used"), [(8, 1, 0.125), (4, 4, 0.571)])
 def test_utilisation_of_a_pipeline_as_in_the_textbook(stages, micro_batches, used):
-    idle = usual_bubble("gpipe", stages, 1, micro_batches, 1.0, 1.0, 1.0, 0.0)
+    idle = bubble("gpipe", stages, 1, micro_batches, 1.0, 1.0, 1.0, 0.0)
     assert 3 * micro_batches / (3 * micro_batches + idle) == pytest.approx(used, abs=1e-3)
 
 
-@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 2), (4, 4), (4, 16), (8, 8)])
-@pytest.mark.parametrize("send", [0.0, 0.25])
-def test_waiting_of_1f1b_is_that_of_playing_it(pp, micro_batches, send):
-    """Every rank: pp - rank - 1 forwards ahead, then one forward, one backward. A send delays whoever waits."""
-    orders = []
-    for rank in range(pp):
-        ahead = min(pp - rank - 1, micro_batches)
-        actions = [("F", i) for i in range(ahead)]
-        for i in range(micro_batches):
-            actions += [("F", ahead + i)] * (ahead + i < micro_batches) + [("B", i)]
-        orders.append(actions)
-    done: dict[tuple[str, int, int], float] = {}
-    clock, at = [0.0] * pp, [0] * pp
-    while any(at[rank] < len(orders[rank]) for rank in range(pp)):
-        for rank in range(pp):
-            if at[rank] == len(orders[rank]):
-                continue
-            kind, i = orders[rank][at[rank]]
-            before = rank - 1 if kind == "F" else rank + 1
-            if 0 <= before < pp and (kind, before, i) not in done:
-                continue
-            ready = done[kind, before, i] + send if 0 <= before < pp else 0.0
-            clock[rank] = max(clock[rank], ready) + (1.0 if kind == "F" else 2.0)
-            done[kind, rank, i] = clock[rank]
-            at[rank] += 1
-    played = max(clock) - 3 * micro_batches
-    found = usual_bubble("1f1b", pp, 1, micro_batches, 1.0, 1.0, 1.0, send)
-    # Sends of one micro batch overlap with waiting for another at the ends of the step.
-    assert found == pytest.approx(played, abs=2 * send * pp + 1e-9)
-
-
-def test_the_bubble_may_come_from_elsewhere():
+def test_a_simulated_pipeline_takes_the_place_of_the_closed_form():
     config = job(pp=4, dp=2, virtual_stages=1)
-    asked: list[tuple] = []
-
-    def bubble(*of: float) -> float:
-        asked.append(of)
-        return 0.5 + 100 * of[-1]
-
-    none = step_time(config, machine(), bubble=lambda *of: 0.0)
-    some = step_time(config, machine(), bubble=bubble)
-    assert [of[:4] for of in asked] == [("1f1b", 4, 1, 8)] * 2
-    assert none.parts.bubble == none.parts.pp == 0.0
-    assert some.parts.bubble == 0.5
-    assert some.parts.pp == pytest.approx(100 * asked[1][-1])
+    estimated = step_time(config, machine())
     costs = stage_costs(config, machine())
-    assert 4 * sum(asked[0][4:7]) == pytest.approx(sum(c.forward + c.backward for c in costs))
-    assert 4 * asked[0][6] == pytest.approx(sum(c.weights for c in costs))
+    busiest = 8 * max(cost.forward + cost.backward for cost in costs)
+    simulated = step_time(config, machine(), makespan=busiest + 0.5)
+    assert simulated.parts.bubble + simulated.parts.pp == pytest.approx(0.5)
+    assert simulated.parts.matmul == estimated.parts.matmul
+    none = step_time(config, machine(), makespan=busiest)
+    assert none.parts.bubble == pytest.approx(0.0, abs=1e-9) and none.parts.pp == 0.0
 
 
 def test_costs_of_stages_are_the_busy_time_of_the_step():
