@@ -55,6 +55,8 @@ class Execution:
     tensor_parallel: bool = False
     gathered: bool = True
     """with sequence parallelism: products keep their gathered inputs"""
+    turned: bool = False
+    """attention's result comes with heads outside of tokens, as rotated queries do, and its product copies it"""
     exchanged: bool = False
     """ulysses: heads change places with the sequence, and what comes back is another tensor"""
     composed_norm: bool = False
@@ -141,8 +143,8 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
         sizes["scores"] = scores * e
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
-    if run.exchanged:
-        sizes["exchanged"] = queries
+    if run.turned or run.exchanged:
+        sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used
         sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
     return sizes
