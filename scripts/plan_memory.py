@@ -177,6 +177,7 @@ def megatron(row: Row) -> Prediction:
     run = replace(
         setting.run,
         gathered=False,
+        turned=False,
         fused_activation=True,
         exchanged=int(row["cp"]) > 1,
     )
@@ -225,7 +226,7 @@ def nanotron(row: Row) -> Prediction:
     setting = setting_of(config)
     setting = replace(
         setting,
-        run=replace(setting.run, gathered=False),
+        run=replace(setting.run, gathered=False, turned=False),
         flat=True,
         shards=dp if row["zero_or_fsdp"] == "ZeRO-1" else 1,
         copies_gradients=False,

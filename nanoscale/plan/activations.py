@@ -55,8 +55,12 @@ class Execution:
     tensor_parallel: bool = False
     gathered: bool = True
     """with sequence parallelism: products keep their gathered inputs"""
+    turned: bool = False
+    """attention's result comes with heads outside of tokens, as rotated queries do, and its product copies it"""
     exchanged: bool = False
     """ulysses: heads change places with the sequence, and what comes back is another tensor"""
+    composed_norm: bool = False
+    """RMSNorm without a kernel of its own (CPUs): its steps are saved in fp32 or better"""
     fused: bool = False
     """pointwise operations between products are one, and are computed again from what those keep"""
     fused_activation: bool = False
@@ -104,6 +108,10 @@ def saved(shape: Shape, run: Execution) -> Sizes:
     part = tokens // shape.shares
     stream = part * shape.hidden * run.stream
     sizes = {"input": stream, "middle": stream}
+    if run.composed_norm and not shape.layernorm:
+        sizes = {} if run.stream < 4 else sizes  # narrow inputs are cast, and the cast ones saved
+        wide = 2 * part * shape.hidden * max(4, run.stream)
+        sizes |= {"normalised": wide} | ({"widened": wide} if run.stream < 4 else {})
     sizes["statistics"] = 2 * part * STATISTIC * (2 if shape.layernorm else 1)
     if not run.fused or run.tensor_parallel:
         normed = (tokens if run.gathered else part) * shape.hidden * e
@@ -135,8 +143,8 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
         sizes["scores"] = scores * e
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
-    if run.exchanged:
-        sizes["exchanged"] = queries
+    if run.turned or run.exchanged:
+        sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used
         sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
     return sizes
@@ -151,7 +159,8 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(products(shape.gated)[1::2])
     elif keep == "attention":
         names = set()
-    kept = {name: sizes[name] for name in ("input", "rotation", "attended") if name in sizes}
+    kept = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
+    kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     whole = shape.tokens * shape.hidden * run.compute
     made = {"wo": whole, "down": whole, "v": shape.tokens * shape.kv * run.compute}
@@ -172,6 +181,11 @@ def products(gated: bool) -> tuple[str, ...]:
     return ("wq", "wk", "v", "wo", *(("gate",) if gated else ()), "up", "down")
 
 
+def entry(shape: Shape, run: Execution) -> int:
+    """Bytes of the residual stream before a block."""
+    return shape.tokens // shape.shares * shape.hidden * run.stream
+
+
 @lru_cache(maxsize=16384)
 def block_memory(
     shape: Shape, run: Execution, mode: str = "none", keep: str | frozenset[str] = "matmuls"
@@ -182,8 +196,9 @@ def block_memory(
     if mode == "none":
         return BlockMemory(whole, whole, working_memory(shape, run))
     if mode == "full":
-        kept = sizes["input"] + sizes.get("rotation", 0)
-        return BlockMemory(kept, whole, working_memory(shape, run))
+        kept = {"input": entry(shape, run), "rotation": sizes.get("rotation", 0)}
+        again = sum((sizes | kept).values())
+        return BlockMemory(sum(kept.values()), again, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
     return BlockMemory(sum(held.values()), sum((sizes | held).values()), working_memory(shape, run))
 
@@ -227,9 +242,9 @@ def stage_activations(
         kept, extra, last = layers * plain.kept, plain.working, plain.kept
     elif mode == "sqrt":
         groups = isqrt(layers - 1) + 1
-        entry = block_memory(shape, run, "full").kept
-        kept, last = groups * entry, entry
-        extra = ceil(layers / groups) * plain.whole - entry + plain.working
+        first = block_memory(shape, run, "full").kept
+        kept, last = groups * first, first
+        extra = ceil(layers / groups) * plain.whole - first + plain.working
     else:
         block = block_memory(shape, run, mode, keep or parallel.selective_keep)
         again = ceil(layers / parallel.checkpoint_every)

@@ -67,7 +67,10 @@ def _ends(setting: Setting, stage: Stage) -> int:
     if not stage.last:
         return tokens + part * shape.hidden * run.compute  # the output, until its gradient arrives
     normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute
-    return tokens + part * (shape.hidden * run.stream + 4) + normed
+    norm = part * (shape.hidden * run.stream + 4)
+    if run.composed_norm and not shape.layernorm:
+        norm = part * (shape.hidden * 2 * max(4, run.stream) + 4)
+    return tokens + norm + normed
 
 
 def _loss_bytes(setting: Setting) -> tuple[int, int]:

@@ -71,7 +71,9 @@ def setting_of(config: Config) -> Setting:
         autocast=autocast,
         attention="math" if gpu and _unfused(config, compute) else "flash",
         tensor_parallel=layout.tp > 1,
+        turned=config.model.position == "rope" and layout.cp == 1,
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
+        composed_norm=not gpu,
         fused=config.backend.compile == "on",
     )
     divided = layout.tp > 1 and not deepspeed

@@ -391,6 +391,8 @@ def test_every_part_explains_itself(backend: str):
         (rank,) = rank_memory(config)
         assert tuple(part.name for part in rank.parts) == (*PARTS, "fragmentation", "context")
         assert all(part.bytes >= 0 and part.how for part in rank.parts)
+        assert rank.allocated == sum(part.bytes for part in rank.parts[: len(PARTS)])
+        assert rank.total == sum(part.bytes for part in rank.parts)
         assert rank.allocated <= rank.reserved < rank.total
 
 

@@ -1,0 +1,166 @@
+"""Peak memory of real training on CPUs in our layouts, against the planner.
+
+    python -m scripts.measure_memory [WORDS OF A LAYOUT'S NAME…]
+
+Every rank counts the storages that PyTorch holds (`tests.live_memory`) through three steps; the third's peak
+counts, and the worst rank of each pipeline rank is held against the plan. The models are small, but so wide
+and so long that activations, not constants, decide. Prints a table, and for each layout the part in which the
+plan is largest.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanoscale.config.derive import derive
+from nanoscale.config.layout import coordinates
+from nanoscale.config.schema import Backend, Config, Model, Optimizer
+from nanoscale.parallel import ranks
+from nanoscale.plan.memory import rank_memory
+from nanoscale.train.job import make_engine
+from tests.jobs import make_config
+from tests.live_memory import LiveMemory
+from tests.ranks import run_ranks
+
+SHAPE = Model(
+    layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=352, vocab=512, max_seq_len=512
+)
+SEQ, BATCH = 256, 16
+GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
+SMALL_BUCKETS = {"reduce_bucket": 2**18, "allgather_bucket": 2**18, "prefetch_bucket": 2**16}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    degrees: dict[str, Any] = field(default_factory=dict)
+    stage: int = 0
+    micro_batch: int = 4
+    precision: str = "fp32"
+    shape: Model = SHAPE
+    backend: str = "native"
+    optimizer: str = "adamw"
+
+
+def recomputed(mode: str, **more: Any) -> dict[str, Any]:
+    return {"activation_checkpointing": mode, **more}
+
+
+ROWS = [
+    Row("one process"),
+    Row("one process, no accumulation", micro_batch=16),
+    Row("one process, bf16", precision="bf16"),
+    Row("one process, sgd", optimizer="sgd"),
+    Row("one process, GPT-2", shape=GPT2),
+    *(Row(f"one process, {mode}", recomputed(mode)) for mode in ("full", "selective", "sqrt")),
+    *(Row(f"dp 2, stage {stage}", {"dp": 2}, stage) for stage in range(4)),
+    *(Row(f"dp 2, stage {stage}, bf16", {"dp": 2}, stage, precision="bf16") for stage in range(4)),
+    Row("dp 2, stage 3, no accumulation", {"dp": 2}, 3, 8),
+    Row("dp 2, stage 3, bf16, full", {"dp": 2} | recomputed("full"), 3, precision="bf16"),
+    Row("tp 2", {"tp": 2}),
+    Row("tp 2, bf16", {"tp": 2}, precision="bf16"),
+    Row("tp 2 without sequence parallel", {"tp": 2, "sequence_parallel": False}),
+    Row("tp 2, selective", {"tp": 2} | recomputed("selective")),
+    Row("cp 2", {"cp": 2}),
+    Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
+    Row("cp 2, stage 3, bf16", {"cp": 2}, 3, precision="bf16"),
+    Row("pp 2", {"pp": 2}, micro_batch=2),
+    Row("pp 2, gpipe", {"pp": 2, "schedule": "gpipe"}, micro_batch=2),
+    Row("pp 2, bf16, full", {"pp": 2} | recomputed("full"), precision="bf16", micro_batch=2),
+    Row("HSDP 2 × 2, stage 3", {"dp": 4, "dp_replicate": 2}, 3, 2),
+    Row("dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3),
+    Row("dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2),
+    *(Row(f"deepspeed dp 2, stage {s}", {"dp": 2}, s, backend="deepspeed") for s in range(4)),
+    *(
+        Row(f"deepspeed dp 2, stage {s}, bf16", {"dp": 2}, s, precision="bf16", backend="deepspeed")
+        for s in range(4)
+    ),
+]
+
+
+def main() -> None:
+    rows = [row for row in ROWS if not sys.argv[1:] or any(w in row.name for w in sys.argv[1:])]
+    groups: dict[int, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[derive(config_of(row)).world_size].append(row)
+    errors = []
+    print(f"{'layout':36} {'rank':>4} {'measured':>10} {'plan':>10} {'error':>7}  highest at")
+    for world_size, members in sorted(groups.items()):
+        configs = [config_of(row) for row in members]
+        for row, config in zip(members, configs, strict=True):
+            errors += show(row, config, run_ranks(measure, world_size, config))
+    sizes = [abs(error) for error in errors]
+    print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
+
+
+def show(row: Row, config: Config, peaks: list[int]) -> list[float]:
+    """Print a row's pipeline ranks; their errors."""
+    pp = config.parallel.pp
+    errors = []
+    for planned in rank_memory(config, under_way(config)):
+        mine = [
+            p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
+        ]
+        seen, plan = max(mine), planned.allocated + sum(part.bytes for part in planned.host)
+        errors.append(plan / seen - 1)
+        print(
+            f"{row.name:36} {planned.rank if pp > 1 else '':>4} {seen / 2**20:8.2f} M {plan / 2**20:8.2f} M "
+            f"{errors[-1]:+7.1%}  {planned.peak}",
+            flush=True,
+        )
+    return errors
+
+
+def config_of(row: Row) -> Config:
+    config = make_config(
+        Path(),
+        dp=row.degrees.get("dp", 1),
+        dp_replicate=row.degrees.get("dp_replicate", 1),
+        stage=row.stage,
+        precision=row.precision,
+        micro_batch=row.micro_batch,
+        model=row.shape,
+        parallel=row.degrees,
+        optimizer=Optimizer(name=row.optimizer),  # type: ignore[arg-type]
+        backend=Backend(name=row.backend, **SMALL_BUCKETS),  # type: ignore[arg-type]
+    )
+    return replace(config, train=replace(config.train, seq_len=SEQ, global_batch=BATCH))
+
+
+def under_way(config: Config) -> list[list[int]]:
+    """Micro batches that hold activations in the two schedules of one stage a rank."""
+    pp, number = config.parallel.pp, derive(config).accumulation
+    if config.parallel.schedule == "gpipe":
+        return [[number]] * pp
+    return [[min(pp - rank, number)] for rank in range(pp)]
+
+
+def measure(_rank: int, config: Config) -> int:
+    """The peak on this rank, bytes."""
+    sizes = derive(config)
+    ranks.join(sizes.world_size, torch.device("cpu"), 60.0)
+    random = np.random.default_rng(0)
+    shape = sizes.micro_batch, config.train.seq_len + 1
+    with LiveMemory() as memory:
+        engine = make_engine(config, torch.device("cpu"))
+        for _ in range(3):
+            gc.collect()
+            memory.reset_peak()
+            batches = [
+                random.integers(0, config.model.vocab, shape) for _ in range(sizes.accumulation)
+            ]
+            engine.train_step(batches, 1e-3)
+        return memory.peak
+
+
+if __name__ == "__main__":
+    main()
