@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from nanoscale.config.rules.backends import limits
 from nanoscale.config.rules.case import divisors
@@ -17,14 +17,20 @@ from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
 
 T = TypeVar("T")
+Recomputation = Literal["none", "full", "selective", "sqrt"]
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
+]
+Method = Literal["ring", "ulysses"]
+Stage = Literal[0, 1, 2, 3]
 
 LONGEST_PIPELINE = 64
 SHORTEST_PIECE = 512
 """tokens of a sequence on a rank of cp; with fewer there is nothing to compute beside the exchange"""
 LARGEST_MICRO_BATCH = 32
-RECOMPUTATION = ("none", "selective", "full")
+RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
 """from the fastest to the one that keeps least"""
-USUAL = "1f1b"
+USUAL: Schedule = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,15 @@ def schedules(room: Room, config: Config) -> Iterator[Config]:
                 yield replace(config, parallel=changed, backend=replace(backend, compile=compiled))
 
 
-_SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+_SCHEDULES: tuple[Schedule, ...] = (
+    "gpipe",
+    "1f1b",
+    "interleaved-1f1b",
+    "looped-bfs",
+    "zero-bubble",
+    "zbv",
+    "dualpipev",
+)
 
 
 def _tensor(room: Room) -> Iterator[int]:
@@ -121,7 +135,7 @@ def _pipeline(room: Room, tp: int) -> Iterator[int]:
             yield pp
 
 
-def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, str]]:
+def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, Method]]:
     model, length, rest = room.base.model, room.base.train.seq_len, room.world // (tp * pp)
     shares = tp if room.base.backend.name == "native" else 1
     heads = math.gcd(model.heads, model.kv_heads or model.heads) // tp
@@ -130,13 +144,14 @@ def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, str]]:
             cp > 1 and "parallel.cp" not in room.held and length // cp < SHORTEST_PIECE
         ):
             continue
-        for method in _choices(room, "cp_method", ("ring", "ulysses") if cp > 1 else ("ring",)):
+        every: tuple[Method, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
+        for method in _choices(room, "cp_method", every):
             pieces = math.lcm(2 if method == "ring" and cp > 1 else 1, shares)
             if length % (cp * pieces) == 0 and (method == "ring" or heads % cp == 0):
                 yield cp, method
 
 
-def _stages(room: Room, ranks: int, pp: int) -> Iterator[int]:
+def _stages(room: Room, ranks: int, pp: int) -> Iterator[Stage]:
     """In a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
     if "zero.stage" in room.held:
         yield room.base.zero.stage
@@ -169,7 +184,7 @@ def _virtual(room: Room, schedule: str, pp: int) -> Iterator[int]:
 
 
 def _shape(
-    room: Room, tp: int, pp: int, cp: int, method: str, dp: int, stage: int, replicas: int
+    room: Room, tp: int, pp: int, cp: int, method: Method, dp: int, stage: Stage, replicas: int
 ) -> Config:
     base = room.base
     native = base.backend.name == "native"
@@ -178,7 +193,7 @@ def _shape(
         tp=tp,
         pp=pp,
         cp=cp,
-        cp_method=method,  # type: ignore[arg-type]
+        cp_method=method,
         dp=dp,
         dp_replicate=replicas,
         sequence_parallel=native or tp == 1,
@@ -189,7 +204,7 @@ def _shape(
     if pp > 1 and layout.schedule not in ONE_STAGE:
         virtual = base.parallel.virtual_stages if "parallel.virtual_stages" in room.held else 2
         layout = replace(layout, virtual_stages=virtual)
-    return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))  # type: ignore[arg-type]
+    return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))
 
 
 def _honoured(config: Config) -> bool:

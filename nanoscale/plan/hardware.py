@@ -125,10 +125,9 @@ def hardware_of(config: Config) -> Hardware:
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
     if trained not in peaks:
-        name = cluster.device
         raise UserError(
             "config",
-            f"cluster.peaks.{trained} is null: {name} has no products in {trained} that are known. "
+            f"cluster.peaks.{trained} is null: {cluster.device} has no products in {trained} that are known. "
             f"Type one of: {', '.join(f'precision={p}' for p in peaks)}, or "
             f"cluster.peaks.{trained}=TFLOP/s",
         )

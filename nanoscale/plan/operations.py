@@ -77,7 +77,7 @@ def attention(
     area = queries * (keys + _ATTENTION_TILE) / 2
     flops = 4.0 * batch * heads * head_dim * area
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
-    narrow = min(1.0, head_dim / 128) ** _NARROW
+    narrow: float = min(1.0, head_dim / 128) ** _NARROW
     rate = (
         hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
     )

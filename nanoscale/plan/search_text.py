@@ -98,11 +98,10 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
 def _row(plan: Prediction, on_front: bool) -> list[str]:
     config, time = plan.config, plan.time
     layout = config.parallel
-    dp = (
-        str(layout.dp)
-        if layout.dp_replicate == 1
-        else f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"
-    )  # type: ignore[operator]
+    assert isinstance(layout.dp, int)
+    dp = str(layout.dp)
+    if layout.dp_replicate > 1:
+        dp = f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"
     cp = str(layout.cp) if layout.cp == 1 else f"{layout.cp} {layout.cp_method}"
     virtual = f" ×{layout.virtual_stages}" if layout.virtual_stages != 1 else ""
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import itemgetter
 
@@ -41,6 +41,15 @@ class Parts:
     data: float
     jitter: float
     """waiting for the slowest host"""
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        seconds: float = sum(getattr(self, name) for name in _PARTS)
+        return seconds
+
+
+_PARTS = tuple(field.name for field in fields(Parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +114,27 @@ def step_time(config: Config, hardware: Hardware, makespan: float | None = None)
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
-    parts = [
-        count * busy.matmul,
-        count * busy.attention,
-        count * busy.elementwise,
-        count * share * holding.blocks * one.seconds[2],
-        count * busy.launch,
-        count * busy.tp,
-        count * busy.cp,
-        late,
-        dp.total,
-        idle,
-        dataparallel.update(config, hardware, local),
-        offload.waiting(config, hardware, part, holding, count, forward),
+    parts = Parts(
+        matmul=count * busy.matmul,
+        attention=count * busy.attention,
+        elementwise=count * busy.elementwise,
+        recomputed=count * share * holding.blocks * one.seconds[2],
+        launch=count * busy.launch,
+        tp=count * busy.tp,
+        cp=count * busy.cp,
+        pp=late,
+        dp=dp.total,
+        bubble=idle,
+        optimizer=dataparallel.update(config, hardware, local),
+        offload=offload.waiting(config, hardware, part, holding, count, forward),
         # Ids of tokens, in 8 bytes.
-        8.0 * part.tokens * count / hardware.host_bandwidth,
-    ]
+        data=8.0 * part.tokens * count / hardware.host_bandwidth,
+        jitter=0.0,
+    )
     hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
     # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
-    seconds = sum(parts)
-    jitter = seconds * hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    late_hosts = hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    parts = replace(parts, jitter=late_hosts * parts.seconds)
     again = (
         share
         * config.model.layers
@@ -134,7 +144,7 @@ def step_time(config: Config, hardware: Hardware, makespan: float | None = None)
         * layout.cp
         * layout.tp
     )
-    return _assemble(config, hardware, sizes, Parts(*parts, jitter), seconds + jitter, again)
+    return _assemble(config, hardware, sizes, parts, parts.seconds, again)
 
 
 def _assemble(
