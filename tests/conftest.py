@@ -24,7 +24,7 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
 
 
 def pytest_sessionstart() -> None:
-    """What pytest-xdist starts ignores Ctrl-C, and what the tests start would inherit that."""
+    """What a shell starts in the background ignores Ctrl-C, and what the tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
