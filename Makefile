@@ -9,8 +9,10 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
 
+# Tests of clusters mind the time, so nothing runs beside them; the others run two files at a time.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

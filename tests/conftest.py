@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 
 _DEVIATION = "deviation"
 _HERE = Path(__file__).parent
-_LAST = ("train/test_equivalence", "backends", "train", "parallel", "checkpoint")
-"""Tests with many ranks that compute, the longest file first: none of them beside those that mind the time."""
+_FIRST = ("train/test_equivalence", "backends/test_deepspeed")
+"""The longest files. One that came last would keep one of two processes waiting."""
 
 Deviations = Callable[[str, list[float]], None]
 
@@ -22,16 +23,19 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
     return lambda layout, figures: record_property(_DEVIATION, [layout, *map(float, figures)])
 
 
+def pytest_sessionstart() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and what the tests start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two files at a time, in this order: those of clusters mostly wait, and mind the time."""
-    items.sort(key=_turn)
+    """`make test` runs two files at a time, in this order."""
+    items.sort(key=lambda item: not _name(item).startswith(_FIRST))
 
 
-def _turn(item: pytest.Item) -> int:
-    name = item.path.relative_to(_HERE).as_posix()
-    if name.startswith("cluster"):
-        return -1
-    return next((turn for turn, start in enumerate(_LAST, 1) if name.startswith(start)), 0)
+def _name(item: pytest.Item) -> str:
+    return item.path.relative_to(_HERE).as_posix()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
