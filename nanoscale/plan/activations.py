@@ -56,7 +56,7 @@ class Execution:
     gathered: bool = True
     """with sequence parallelism: products keep their gathered inputs"""
     turned: bool = False
-    """attention's result comes with heads outside of tokens, as rotated queries do, and its product copies it"""
+    """attention's result comes with heads outside of tokens, as rotated queries do, and is copied"""
     exchanged: bool = False
     """ulysses: heads change places with the sequence, and what comes back is another tensor"""
     composed_norm: bool = False
