@@ -159,7 +159,7 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(products(shape.gated)[1::2])
     elif keep == "attention":
         names = set()
-    kept = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
+    kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     whole = shape.tokens * shape.hidden * run.compute

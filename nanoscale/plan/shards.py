@@ -187,7 +187,7 @@ def _block(model: Model, tp: int, count: int) -> Unit:
     kv = (model.kv_heads or model.heads) * head_dim // tp
     ffn, gates = model.ffn // tp, 2 if model.mlp == "swiglu" else 1
     hidden = model.hidden
-    matrices = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
+    matrices: tuple[tuple[int, int], ...] = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
     matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
     vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
     if model.bias:
