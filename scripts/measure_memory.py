@@ -4,8 +4,7 @@
 
 Every rank counts the storages that PyTorch holds (`tests.live_memory`) through three steps; the third's peak
 counts, and the worst rank of each pipeline rank is held against the plan. The models are small, but so wide
-and so long that activations, not constants, decide. Prints a table, and for each layout the part in which the
-plan is largest.
+and so long that activations, not constants, decide. Prints a table.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Execution:
     gathered: bool = True
     """with sequence parallelism: products keep their gathered inputs"""
     turned: bool = False
-    """attention's result has heads outside of tokens, as rotated queries do, and its product copies it"""
+    """attention's result comes with heads outside of tokens, as rotated queries do, and is copied"""
     exchanged: bool = False
     """ulysses: heads change places with the sequence, and what comes back is another tensor"""
     composed_norm: bool = False
@@ -159,7 +159,7 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
         names = set(products(shape.gated)[1::2])
     elif keep == "attention":
         names = set()
-    kept: dict[str, int] = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
+    kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
     kept["input"] = entry(shape, run)
     kept["log-sums"] = sizes.get("log-sums", 0)
     whole = shape.tokens * shape.hidden * run.compute

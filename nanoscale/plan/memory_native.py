@@ -180,6 +180,8 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
     waiting = _waiting(setting) * held.numel
     sharded = int(states.gradients * held.shard)
     one = fly.activations // max(1, deepest)
+    # The loss of the micro batch that goes backward has been through it.
+    gone = setting.shape.tokens * setting.vocabulary * setting.loss
     # Where every micro batch is under way before the first goes backward, no gradient is there yet.
     before = waiting if setting.micro_batches > deepest else 0
     phases = [
@@ -206,7 +208,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
                 optimizer,
                 0,
                 fly.activations + fly.extra,
-                fly.logits,
+                max(0, fly.logits - gone),
                 fly.received,
             ),
         ),

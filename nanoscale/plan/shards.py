@@ -187,8 +187,8 @@ def _block(model: Model, tp: int, count: int) -> Unit:
     kv = (model.kv_heads or model.heads) * head_dim // tp
     ffn, gates = model.ffn // tp, 2 if model.mlp == "swiglu" else 1
     hidden = model.hidden
-    attention = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
-    matrices = (*attention, *((ffn, hidden),) * gates, (hidden, ffn))
+    matrices: tuple[tuple[int, int], ...] = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
+    matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
     vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
     if model.bias:
         vectors += (q, kv, kv, hidden, *((ffn,) * gates), hidden)
