@@ -28,7 +28,7 @@ class UserError(Exception):
     """The request is wrong; nothing was started or written."""
 
     kind: str
-    """`config`, `usage`, `layout`, `data`, `run` or `checkpoint`"""
+    """`config`, `usage`, `layout`, `data`, `run`, `checkpoint`, or `plan` where it does not fit"""
     message: str
     violations: list[Violation] = field(default_factory=list)
 

@@ -20,7 +20,7 @@ from nanoscale.launch.prepare import Request
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status, submission
-from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 
@@ -126,6 +126,23 @@ def reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
     return max(last["step"] if last else 0, end["step"] if end else 0)
 
 
+def against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
+    """What was predicted beside what the last logged step took; None where there is nothing to compare."""
+    try:
+        plan = read_json(run.plan)
+    except (OSError, ValueError):
+        return None
+    if last is None:
+        return None
+    speed = (
+        f"{number(last['tokens_per_s'], ',.0f')} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
+    )
+    if plan["hardware"]["device"] == "cpu":
+        return speed  # there a process and its libraries are measured
+    memory = plan["memory"]["allocated_gib"]
+    return f"{speed}; {number(last['memory_gib'], '.2f')} GiB, predicted {memory:.2f}"
+
+
 def _raise_users_error(cause: Failure) -> None:
     error = failure.user_error(cause)
     if error is not None:
@@ -175,10 +192,13 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     if last is not None:
         words.append(f"with loss {number(last['loss'], '.4f')}")
     checkpoints = run.checkpoint_steps()
+    compared = against_plan(run, last)
     lines = [" ".join(words), f"  run         {run.path}"]
     if checkpoints:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
     lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
+    if compared:
+        lines.append(f"  plan        {compared}")
     if outcome.state != "completed":
         lines.append(f"  go on       {way_on(run)}")
     with if_still_there(stream):

@@ -12,13 +12,22 @@ from typing import Annotated
 import typer
 
 from nanoscale import __version__
-from nanoscale.cli.output import DONE, FAILED, INTERRUPTED, WRONG_REQUEST, show_error
+from nanoscale.cli.output import (
+    DOES_NOT_FIT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    WRONG_REQUEST,
+    show_error,
+)
 from nanoscale.errors import UserError, Violation
 
 VERBS = ("train", "resume", "submit", "plan", "doctor", "runs", "checkpoints", "config", "recipes")
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 
+_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "config")
+"""verbs that take overrides"""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -66,6 +75,8 @@ def run(arguments: list[str]) -> int:
 def _code(error: UserError) -> int:
     from nanoscale.runs.lock import TakenOverError
 
+    if error.kind == "plan":
+        return DOES_NOT_FIT
     return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
 
 
@@ -121,7 +132,7 @@ def _as_overrides(option: str, arguments: Sequence[str]) -> list[str]:
     from nanoscale.config.suggest import nearest_key
 
     position = next((i for i, word in enumerate(arguments) if word.startswith(option)), None)
-    if position is None or arguments[0] not in ("train", "resume", "submit", "doctor", "config"):
+    if position is None or arguments[0] not in _CONFIGURED:
         return []
     _, equals, value = arguments[position].partition("=")
     if not equals:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
+from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, AsJson, console, print_json
 
@@ -59,15 +60,19 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
     ] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> int:
-    """Compose, check and prepare a job, and hand it to SLURM; several values make several runs."""
+    """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
+    from nanoscale.cli.fit import planned
     from nanoscale.config.sweep import expand
     from nanoscale.launch.slurm import SlurmError
 
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
     variants = expand(overrides or [])
     requests = [_request(list(one.words), config, config_dir, options) for one in variants]
+    if not dry_run:
+        requests = [planned(request, force=force) for request in requests]
     batch = _batch(requests, at_once)
     if dry_run:
         _show(batch, variants, as_json)

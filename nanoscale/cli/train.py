@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale.cli.config import ConfigDir, Overrides
+from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
     Exclude,
     Hostfile,
@@ -47,10 +48,12 @@ def train(
     num_gpus: NumGpus = None,
     no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> int:
-    """Compose, check, prepare, launch and follow a job until its end."""
+    """Compose, check, plan, prepare, launch and follow a job until its end."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
+    from nanoscale.cli.fit import planned
     from nanoscale.launch.prepare import new_run
     from nanoscale.launch.signals import Signals
 
@@ -59,6 +62,7 @@ def train(
     if dry_run:
         show_plan(request.run, request, 1, as_json)
         return DONE
+    request = planned(request, force=force)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
 

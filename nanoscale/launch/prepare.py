@@ -59,6 +59,8 @@ class Request:
     """the frozen configuration that it was made from"""
     hosts: tuple[Host, ...] = ()
     """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
+    plan: dict[str, Any] | None = None
+    """plan.json: what was predicted; None where nothing could be"""
 
     @property
     def asked(self) -> Config:
@@ -154,6 +156,8 @@ def new_run(request: Request) -> Iterator[RunLock]:
             lock = held.enter_context(RunLock(run, aside.path))
             write_configuration(aside, request)
             write_json(aside.environment, environment(request.devices))
+            if request.plan is not None:
+                write_json(aside.plan, request.plan)
             status.write(aside, status.prepared())
         yield lock
 

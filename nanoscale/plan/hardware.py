@@ -158,6 +158,12 @@ def described(config: Config) -> Cluster:
     if all(getattr(cluster, name) is not None for name in _NEEDED):
         return replace(cluster, device="unnamed")
     here = detect()
+    if config.launcher.device == "cuda" and here.kind == "cpu":
+        raise UserError(
+            "config",
+            "cluster.device is null, and the devices are on other hosts. Type what they are, as in "
+            f"cluster=h100-sxm; known are {_known_words()}",
+        )
     if config.launcher.device == "cpu" or here.kind == "cpu":
         return _this_cpu(_filled(cluster, _known(CPU)), config)
     names = sorted(set(here.names))

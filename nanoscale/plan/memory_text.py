@@ -51,7 +51,7 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
         letter, style = LOOKS[name]
         text.append(letter, style)
         text.append(f" {name}  ")
-    text.append(f"| {capacity / GIB:g} GiB of the device\n")
+    text.append(f"| {capacity / GIB:.4g} GiB of the device\n")
     return text
 
 

@@ -25,3 +25,9 @@ class Part:
 def mib(number: float) -> str:
     """Bytes for people, in MiB below a GiB."""
     return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / 2**20:.1f} MiB"
+
+
+def share(needed: int, capacity: int) -> str:
+    """`77.3 of 79.1 GiB`; in MiB where there is less than one GiB."""
+    unit, name = (GIB, "GiB") if capacity >= GIB else (2**20, "MiB")
+    return f"{needed / unit:.1f} of {capacity / unit:.1f} {name}"

@@ -74,7 +74,8 @@ def _sentence(name: str, before: object, after: object, other: Prediction, best:
     ]
     total = other.time.seconds / best.time.seconds - 1
     change = " and ".join(words) or "changes little"
-    return f"{name} {before} → {after} {change}; the step takes {total:.1%} less"
+    gain = f"{total:.1%} faster" if total >= 5e-4 else "as fast"
+    return f"{name} {before} → {after} {change}; the step is {gain}"
 
 
 def _difference(part: str, other: Prediction, best: Prediction) -> float:

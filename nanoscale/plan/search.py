@@ -66,12 +66,21 @@ def search(room: Room, hardware: Hardware) -> Found:
     for plan in _best_of_shapes(first):
         for scheduled in schedules(room, plan.config):
             tried.add_all(room, scheduled)
-    ranked = sorted(tried.fitting, key=_speed)
-    exact = [
-        predict(plan.config) if plan.config.parallel.pp > 1 else plan for plan in ranked[:SIMULATED]
-    ]
-    exact = sorted((plan for plan in exact if plan.fits), key=_speed)
-    return Found((*exact, *ranked[SIMULATED:]), tried.nearest, tried.considered)
+    ranked = _simulate_first(sorted(tried.fitting, key=_speed))
+    return Found(tuple(ranked), tried.nearest, tried.considered)
+
+
+def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
+    """With simulated pipelines in the first places, whoever comes to stand there."""
+    while any(map(_is_estimate, ranked[:SIMULATED])):
+        exact = [predict(p.config) if _is_estimate(p) else p for p in ranked[:SIMULATED]]
+        fitting = [plan for plan in exact if plan.fits]
+        ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_speed)
+    return ranked
+
+
+def _is_estimate(plan: Prediction) -> bool:
+    return plan.config.parallel.pp > 1 and plan.timeline is None
 
 
 class _Tried:
@@ -124,7 +133,7 @@ def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
 
 
 def _speed(plan: Prediction) -> tuple[float, int, int]:
-    """Of layouts that are as fast, to three digits, the one with the fewest axes and the least memory."""
+    """Of layouts that are as fast, to four digits, the one with the fewest axes and the least memory."""
     layout = plan.config.parallel
     axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.dp_replicate > 1)
-    return float(f"{plan.time.seconds:.3g}"), axes, plan.worst.total
+    return float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total

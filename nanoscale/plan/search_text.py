@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.config.compose import Composed
 from nanoscale.plan.candidates import Room
 from nanoscale.plan.document import document
-from nanoscale.plan.part import GIB
+from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.reasons import reasons
 from nanoscale.plan.request import to_type
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN = 12
+WIDTH = 120
+"""columns that the table needs; a narrower terminal folds its lines"""
 
 
 def search_document(composed: Composed, found: Found) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def search_document(composed: Composed, found: Found) -> dict[str, Any]:
     return {
         "considered": found.considered,
         "fitting": len(found.ranked),
-        "layouts": [_entry(composed, plan) for plan in found.ranked[:SHOWN]],
+        "layouts": [_entry(composed, plan) for plan in _distinct(found.ranked)],
         "front": [_entry(composed, plan) for plan in found.front()],
         "nearest": _entry(composed, found.nearest) if found.nearest and not found.ranked else None,
         "why": reasons(found),
@@ -45,7 +47,8 @@ def print_found(console: Console, composed: Composed, room: Room, found: Found) 
     if found.best is None:
         _print_nearest(console, composed, found)
         return
-    console.print(_table(found.ranked[:SHOWN], found.front()))
+    console.width = max(console.width, WIDTH)
+    console.print(_table(_distinct(found.ranked), found.front()))
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
@@ -55,13 +58,23 @@ def print_found(console: Console, composed: Composed, room: Room, found: Found) 
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
 
 
+def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """The first ones, without those that are another way to the same speed and memory."""
+    chosen: dict[tuple[str, str], Prediction] = {}
+    for plan in ranked:
+        chosen.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
+        if len(chosen) == SHOWN:
+            break
+    return list(chosen.values())
+
+
 def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
     if found.nearest is None:
         console.print("no layout is legal with what was held", style="bold red")
         return
     worst = found.nearest.worst
     console.print(
-        f"nothing fits; the least is {worst.total / GIB:.1f} of {found.nearest.capacity / GIB:.1f} GiB, with\n"
+        f"nothing fits; the least is {share(worst.total, found.nearest.capacity)}, with\n"
         f"  {' '.join(to_type(composed, found.nearest.config))}",
         markup=False,
         soft_wrap=True,
@@ -69,7 +82,7 @@ def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
 
 
 def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     names = (
         "",
@@ -87,7 +100,7 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
         "tokens/s",
         "MFU",
     )
-    table = Table(*names, box=None, pad_edge=False)
+    table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for column in (*table.columns[1:5], *table.columns[6:8], *table.columns[9:]):
         column.justify = "right"
     for plan in plans:

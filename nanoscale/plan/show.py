@@ -8,7 +8,7 @@ from nanoscale.config.derive import derive
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_text import bars
 from nanoscale.plan.model_math import parameters
-from nanoscale.plan.part import GIB
+from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def head(plan: Prediction) -> list[str]:
 def verdict(plan: Prediction) -> str:
     """Whether it fits, in one line."""
     worst = plan.worst
-    needs = f"{worst.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
+    needs = share(worst.total, plan.capacity)
     where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
     word = "fits" if plan.fits else "does not fit"
     return f"{word}: {needs} ({where}{worst.peak}); probability that it fits {plan.fits_probability:.0%}"

@@ -9,7 +9,7 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.derive import derive
 from nanoscale.devices import Devices
 from nanoscale.errors import UserError, Violation
-from nanoscale.plan.part import GIB
+from nanoscale.plan.part import share
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.request import room, to_type
 from nanoscale.plan.search import search
@@ -18,15 +18,11 @@ from nanoscale.plan.show import verdict
 PROPOSALS = 3
 
 
-class DoesNotFitError(UserError):
-    """The plan says that the devices' memory is too small. The command ends with 3."""
-
-
 def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
     """Let pass what fits.
 
     Raises:
-        DoesNotFitError: with the nearest overrides that fit.
+        UserError: of kind `plan`, with the nearest overrides that fit; the command ends with 3.
     """
     if plan.fits:
         return
@@ -35,7 +31,7 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
         for near in nearest(composed, plan, devices)
     ]
     remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
-    raise DoesNotFitError("plan", f"{verdict(plan)}{remedy}. Go on with --force", found)
+    raise UserError("plan", f"{verdict(plan)}{remedy}. Go on with --force", found)
 
 
 def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
@@ -66,5 +62,5 @@ def _enough(devices: Devices, world: int) -> Devices:
 
 
 def _gain(plan: Prediction) -> str:
-    sizes = f"{plan.worst.total / GIB:.1f} of {plan.capacity / GIB:.1f} GiB"
+    sizes = share(plan.worst.total, plan.capacity)
     return f"would take {sizes} at {plan.time.tokens_per_s_per_gpu:,.0f} tokens/s a device"

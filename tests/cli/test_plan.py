@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 
-H100 = ("recipe=llama-8b", "cluster=h100-sxm")
+H100 = ("recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_checkpointing=selective")
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +120,44 @@ def test_bad_requests(capsys):
 def test_this_machine_is_planned_for_where_nothing_is_described(capsys):
     plan = json.loads(output(capsys, "recipe=debug", "launcher.device=cpu", "--json"))
     assert plan["fits"] and plan["hardware"]["device"] == "cpu"
+
+
+LARGE = (
+    "recipe=debug", "launcher.device=cpu", "parallel.dp=2", "train.seq_len=512", "model.max_seq_len=512",
+    "train.micro_batch=4", "run.name=x", "cluster.memory_gib=0.07",
+)  # fmt: skip
+
+
+def test_train_does_not_launch_what_does_not_fit_and_says_what_would(capsys):
+    assert nanoscale(["train", *LARGE, "--json"]) == 3
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["kind"] == "plan" and "--force" in error["message"]
+    assert not list(Path().iterdir())
+    assert len(error["violations"]) == 3
+    for proposal in error["violations"]:
+        (words,) = proposal["suggestions"]
+        plan = json.loads(output(capsys, *_with(words.split()), "--json"))
+        assert plan["fits"] is True
+        assert f"{plan['memory']['in_use_gib'] * 1024:.1f} of 71.7 MiB" in proposal["message"]
+        assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s" in proposal["message"]
+
+
+def _with(words):
+    """A word of the command line may set a key once."""
+    keys = {word.partition("=")[0] for word in words}
+    return [word for word in LARGE if word.partition("=")[0] not in keys] + words
+
+
+def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
+    assert nanoscale(["train", *LARGE, "train.steps=2", "scheduler.warmup_steps=0", "--force"]) == 0
+    shown = capsys.readouterr().out
+    plan = json.loads(Path("runs/x/plan.json").read_text())
+    assert plan["fits"] is False
+    assert f"tokens/s, predicted {plan['tokens_per_s']:,.0f}" in shown
+
+
+def test_devices_of_other_hosts_are_no_guess(capsys):
+    Path("hosts").write_text("a slots=8\nb slots=8\n")
+    words = ["recipe=llama-8b", "--hostfile", "hosts", "train.micro_batch=1"]
+    assert "cluster=h100-sxm" in refusal(capsys, *words)
+    assert json.loads(output(capsys, *words, "cluster=h200", "--json"))["layout"]["dp"] == 16

@@ -35,7 +35,7 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
         ["--help"],
         *(
             [verb, "--help"]
-            for verb in ("train", "resume", "submit", "runs", "checkpoints", "config")
+            for verb in ("train", "resume", "submit", "runs", "checkpoints", "config", "plan")
         ),
         ["config", "show", "recipe=llama-8b"],
         ["config", "explain", "model", "recipe=llama-8b"],
@@ -47,6 +47,8 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
         ["train", "recipe=llama-8b", "--dry-run"],
         ["submit", "recipe=llama-8b", "--num-gpus", "8", "train.seed=1,2", "--dry-run", "--json"],
         ["train", "recipe=llama-8b", "--dry-run", "--json"],
+        ["plan", "recipe=llama-8b", "cluster=h200", "--explain", "--html", "plan.html"],
+        ["plan", "recipe=llama-1b", "cluster=h100-sxm", "--search", "--html", "search.html"],
         ["train", "recipe=debug", "--hostfile", "hosts", "--dry-run"],
     ]
     (tmp_path / "hosts").write_text("localhost slots=2\n")

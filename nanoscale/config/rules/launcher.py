@@ -152,8 +152,10 @@ def _check_cluster(case: Case) -> None:
     cluster = case.config.cluster
     for name, key in reference.declared().items():
         above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
+        if not above:
+            continue
         value: object = reduce(getattr, name.split("."), case.config)
-        if above and value == 0:
+        if value == 0:
             case.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is no path of an interpreter"

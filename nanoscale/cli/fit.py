@@ -1,0 +1,38 @@
+"""`train` and `submit` plan first: what does not fit is not launched."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from nanoscale.launch.prepare import Request
+
+Force = Annotated[
+    bool, typer.Option("--force", help="Launch it even if the plan says that it does not fit.")
+]
+
+
+def planned(request: Request, *, force: bool) -> Request:
+    """The same with its plan, if it may be launched; without one where its devices are not known from here.
+
+    Raises:
+        UserError: of kind `plan`, it does not fit, and nobody insists.
+    """
+    from dataclasses import replace
+
+    from nanoscale.errors import UserError
+    from nanoscale.plan.document import document
+    from nanoscale.plan.predict import predict
+    from nanoscale.plan.verdict import require_fit
+
+    try:
+        plan = predict(request.config)
+    except UserError as error:
+        print(f"not planned: {error}", file=sys.stderr)
+        return request
+    if not force:
+        require_fit(request.composed, plan, request.devices)
+    return replace(request, plan=document(plan))
