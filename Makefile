@@ -9,10 +9,11 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
 
-# Tests of clusters mind the time, so nothing runs beside them; the others run two files at a time.
+# Tests of clusters mind the time, and those with many ranks fill the cores; of the others two files run at a time.
+ALONE := $(addprefix tests/,cluster backends checkpoint parallel train)
 test: $(READY)
-	$(BIN)/python -m pytest tests/cluster $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --ignore=tests/cluster --numprocesses=2 --dist=loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALONE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(ALONE:%=--ignore=%) --numprocesses=2 --dist=loadfile $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 _DEVIATION = "deviation"
-_HERE = Path(__file__).parent
-_FIRST = ("train/test_equivalence", "backends/test_deepspeed")
-"""The longest files. One that came last would keep one of two processes waiting."""
-
 Deviations = Callable[[str, list[float]], None]
 
 
@@ -27,15 +22,6 @@ def pytest_sessionstart() -> None:
     """What a shell starts in the background ignores Ctrl-C, and what the tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` runs two files at a time, in this order."""
-    items.sort(key=lambda item: not _name(item).startswith(_FIRST))
-
-
-def _name(item: pytest.Item) -> str:
-    return item.path.relative_to(_HERE).as_posix()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

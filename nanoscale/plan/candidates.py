@@ -60,7 +60,7 @@ def shapes(room: Room) -> Iterator[Config]:
                 for stage in _stages(room, dp * cp, pp):
                     for replicas in _replicas(room, tp, cp, dp, stage):
                         found = _shape(room, tp, pp, cp, method, dp, stage, replicas)
-                        if _honoured(found):
+                        if honoured(found):
                             yield found
 
 
@@ -207,7 +207,7 @@ def _shape(
     return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))
 
 
-def _honoured(config: Config) -> bool:
+def honoured(config: Config) -> bool:
     """Whether the backend can do it."""
     return all(limit.takes(config) for limit in limits(config.backend.name))
 

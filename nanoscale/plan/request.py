@@ -13,7 +13,7 @@ from nanoscale.config.rules import check
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import SPLIT_BACKWARD, usual_virtual_stages
 from nanoscale.devices import Devices
-from nanoscale.plan.candidates import Room
+from nanoscale.plan.candidates import Room, honoured
 from nanoscale.plan.hardware import Hardware
 
 SEARCHED = (
@@ -132,10 +132,12 @@ def _with(config: Config, key: str, new: object) -> Config:
 
 
 def _legal(config: Config) -> Config:
-    """The neutral layout beside what is held: keys that would be refused as idle go back too."""
-    layout = config.parallel
+    """The neutral layout beside what is held: what would be refused as idle, or by the backend, changes too."""
+    layout, native = config.parallel, config.backend.name == "native"
     if layout.pp == 1 and layout.schedule != Parallel().schedule:
         config = _with(config, "parallel.schedule", Parallel().schedule)
     if layout.schedule in SPLIT_BACKWARD and config.backend.compile == "on":
         config = _with(config, "backend.compile", "off")
-    return config
+    config = _with(config, "parallel.sequence_parallel", native or layout.tp == 1)
+    stages = (_with(config, "zero.stage", stage) for stage in (config.zero.stage, 1, 2, 3))
+    return next(filter(honoured, stages), config)

@@ -126,6 +126,19 @@ def test_keys_of_the_command_line_keep_their_values() -> None:
         assert layout.activation_checkpointing == "full"
 
 
+@pytest.mark.parametrize(
+    "more", [("parallel.tp=2",), ("parallel.pp=2",), ("parallel.tp=2", "zero.stage=3")]
+)
+def test_keys_are_held_with_deepspeed_too(more: tuple[str, ...]) -> None:
+    """Its stage 0 takes neither with bf16."""
+    words = (*MIDDLE, "backend=deepspeed", *more)
+    composed, result = found(*words)
+    assert result.best is not None
+    assert (
+        typed(words, to_type(composed, result.best.config)).parallel == result.best.config.parallel
+    )
+
+
 def test_what_does_not_fit_anywhere_is_said_with_what_comes_nearest() -> None:
     _, result = found(
         "recipe=llama-70b",
