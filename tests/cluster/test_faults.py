@@ -291,7 +291,7 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
     began = time.monotonic()
     fill(seen, room)
     row = measure(launch, FULL_DISK, began, 1)
-    assert "diagnosis  the disk is full" in launch.screen
+    assert "diagnosis  the disk is full" in launch.screen, launch.screen
     (who,) = re.findall("^(rank . on n.) failed:", launch.screen, re.MULTILINE)
     if room:
         assert launch.cause.who == who
