@@ -299,8 +299,12 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
 
 
 def fill(folder: Path, room: int) -> None:
-    """Leave about so many bytes free, whatever is written meanwhile."""
-    piece = shutil.disk_usage(folder).free
+    """Leave about so many bytes free, whatever is written meanwhile.
+
+    In small pieces: what does not fit is taken for a moment all the same, and let go. A rank whose write failed
+    in that moment would find a disk with much room.
+    """
+    piece = 1 << 19
     with (folder / "filler").open("wb") as filler:
         while (piece := min(piece, shutil.disk_usage(folder).free - room)) > 0:
             try:
