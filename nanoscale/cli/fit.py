@@ -19,18 +19,18 @@ def planned(request: Request, *, force: bool) -> Request:
     """The same with its plan, if it may be launched; without one where its devices are not known from here.
 
     Raises:
-        UserError: of kind `plan`, it does not fit, and nobody insists.
+        UserError: of kind `plan`, it does not fit, and nobody insists; or `cluster` names what is unknown.
     """
     from dataclasses import replace
 
-    from nanoscale.errors import UserError
     from nanoscale.plan.document import document
+    from nanoscale.plan.hardware import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.plan.verdict import require_fit
 
     try:
         plan = predict(request.config)
-    except UserError as error:
+    except UnknownHardwareError as error:
         print(f"not planned: {error}", file=sys.stderr)
         return request
     if not force:

@@ -21,6 +21,15 @@ from nanoscale.devices import detect
 from nanoscale.errors import UserError
 
 CPU = "cpu"
+
+
+class UnknownHardwareError(UserError):
+    """Nobody has said what the hardware is, or what it does with the trained type.
+
+    A plan needs that, a launch does not.
+    """
+
+
 _NOT_A_DEVICE = frozenset({"local"})
 
 
@@ -125,7 +134,7 @@ def hardware_of(config: Config) -> Hardware:
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
     if trained not in peaks:
-        raise UserError(
+        raise UnknownHardwareError(
             "config",
             f"cluster.peaks.{trained} is null: {cluster.device} has no products in {trained} that are known. "
             f"Type one of: {', '.join(f'precision={p}' for p in peaks)}, or "
@@ -159,7 +168,7 @@ def described(config: Config) -> Cluster:
         return replace(cluster, device="unnamed")
     here = detect()
     if config.launcher.device == "cuda" and here.kind == "cpu":
-        raise UserError(
+        raise UnknownHardwareError(
             "config",
             "cluster.device is null, and the devices are on other hosts. Type what they are, as in "
             f"cluster=h100-sxm; known are {_known_words()}",
@@ -169,7 +178,7 @@ def described(config: Config) -> Cluster:
     names = sorted(set(here.names))
     known = {name: recognise(name) for name in names}
     if len(set(known.values())) != 1 or None in known.values():
-        raise UserError(
+        raise UnknownHardwareError(
             "config",
             f"cluster.device is null, and this machine's {' and '.join(names)} is no one known device. "
             f"Type what it is, as in cluster=h100-sxm; known are {_known_words()}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import V_SHAPED, stage_layers
+from nanoscale.config.stages import rank_of, stage_layers
 from nanoscale.plan.blocks import linears
 
 
@@ -28,8 +28,8 @@ def rank_holdings(config: Config) -> tuple[Holding, ...]:
 def _holdings(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding, ...]:
     held = [0] * pp
     for stage, count in enumerate(layers):
-        held[_rank(schedule, pp, stage)] += count
-    last = _rank(schedule, pp, len(layers) - 1)
+        held[rank_of(schedule, pp, stage)] += count
+    last = rank_of(schedule, pp, len(layers) - 1)
     return tuple(Holding(count, rank == 0, rank == last) for rank, count in enumerate(held))
 
 
@@ -37,12 +37,6 @@ def _holdings(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding,
 def kinds_of_ranks(schedule: str, pp: int, layers: tuple[int, ...]) -> tuple[Holding, ...]:
     """The different things that ranks hold."""
     return tuple(dict.fromkeys(_holdings(schedule, pp, layers)))
-
-
-def _rank(schedule: str, pp: int, stage: int) -> int:
-    if schedule in V_SHAPED:
-        return stage if stage < pp else 2 * pp - 1 - stage
-    return stage % pp
 
 
 def layers_of_stages(config: Config) -> tuple[int, ...]:

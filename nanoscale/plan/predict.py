@@ -97,20 +97,19 @@ def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
     """A step of the pipeline, action by action."""
     layout = config.parallel
     assert isinstance(layout.virtual_stages, int)
-    schedule, count = layout.schedule, derive(config).accumulation
+    count = derive(config).accumulation
     return pipeline.simulate_schedule(
-        schedule, layout.pp, layout.virtual_stages, count, costs(schedule, stages)
+        layout.schedule, layout.pp, layout.virtual_stages, count, costs(stages)
     )
 
 
-def costs(schedule: str, stages: Sequence[StageCost]) -> Costs:
-    """What the stages of a schedule cost, as the simulation wants it."""
+def costs(stages: Sequence[StageCost]) -> Costs:
+    """What stages cost, as the simulation wants it."""
     return Costs(
         [stage.forward for stage in stages],
         [stage.backward - stage.weights for stage in stages],
         [stage.weights for stage in stages],
         [stage.send for stage in stages[:-1]],
-        pipeline.transfers_overlap(schedule),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.stages import V_SHAPED, stage_layers
+from nanoscale.config.stages import stage_layers, stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[S
     return _rank_stages(*_key(config, whole_ends))
 
 
-_Key = tuple[Model, int, int, int, bool, tuple[int, ...] | None, bool]
+_Key = tuple[Model, int, int, int, str, tuple[int, ...] | None, bool]
 
 
 def _key(config: Config, whole_ends: bool | None) -> _Key:
@@ -102,17 +102,10 @@ def _key(config: Config, whole_ends: bool | None) -> _Key:
         layout.tp,
         layout.pp,
         layout.virtual_stages,
-        layout.schedule in V_SHAPED,
+        layout.schedule,
         tuple(layout.layers_per_stage) if layout.layers_per_stage is not None else None,
         config.backend.name == "deepspeed" if whole_ends is None else whole_ends,
     )
-
-
-def stages_of(rank: int, pp: int, virtual_stages: int, v_shaped: bool) -> list[int]:
-    """Numbers of a pipeline rank's stages, as `parallel.pipeline` deals them out."""
-    if v_shaped and pp > 1:
-        return [rank, 2 * pp - 1 - rank]
-    return [rank + pp * turn for turn in range(virtual_stages)]
 
 
 @lru_cache(maxsize=4096)
@@ -121,7 +114,7 @@ def _rank_stages(
     tp: int,
     pp: int,
     virtual: int,
-    v_shaped: bool,
+    schedule: str,
     layers: tuple[int, ...] | None,
     whole_ends: bool,
 ) -> tuple[tuple[Stage, ...], ...]:
@@ -129,7 +122,7 @@ def _rank_stages(
     counts = stage_layers(model, number, list(layers) if layers is not None else None)
     stages = [_stage(model, k, counts[k], number, tp, whole_ends) for k in range(number)]
     return tuple(
-        tuple(stages[k] for k in stages_of(rank, pp, virtual, v_shaped)) for rank in range(pp)
+        tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
     )
 
 

@@ -8,7 +8,6 @@ arXiv:2110.02861.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from nanoscale.config.schema import Optimizer, Precision
 
@@ -75,12 +74,3 @@ def textbook(
     if masters:
         return BytesPerParameter(masters, weights, gradients, optimizer)
     return BytesPerParameter(weights, 0, gradients, optimizer)
-
-
-def checkpointed_layers(layers: int, segments: int) -> int:
-    """Blocks' worth of memory where only the inputs of `segments` equal segments are kept.
-
-    One input a segment, and all blocks of the one that is computed again: Chen et al. 2016,
-    arXiv:1604.06174, eq. 1. With a block's input and its activations counted alike, √layers is best.
-    """
-    return segments + ceil(layers / segments)

@@ -47,12 +47,6 @@ class Piece(NamedTuple):
 Line = list[Piece]
 
 
-def timeline_plain(timeline: Timeline, width: int = 100) -> str:
-    """The picture as plain text; no line is longer than `width`, of which 60 columns are the least."""
-    lines = timeline_lines(timeline, width)
-    return "".join("".join(piece.text for piece in line).rstrip() + "\n" for line in lines)
-
-
 def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
     """The same with colours; on no terminal rich leaves them out."""
     from rich.text import Text

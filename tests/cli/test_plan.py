@@ -161,3 +161,10 @@ def test_devices_of_other_hosts_are_no_guess(capsys):
     words = ["recipe=llama-8b", "--hostfile", "hosts", "train.micro_batch=1"]
     assert "cluster=h100-sxm" in refusal(capsys, *words)
     assert json.loads(output(capsys, *words, "cluster=h200", "--json"))["layout"]["dp"] == 16
+
+
+def test_train_refuses_a_device_that_is_none(capsys):
+    words = ["train", "recipe=debug", "launcher.device=cpu", "cluster.device=h101"]
+    assert nanoscale(words) == 2
+    assert "cluster=h100-sxm" in capsys.readouterr().err
+    assert not list(Path().iterdir())

@@ -29,7 +29,6 @@ from nanoscale.plan.shards import rank_stages
 from nanoscale.plan.states import (
     BytesPerParameter,
     bytes_per_parameter,
-    checkpointed_layers,
     textbook,
 )
 
@@ -202,14 +201,6 @@ def test_full_recomputation_keeps_twice_the_hidden_width():
     """2·s·b·h a layer: the same source, section 5."""
     shape = megatron(12288, 96, 2048, 1, 1, 1)
     assert block_memory(shape, STORED, "full").kept == 2 * 2048 * 12288
-
-
-@pytest.mark.parametrize("layers", [4, 9, 16, 64, 100])
-def test_the_square_root_of_the_layers_is_the_best_number_of_segments(layers: int):
-    """Chen et al. 2016, arXiv:1604.06174: O(√n), and no other number of segments needs less."""
-    best = min(range(1, layers + 1), key=lambda k: checkpointed_layers(layers, k))
-    root = round(layers**0.5)
-    assert checkpointed_layers(layers, root) == checkpointed_layers(layers, best) == 2 * root
 
 
 def test_sqrt_mode_is_that_many_groups():

@@ -11,12 +11,17 @@ from rich.console import Console
 
 from nanoscale.plan.pipeline import Costs, Timeline, order, simulate, transfers_overlap
 from nanoscale.plan.timeline_svg import timeline_svg
-from nanoscale.plan.timeline_text import timeline_lines, timeline_plain, timeline_rich
+from nanoscale.plan.timeline_text import timeline_lines, timeline_rich
 from nanoscale.plan.timeline_view import duration, rows, windows
 from tests.plan.schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
 KINDS = {"bright_blue": "F", "green": "B", "cyan": "I", "yellow": "W"}
+
+
+def timeline_plain(timeline: Timeline, width: int = 100) -> str:
+    lines = ("".join(piece.text for piece in line) for line in timeline_lines(timeline, width))
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def timeline(schedule: str, pp: int, virtual: int, micro_batches: int) -> Timeline:

@@ -1,7 +1,7 @@
 """Pipeline schedules as timelines: their orders, their simulation, and closed forms for the search."""
 
 from nanoscale.plan.pipeline.boundaries import Boundary, boundaries
-from nanoscale.plan.pipeline.closed_forms import bubble, bubble_fraction, estimate
+from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
 from nanoscale.plan.pipeline.residents import Residents, residents
@@ -26,8 +26,6 @@ __all__ = [
     "Timeline",
     "boundaries",
     "bubble",
-    "bubble_fraction",
-    "estimate",
     "first_stage_undivided",
     "in_flight",
     "order",

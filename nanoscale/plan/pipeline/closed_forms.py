@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoscale.config.stages import stages_of, takes
+from nanoscale.config.stages import takes
 from nanoscale.plan.pipeline.orders import round_length
-from nanoscale.plan.pipeline.simulation import Costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,57 +62,6 @@ def bubble(
         pp, virtual_stages, micro_batches, forward, backward_input, backward_weight, transfer
     )
     return _FORMS[schedule](step)
-
-
-def bubble_fraction(
-    schedule: str,
-    pp: int,
-    virtual_stages: int,
-    micro_batches: int,
-    forward: float = 1.0,
-    backward_input: float = 1.0,
-    backward_weight: float = 1.0,
-    transfer: float = 0.0,
-) -> float:
-    """The share of the step that `bubble` is; utilisation is the rest."""
-    idle = bubble(
-        schedule,
-        pp,
-        virtual_stages,
-        micro_batches,
-        forward,
-        backward_input,
-        backward_weight,
-        transfer,
-    )
-    work = virtual_stages * micro_batches * (forward + backward_input + backward_weight)
-    return idle / (idle + work)
-
-
-def estimate(
-    schedule: str, pp: int, virtual_stages: int, micro_batches: int, costs: Costs
-) -> float:
-    """About the makespan of a step whose stages differ: the busiest rank's work, and the others' bubble.
-
-    Where the last stage is a third costlier than the rest, it is at most 12 % too long with the V-shaped
-    schedules, 7 % with zero-bubble and 2 % with the others. `costs` are those before `first_stage_undivided`,
-    which changes idle time little, and `costs.overlap` is that of the schedule.
-    """
-    every = list(zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True))
-    works = [
-        sum(sum(every[stage]) for stage in stages_of(schedule, pp, virtual_stages, rank))
-        for rank in range(pp)
-    ]
-    busiest = works.index(max(works))
-    work = micro_batches * works[busiest]
-    if pp == 1:
-        return work
-    own = stages_of(schedule, pp, virtual_stages, busiest)
-    others = [each for stage, each in enumerate(every) if stage not in own]
-    forward, inputs, weights = (sum(parts) / len(others) for parts in zip(*others, strict=True))
-    transfer = sum(costs.transfer) / len(costs.transfer)
-    idle = bubble(schedule, pp, virtual_stages, micro_batches, forward, inputs, weights, transfer)
-    return work + idle
 
 
 def _gpipe(s: _Step) -> float:
