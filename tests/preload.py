@@ -6,6 +6,7 @@ import os
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is loaded
 
 import deepspeed
+import pytest
 import torch._dynamo.variables  # with the first step, were it not here: more than a second in each rank
 import torch._functorch._aot_autograd.runtime_wrappers
 import torch.distributed.checkpoint
@@ -15,3 +16,5 @@ import torch.optim
 import nanoscale.backends.deepspeed
 import nanoscale.backends.native
 import nanoscale.train.job
+import tests.jobs
+import tests.reference
