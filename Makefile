@@ -9,11 +9,14 @@ READY := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
 
-# Tests of clusters mind the time, and those with many ranks fill the cores; of the others two files run at a time.
-ALONE := $(addprefix tests/,cluster backends checkpoint parallel train)
+# Tests of clusters mostly wait, so that two files at a time do; those with many ranks fill the cores; the others are light.
+MANY_RANKS := $(addprefix tests/,backends checkpoint parallel train)
+LIGHT := --ignore=tests/cluster $(MANY_RANKS:%=--ignore=%)
+TWO := --numprocesses=2 --dist=loadfile
 test: $(READY)
-	$(BIN)/python -m pytest $(ALONE) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(ALONE:%=--ignore=%) --numprocesses=2 --dist=loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/cluster $(TWO) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(MANY_RANKS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(LIGHT) $(TWO) $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -10,7 +10,8 @@ import gc
 import multiprocessing
 import os
 import signal
-from multiprocessing import forkserver
+import tempfile
+from multiprocessing import forkserver, util
 from types import FrameType
 
 from nanoscale.agent.attempt import attempt
@@ -24,6 +25,9 @@ from nanoscale.versions import nanoscale_version
 from nanoscale.worker import JOBS, Job
 
 _PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch"]
+
+_LONGEST_FOLDER = 75
+"""in bytes: the path of a socket may have 107, of which multiprocessing takes 32"""
 
 _PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -98,5 +102,15 @@ def _start_fork_server(job: Job | str) -> None:
     if job != BANDWIDTH:
         # It is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
         preloaded.insert(-1, "torch._dynamo")
+    _choose_folder_for_sockets()
     multiprocessing.set_forkserver_preload(preloaded)
     forkserver.ensure_running()
+
+
+def _choose_folder_for_sockets() -> None:
+    """multiprocessing's own, which is made once; in /tmp where TMPDIR is too long for a socket's path."""
+    said = tempfile.gettempdir()
+    if len(os.fsencode(said)) > _LONGEST_FOLDER:
+        tempfile.tempdir = "/tmp"
+    util.get_temp_dir()
+    tempfile.tempdir = said
