@@ -31,6 +31,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
+from nanoscale.plan.blocks import Slice, slice_of
 from nanoscale.plan.hardware import Hardware, hardware_of
 from nanoscale.plan.timing import step_time
 
@@ -62,6 +63,7 @@ class Row:
     source: str
     label: str
     config: Config
+    part: Slice
     measured: float
     """tokens/s a GPU"""
 
@@ -94,7 +96,13 @@ def _row(raw: dict[str, str]) -> Row:
     layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
     how = f"{raw['act_ckpt']} {raw['precision']}"
     label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {how}"
-    return Row(raw["source"], label, config, _measured(raw, model))
+    return Row(raw["source"], label, config, _part(raw, config), _measured(raw, model))
+
+
+def _part(raw: dict[str, str], config: Config) -> Slice:
+    """What the software does otherwise than ours."""
+    megatron = "Korthikanti" in raw["source"] or "SimuMax" in raw["source"]
+    return replace(slice_of(config), composed_norm="torchtitan" in raw["source"], megatron=megatron)
 
 
 def _number(text: str, usual: int) -> int:
@@ -139,6 +147,7 @@ def _parallel(raw: dict[str, str]) -> Parallel:
         tp=tp,
         pp=pp,
         cp=cp,
+        cp_method="ulysses" if "SimuMax" in raw["source"] else "ring",
         sequence_parallel=not old,
         schedule="interleaved-1f1b" if virtual > 1 else "1f1b",
         virtual_stages=virtual if pp > 1 else 1,
@@ -226,7 +235,7 @@ def predict(rows: Iterable[Row], **efficiencies: float) -> list[float]:
         key = repr((row.config.cluster, row.config.precision))
         if key not in known:
             known[key] = _scaled(hardware_of(row.config), efficiencies)
-        found.append(step_time(row.config, known[key]).tokens_per_s_per_gpu)
+        found.append(step_time(row.config, known[key], part=row.part).tokens_per_s_per_gpu)
     return found
 
 

@@ -19,6 +19,9 @@ _DTENSOR = 3
 # Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
 _STREAM = {False: (10, 12), True: (8, 8)}
 """of the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses them"""
+_COMPOSED = (32, 74)
+"""more of the stream where two RMSNorms are made of single operations: each widens, squares, averages, scales,
+narrows and weighs, 18 numbers forward and 40 backward"""
 _ROPE = {False: (9, 9), True: (2, 2)}
 """of queries and keys: four products of halves, two sums, one joining"""
 _GATED = {False: (5, 9), True: (3, 5)}
@@ -28,6 +31,15 @@ _SUMS = 9
 """of the stream, backward: gradients of what q, k, v and what gate, up had in common"""
 _LOSS = 32
 """bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
+_SUMMING = 0.4
+"""of the traffic of fp32 sums that a product adds to, which its arithmetic does not hide: such products reach 0.71
+of an A100's peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
+b200_bf16_ceperm.json)"""
+_MERGE = (26, 10)
+"""bytes a number to put what a hop of the ring gave to what was there, in fp32: the average and its weight; the
+gradients (`parallel.ring`)"""
+_MERGED = 0.75
+"""of the queries, or of the keys, that a hop computes with: all and half of them in turn"""
 _FP8_CAST = 6
 """bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
 
@@ -52,6 +64,13 @@ class Slice:
     compiled: bool
     recompute: str
     """none, full, sqrt, attention, matmuls or every-2nd-matmul"""
+    composed_norm: bool = False
+    """other software: RMSNorm as single operations in fp32, as PyTorch before 2.9 has it where it is not
+    compiled"""
+    megatron: bool = False
+    """Megatron-LM since 2022: backward, collectives of column-split products run beside products, and products
+    add their gradients to fp32 sums themselves (its options gradient_accumulation_fusion and
+    async_tensor_model_parallel_allreduce)"""
 
     @property
     def tokens(self) -> int:
@@ -117,6 +136,9 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         + operations.product(hardware, part.kind, p.outputs, p.inputs, part.tokens)
         for p in products
     )
+    if part.megatron:
+        sums = 8.0 * sum(p.inputs * p.outputs for p in products)
+        backward_products += _SUMMING * operations.elementwise(hardware, sums)
     core = _core(hardware, part)
     bytes_forward, bytes_backward = _traffic(part)
     inputs, outputs = _casts(part, products)
@@ -142,7 +164,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
             matmul=backward_products,
             attention=core * operations.BACKWARD_ATTENTION,
             elementwise=operations.elementwise(hardware, bytes_backward + outputs),
-            tp=2 * (tp_gather + tp_scatter),
+            tp=_tp_backward(hardware, part, backward_products),
             cp=cp_backward,
         ),
     )
@@ -186,8 +208,18 @@ def _core(hardware: Hardware, part: Slice) -> float:
         return operations.attention(
             hardware, part.wide, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
         )
+    tokens = part.seq // part.cp
+    own = operations.attention(hardware, part.wide, part.batch, tokens, tokens, heads, width)
+    if part.cp == 1:
+        return own
+    return own + (part.cp - 1) * _hop(hardware, part, heads, width)
+
+
+def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
+    """Attention to another rank's keys: half of all pairs, on every rank (see `parallel.ring`)."""
+    tokens = part.seq // part.cp
     return operations.attention(
-        hardware, part.wide, part.batch, part.seq // part.cp, part.seq, heads, width
+        hardware, part.wide, part.batch, tokens, max(1, tokens // 2), heads, width, causal=False
     )
 
 
@@ -201,11 +233,20 @@ def _traffic(part: Slice) -> tuple[float, float]:
     rope = (0, 0)
     if model.position == "rope":
         rope = _ROPE[compiled]
-    turned = part.tokens * (model.heads + (model.kv_heads or model.heads)) * width / part.tp
-    forward = _STREAM[compiled][0] * stream + activation[0] * inner + rope[0] * turned
-    backward = _STREAM[compiled][1] * stream + activation[1] * inner + rope[1] * turned
+    kv_heads = model.kv_heads or model.heads
+    turned = part.tokens * (model.heads + kv_heads) * width / part.tp
+    norms = _COMPOSED if part.composed_norm and not compiled else (0, 0)
+    forward = (_STREAM[compiled][0] + norms[0]) * stream
+    forward += activation[0] * inner + rope[0] * turned
+    backward = (_STREAM[compiled][1] + norms[1]) * stream
+    backward += activation[1] * inner + rope[1] * turned
     backward += _SUMS * part.tokens * model.hidden
-    return forward * operations.WIDTH[part.wide], backward * operations.WIDTH[part.wide]
+    wide = operations.WIDTH[part.wide]
+    merged = (0.0, 0.0)
+    if part.cp > 1 and part.cp_method == "ring":
+        hops = _MERGED * (part.cp - 1) * part.tokens * width / part.tp
+        merged = hops * _MERGE[0] * model.heads, hops * _MERGE[1] * (model.heads + 2 * kv_heads)
+    return forward * wide + merged[0], backward * wide + merged[1]
 
 
 def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
@@ -234,6 +275,20 @@ def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
     return once, once
 
 
+def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
+    """As forward; or, where collectives run beside products, the gathers before the row-split ones alone.
+
+    Beside those for weights the scatters run, beside those for inputs the second gathers of the inputs.
+    """
+    gather, scatter = _tp_pair(hardware, part)
+    if not part.megatron:
+        return 2 * (gather + scatter)
+    hidden = 2 * (gather + scatter) if part.sequence_parallel else gather + scatter
+    shown = 2 * gather if part.sequence_parallel else gather + scatter
+    late = max(0.0, hidden - products)
+    return shown + late + hardware.efficiency.overlap * (hidden - late)
+
+
 def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
     """Time of context parallelism that attention does not hide, forward and backward."""
     if part.cp == 1:
@@ -247,7 +302,9 @@ def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
         once = links.all_to_all(hardware, ranks, size)
         return once, once
     size = 2 * part.tokens * kv_heads * width
-    step, backward_step = links.send(hardware, ranks, size), links.send(hardware, ranks, 2 * size)
+    # Backward the gradients of keys and values travel too, in fp32.
+    back = size + 2 * part.tokens * kv_heads * width / operations.WIDTH[part.wide] * 4
+    step, backward_step = links.send(hardware, ranks, size), links.send(hardware, ranks, back)
     of_core = core / part.cp
     forward = (part.cp - 1) * max(0.0, step - of_core)
     backward = (part.cp - 1) * max(0.0, backward_step - of_core * operations.BACKWARD_ATTENTION)

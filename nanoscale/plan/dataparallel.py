@@ -181,7 +181,9 @@ def cost(
         hidden += times * (whole - shown)
     exposed += (plan.all_reduce + plan.at_end) * units
     copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
-    copies += plan.copies_reduce * plan.reduces + plan.accumulate * (micro_batches - plan.reduces)
+    copies += plan.copies_reduce * plan.reduces
+    if not part.megatron:
+        copies += plan.accumulate * (micro_batches - plan.reduces)
     return Cost(exposed, overlap * hidden, copies * units)
 
 

@@ -67,21 +67,30 @@ def waves(multiprocessors: int, m: int, n: int) -> float:
 
 @lru_cache(maxsize=16384)
 def attention(
-    hardware: Hardware, kind: str, batch: int, queries: int, keys: int, heads: int, head_dim: int
+    hardware: Hardware,
+    kind: str,
+    batch: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    head_dim: int,
+    causal: bool = True,
 ) -> float:
-    """Seconds for a forward pass of fused causal attention; backward takes `BACKWARD_ATTENTION` times it.
+    """Seconds for a forward pass of fused attention; backward takes `BACKWARD_ATTENTION` times it.
 
-    `queries` of `keys` positions: fewer where a sequence is divided over ranks, evenly by area.
+    `causal`: of `queries` to as many keys; else every query attends to every key. A multiprocessor computes a
+    tile of queries against all their keys, so that the longest tile is the least that a pass can take: few heads
+    of a short sequence do not fill a device (Dao 2023, arXiv:2307.08691, section 3.2).
     """
     efficiency = hardware.efficiency
-    area = queries * (keys + _ATTENTION_TILE) / 2
-    flops = 4.0 * batch * heads * head_dim * area
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
     narrow: float = min(1.0, head_dim / 128) ** _NARROW
-    rate = (
-        hardware.peaks[kind] * efficiency.attention * narrow * keys / (keys + 2 * _ATTENTION_TILE)
-    )
-    return flops / rate + FILL
+    usual = keys / 2 if causal else keys
+    rate = hardware.peaks[kind] * efficiency.attention * narrow * usual / (usual + _ATTENTION_TILE)
+    area = queries * (keys + _ATTENTION_TILE) / 2 if causal else queries * keys
+    everything = batch * heads * area
+    longest = min(queries, _ATTENTION_TILE) * keys * hardware.multiprocessors
+    return 4.0 * head_dim * max(everything, longest) / rate + FILL
 
 
 BACKWARD_ATTENTION = _BACKWARD_FLOPS / _BACKWARD_RATE

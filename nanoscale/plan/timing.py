@@ -91,13 +91,17 @@ class Training:
     cost: float | None
 
 
-def step_time(config: Config, hardware: Hardware, makespan: float | None = None) -> StepTime:
+def step_time(
+    config: Config, hardware: Hardware, makespan: float | None = None, part: Slice | None = None
+) -> StepTime:
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
         makespan: seconds of the pipeline's part of the step, where it was simulated; None: in closed form.
+        part: another software's way of computing; None: ours.
     """
-    sizes, part, layout = derive(config), blocks.slice_of(config), config.parallel
+    sizes, layout = derive(config), config.parallel
+    part = part or blocks.slice_of(config)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, count = blocks.recomputed_share(config), sizes.accumulation
     forward = one.seconds[0]

@@ -184,6 +184,37 @@ def test_parameters_of_the_ranks_are_those_of_the_model(name, pp):
     assert together - twice == pytest.approx(parameters(config.model), rel=0.01)
 
 
+def test_other_softwares_ways_take_what_their_steps_take():
+    """RMSNorm of single operations, counted one by one, against ours of one; gradients that products sum."""
+    config = job(tp=2, dp=4, global_batch=64)
+    ours = blocks.slice_of(config)
+    usual, composed, megatron = (
+        step_time(config, machine(), part=replace(ours, **ways)).parts
+        for ways in ({}, {"composed_norm": True}, {"megatron": True})
+    )
+    # Bytes: widen 6, square 8, mean 4, scale 8, narrow 6, weigh 4, where one kernel reads and writes 4;
+    # backward 4 + 8 of the weight, 6 widened, 24 scaled, 4 + 16 of the mean and square, 12 summed, 6 narrowed.
+    forward, backward = 36 - 4, 80 - 6
+    number = 2 * 32 * 16 * 8192 * 4096 / 2
+    seconds = number * (forward + backward) / (0.87 * 3.35e12)
+    assert composed.elementwise - usual.elementwise == pytest.approx(seconds)
+    assert megatron.tp < usual.tp and megatron.dp < usual.dp
+    assert megatron.matmul > usual.matmul
+
+
+def test_a_ring_sends_gradients_of_keys_in_full_width():
+    """Where links are slow: keys, values and their fp32 gradients are three times what goes forward."""
+    config = job("llama-70b", cp=8, dp=1, seq_len=16384, global_batch=1)
+    hardware = changed(machine(), intra_bandwidth=1e8, intra_latency=0.0)
+    ring = blocks.block(hardware, blocks.slice_of(config))
+    assert ring.backward.cp / ring.forward.cp == pytest.approx(3, rel=0.01)
+    part = replace(blocks.slice_of(config), cp_method="ulysses")
+    seconds = ring.both.elementwise - blocks.block(hardware, part).both.elementwise
+    # 7 hops, each with three quarters of 2048 tokens: 26 bytes of 64 heads, and 10 of 64 + 2 · 8 heads.
+    merged = 7 * 0.75 * 2048 * 128 * (26 * 64 + 10 * 80)
+    assert seconds == pytest.approx(merged / (0.87 * 3.35e12))
+
+
 def test_zero_3_sends_half_as_much_again_as_zero_2():
     """Rajbhandari et al. 2020, section 7.2: 3Ψ against 2Ψ, with gradients as wide as parameters."""
     precision = Precision(compute="bf16", reduce="bf16")
