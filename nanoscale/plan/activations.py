@@ -67,6 +67,9 @@ class Execution:
     """the feed-forward's activation and gate are one operation, which keeps its inputs alone"""
     dropout: bool = False
     """masks after the output, the feed-forward and the scores"""
+    keeps_softmax_input: bool = False
+    """other software: scores from before the softmax stay too, as in PyTorch before 1.11, whose
+    `_softmax_backward_data` asked for them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,8 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
         sizes["scores"] = scores * e
         if run.dropout:
             sizes["dropped scores"] = scores * (e + 1)
+        if run.keeps_softmax_input:
+            sizes["raw scores"] = scores * e
     if run.turned or run.exchanged:
         sizes["turned"] = queries
     if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used

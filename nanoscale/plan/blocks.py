@@ -32,16 +32,18 @@ _SUMS = 9
 _LOSS = 32
 """bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
 _SUMMING = 0.4
-"""of the traffic of fp32 sums that a product adds to, which its arithmetic does not hide: such products reach 0.71
-of an A100's peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
-b200_bf16_ceperm.json)"""
+"""of the traffic of fp32 sums that a product adds to, which its arithmetic does not hide: such products reach
+0.71 of an A100's peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json
+and b200_bf16_ceperm.json)"""
 _MERGE = (26, 10)
 """bytes a number to put what a hop of the ring gave to what was there, in fp32: the average and its weight; the
 gradients (`parallel.ring`)"""
 _MERGED = 0.75
 """of the queries, or of the keys, that a hop computes with: all and half of them in turn"""
-_FP8_CAST = 6
-"""bytes for each number that becomes 8 bits: it is read for its largest, read again, and laid out twice"""
+_FP8_CAST = {False: 6, True: 3}
+"""Megatron-LM or not → bytes for each number that becomes 8 bits: it is read for its largest, read again, and
+laid out twice; Transformer Engine knows the largest from steps before, and half of its casts are joined to what
+makes the numbers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,8 @@ def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
     weights = sum(p.inputs * p.outputs for p in products)
     inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
     outputs = sum(p.outputs for p in products)
-    return _FP8_CAST * (weights + part.tokens * inputs), _FP8_CAST * part.tokens * float(outputs)
+    each = _FP8_CAST[part.megatron]
+    return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
 
 
 def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:

@@ -15,13 +15,13 @@ from nanoscale.plan.hardware import Hardware
 START = 20e-6
 """s until the kernels of a collective run on every rank and have met"""
 SLICE = 6e-6
-"""s that a rank of a ring, beside the link's latency, waits for a full slice of data before it passes it on. With
-it the all-reduces of 4 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100 v4) and the gathers on 8 B200s
-(SimuMax's measured 9.2 and 8.0 µs a hop, beside 23 to 26 µs once) come out as measured"""
+"""s that a rank of a ring, beside the link's latency, waits for a full slice of data before it passes it on.
+With it all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100 v4) and gathers on 8
+B200s (SimuMax's 9.2 and 8.0 µs a hop, beside 23 to 26 µs once) come out as measured"""
 
 _MESSAGES = 0.87
-"""of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s (sendrecv_perf) of 231, on
-B200s 0.60 (all to all) of 0.67"""
+"""of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s (sendrecv_perf) of
+231, on B200s 0.60 (all to all) of 0.67"""
 
 
 @dataclass(frozen=True, slots=True)

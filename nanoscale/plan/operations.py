@@ -78,9 +78,9 @@ def attention(
 ) -> float:
     """Seconds for a forward pass of fused attention; backward takes `BACKWARD_ATTENTION` times it.
 
-    `causal`: of `queries` to as many keys; else every query attends to every key. A multiprocessor computes a
-    tile of queries against all their keys, so that the longest tile is the least that a pass can take: few heads
-    of a short sequence do not fill a device (Dao 2023, arXiv:2307.08691, section 3.2).
+    `causal`: of `queries` to as many keys; else every query attends to every key. A multiprocessor computes
+    a tile of queries against all their keys, so that the longest tile is the least that a pass can take: few
+    heads of a short sequence do not fill a device (Dao 2023, arXiv:2307.08691, section 3.2).
     """
     efficiency = hardware.efficiency
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.

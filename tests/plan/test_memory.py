@@ -245,16 +245,19 @@ def test_offloaded_activations_wait_on_the_host():
 # --- whole cases ----------------------------------------------------------------------------------
 
 
-def test_bert_large_on_a_v100_uses_14949_mb():
-    """Hugging Face, "Model training anatomy": BERT-large, batch 4, sequence 512, fp32 AdamW; 14,949 MB by
-    nvidia-ml.
+@pytest.mark.parametrize(
+    ("batch", "mode", "published"), [(4, "none", 14949), (1, "none", 8681), (1, "full", 6775)]
+)
+def test_bert_large_on_a_v100_uses_14949_mb(batch: int, mode: str, published: int):
+    """Hugging Face, "Model training anatomy" and "Methods and tools for efficient training on a single GPU":
+    BERT-large, sequence 512, fp32 AdamW; 14,949 MB by nvidia-ml with batch 4, the others with batch 1 and
+    gradients accumulated, then with checkpointing.
 
     Assumed: an encoder has the same blocks as our GPT, of post-norm instead of pre-norm, which keep as much;
-    scores are stored, and dropout masks; the same page's 1,343 MB are the context with its kernels; a
-    classification head of two labels is nothing beside the blocks, so that there are no logits; the pooler
-    and token types add 1.1 M parameters. Gradients are kept from step to step, as PyTorch did then. It comes
-    out 8 % below: cuBLAS's kernels, which that page's context has not loaded yet, and a more fragmented
-    allocator are not among the formulas.
+    scores are stored before and after the softmax, as PyTorch of that time did, and dropout masks; the same
+    page's 1,343 MB are the context with its kernels; a classification head of two labels is nothing beside the
+    blocks, so that there are no logits; the pooler and token types add 1.1 M parameters. Gradients are kept from
+    step to step, as PyTorch did then.
     """
     bert = Model(
         layers=24,
@@ -272,12 +275,14 @@ def test_bert_large_on_a_v100_uses_14949_mb():
         tie_embeddings=True,
     )
     assert parameters(bert) == pytest.approx(335.1e6, rel=0.005)
-    config = job("precision=fp32", micro_batch=4, seq_len=512)
+    config = job(
+        "precision=fp32", micro_batch=batch, seq_len=512, activation_checkpointing=mode
+    )
     setting = setting_of(replace(config, model=bert))
-    run = replace(setting.run, attention="scores", dropout=True)
+    run = replace(setting.run, attention="scores", dropout=True, keeps_softmax_input=True)
     setting = replace(setting, run=run, vocabulary=2, micro_batches=2)
     (rank,) = setting_memory(setting, context_bytes=1343 * 2**20)
-    assert rank.total / 2**20 == pytest.approx(14949, rel=0.10)
+    assert rank.total / 2**20 == pytest.approx(published, rel=0.05)
 
 
 @pytest.mark.parametrize(("cp", "seq_len", "dp"), [(1, 8192, 128), (16, 131072, 8)])
