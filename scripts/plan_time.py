@@ -42,9 +42,11 @@ How rows were read:
               Triton, which the second outruns 1.8 times (arXiv:2307.08691, section 4.1)
   Megatron    fused element-wise kernels, taken as compiled; in 2021 and 2022 attention was unfused, which is
               46 TFLOP/s on an A100 (Azure's AI benchmarking guide), and selective recomputed its core only
+              2022 and later products sum gradients, and backward collectives run beside them; B200's context
+              parallelism is Ulysses', as SimuMax's guide says (cp_comm_type a2a)
   torchtitan  H100s of 96 GB are limited to 500 of 700 W and have 2.4 TB/s (arXiv:2410.06511): the clock follows
-              the cube root of the power; ours has no asynchronous tp, and no 8-bit products with tp, which are
-              computed here all the same
+              the cube root of the power; RMSNorm is composed of single operations where it is not compiled;
+              ours has no asynchronous tp, and no 8-bit products with tp, which are computed here all the same
   nanotron    states neither layers nor widths: skipped
 The shares of conf/cluster are others' measurements of single operations, chosen among (8192³ or the mean of two
 sizes, which of two attention kernels) with this table in view: it is no blind test.

@@ -67,10 +67,14 @@ def _launch(hardware: Hardware, part: Slice) -> str:
 
 def _attention(hardware: Hardware, part: Slice) -> str:
     again = operations.BACKWARD_ATTENTION
+    if part.cp > 1 and part.cp_method == "ring":
+        shared = f"a ring of {part.cp} computes it in as many blocks, of which one is causal"
+    else:
+        shared = f"cp divides it by {part.cp}"
     return (
         f"half of 4·s²·h FLOPs a sample and layer over {hardware.efficiency.attention:.0%} of the 16-bit peak "
         f"forward, {again:.2f} times that backward (FlashAttention-2, arXiv:2307.08691); s = {part.seq}, "
-        f"cp divides it by {part.cp}, tp the heads by {part.tp}"
+        f"{shared}, tp the heads by {part.tp}"
     )
 
 
@@ -98,7 +102,8 @@ def _tp(hardware: Hardware, part: Slice) -> str:
     return (
         f"a block gathers and scatters twice forward and twice backward (arXiv:2205.05198, section 4.2.2): "
         f"{size / 1e6:.1f} MB · (n - 1)/n with n = {part.tp} over "
-        f"{hardware.efficiency.intra_host:.0%} of {hardware.intra_bandwidth / 1e9:g} GB/s, {_micro(once)} each"
+        f"{hardware.efficiency.intra_host:.0%} of {hardware.intra_bandwidth / 1e9:g} GB/s and what "
+        f"hops of a ring wait for, {_micro(once)} each"
     )
 
 

@@ -256,8 +256,8 @@ def test_bert_large_on_a_v100_uses_14949_mb(batch: int, mode: str, published: in
     Assumed: an encoder has the same blocks as our GPT, of post-norm instead of pre-norm, which keep as much;
     scores are stored before and after the softmax, as PyTorch of that time did, and dropout masks; the same
     page's 1,343 MB are the context with its kernels; a classification head of two labels is nothing beside the
-    blocks, so that there are no logits; the pooler and token types add 1.1 M parameters. Gradients are kept from
-    step to step, as PyTorch did then.
+    blocks, so that there are no logits; the pooler and token types add 1.1 M parameters. Gradients are kept
+    from step to step, as PyTorch did then.
     """
     bert = Model(
         layers=24,
@@ -275,9 +275,7 @@ def test_bert_large_on_a_v100_uses_14949_mb(batch: int, mode: str, published: in
         tie_embeddings=True,
     )
     assert parameters(bert) == pytest.approx(335.1e6, rel=0.005)
-    config = job(
-        "precision=fp32", micro_batch=batch, seq_len=512, activation_checkpointing=mode
-    )
+    config = job("precision=fp32", micro_batch=batch, seq_len=512, activation_checkpointing=mode)
     setting = setting_of(replace(config, model=bert))
     run = replace(setting.run, attention="scores", dropout=True, keeps_softmax_input=True)
     setting = replace(setting, run=run, vocabulary=2, micro_batches=2)
