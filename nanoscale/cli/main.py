@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -33,8 +34,11 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code."""
+    gc.set_threshold(100_000)  # what is imported and composed is no garbage: look for it rarely
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(run(arguments))
+    code = run(arguments)
+    gc.freeze()  # nor is it worth a search when the process ends
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -89,7 +89,7 @@ def compose(
         if config_file is not None:
             asked.violations += _take_file(library, asked.choices)
         library.choices, library.touched = asked.choices, asked.touched()
-        merged, layers = _merge(library, asked.for_hydra())
+        merged, layers = _merge(library, asked)
     history = trace(layers, settings)
     raw, broken = _resolve(merged, history)
     unasked = library.unasked() | {DEFAULT}
@@ -127,18 +127,21 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
     return violations
 
 
-def _merge(library: Library, words: list[str]) -> tuple[Any, list[Layer]]:
+def _merge(library: Library, asked: Words) -> tuple[Any, list[Layer]]:
     """Hydra's result, and the files in the order in which it merged them."""
     from hydra import compose as hydra_compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
+    from nanoscale.config.search import without_values
+
+    words = asked.for_hydra()
     try:
         merged = hydra_compose(ROOT, words)
-        order = (
-            GlobalHydra.instance().config_loader().compute_defaults_list(ROOT, words, RunMode.RUN)
-        )
+        with without_values():
+            loader = GlobalHydra.instance().config_loader()
+            order = loader.compute_defaults_list(ROOT, asked.choices_for_hydra(), RunMode.RUN)
     except RecursionError:
         name = library.circle()
         refuse([Violation("defaults", None, name, "lead back to the file itself")])

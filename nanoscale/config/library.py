@@ -89,10 +89,12 @@ class Library:
         own = [mine / "recipes", mine / "recipe"] if mine else []
         return [*own, Path("recipes"), recipes]
 
-    def groups(self) -> list[str]:
+    @staticmethod
+    @cache
+    def groups() -> tuple[str, ...]:
         """The groups, in the order of the schema, then recipe."""
         conf, _ = packaged()
-        return [name for name in reference.sections() if name and (conf / name).is_dir()] + [RECIPE]
+        return (*(name for name in reference.sections() if name and (conf / name).is_dir()), RECIPE)
 
     def options(self, group: str) -> dict[str, Option]:
         """What a group offers, by name; names of files in sub-folders hold a slash."""

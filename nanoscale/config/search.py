@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
+from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -20,18 +23,37 @@ from omegaconf import OmegaConf
 from nanoscale.config.library import RECIPE, ROOT, SCHEMA, Library
 
 _library: ContextVar[Library | None] = ContextVar("library", default=None)
+_values: ContextVar[bool] = ContextVar("values", default=True)
 
 
 @contextmanager
 def searching(library: Library) -> Iterator[None]:
     """Within it, Hydra sees the library's files and no others."""
-    for plugin in (LibrarySource, LibrarySearchPath):
-        Plugins.instance().register(plugin)
+    _introduce()
     token = _library.set(library)
     try:
         yield
     finally:
         _library.reset(token)
+
+
+@cache
+def _introduce() -> None:
+    """Make our sources known to Hydra, and leave the files out that its own settings come from: a composition
+    uses none of them."""
+    for plugin in (LibrarySource, LibrarySearchPath):
+        Plugins.instance().register(plugin)
+    ConfigStore.instance().store("config", HydraConf(defaults=[]), group="hydra")
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it, files are their lists of defaults alone: all that decides about the order of merging."""
+    token = _values.set(False)
+    try:
+        yield
+    finally:
+        _values.reset(token)
 
 
 class LibrarySearchPath(SearchPathPlugin):
@@ -71,6 +93,8 @@ class LibrarySource(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         content = self.library.serve(config_path).content
+        if not _values.get():
+            content = {"defaults": content.get("defaults", [])}
         group = config_path.partition("/")[0]
         return ConfigResult(
             provider=self.provider,
@@ -81,5 +105,5 @@ class LibrarySource(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if results_filter == ObjectType.GROUP:
-            return self.library.groups() if config_path == "" else []
+            return list(self.library.groups()) if config_path == "" else []
         return list(self.library.options(config_path)) if self.is_group(config_path) else []

@@ -43,12 +43,17 @@ class Words:
 
     def for_hydra(self) -> list[str]:
         """The same as overrides of Hydra that cannot fail."""
-        chosen = [
+        return self.choices_for_hydra() + [
+            f"++{key}={_quoted(value)}" for key, value in self.settings
+        ]
+
+    def choices_for_hydra(self) -> list[str]:
+        """The choices of groups alone, which decide what is merged, and in which order."""
+        return [
             f"~{group}" if option is None else f"{group}={_quoted(option)}"
             for group, option in self.choices.items()
             if option is not None or group != RECIPE
         ]
-        return chosen + [f"++{key}={_quoted(value)}" for key, value in self.settings]
 
     def touched(self) -> frozenset[str]:
         """Every key that the words decide, by name or by their group."""

@@ -21,7 +21,6 @@ from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.suggest import nearest
 from nanoscale.errors import Violation
 from nanoscale.launch import filters
-from nanoscale.launch.allocation import given_nodes
 
 MOST_SLOTS = 4096
 """more on one host is a slip of the finger"""
@@ -43,6 +42,8 @@ def read_hosts(composed: Composed) -> tuple[Host, ...]:
         UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
     """
     if composed.config.launcher.name == "slurm":
+        from nanoscale.launch.allocation import given_nodes
+
         return given_nodes(composed)
     if not by_hostfile(composed):
         return ()
