@@ -48,7 +48,8 @@ def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Or
     """
     assert takes(schedule, pp, micro_batches), "config.rules refuses it"
     if pp == 1:
-        return [list(_alternate(0, micro_batches, _InRounds([0], micro_batches)))]
+        rounds = _InRounds([0], _places(micro_batches, 1, micro_batches))
+        return [list(_alternate(0, micro_batches, rounds))]
     fixed = schedule in ONE_STAGE or schedule in V_SHAPED
     assert not fixed or virtual_stages == usual_virtual_stages(schedule)
     ranks = range(pp)
@@ -61,12 +62,13 @@ def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Or
         return [_all_forward_first(stages, micro_batches, last_first=False) for stages in own]
     if schedule == "looped-bfs":
         return [_all_forward_first(stages, micro_batches, last_first=True) for stages in own]
-    rounds = [_InRounds(stages, round_length(pp, micro_batches)) for stages in own]
     total = virtual_stages * micro_batches
+    places = _places(round_length(pp, micro_batches), virtual_stages, total)
+    each = [_InRounds(stages, places) for stages in own]
     warmups = [warmup(schedule, pp, virtual_stages, micro_batches, rank) for rank in ranks]
     if schedule == "zero-bubble":
-        return [list(_deferred(warmups[rank], total, rounds[rank], rank)) for rank in ranks]
-    return [list(_alternate(warmups[rank], total, rounds[rank])) for rank in ranks]
+        return [list(_deferred(warmups[rank], total, each[rank], rank)) for rank in ranks]
+    return [list(_alternate(warmups[rank], total, each[rank])) for rank in ranks]
 
 
 # --- forward first: gpipe, looped-bfs -------------------------------------------------------------
@@ -98,23 +100,28 @@ def warmup(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank
 class _InRounds:
     """A round of micro batches through the first stage of a rank, through the second, ..., the next round."""
 
-    def __init__(self, stages: list[int], length: int) -> None:
-        self._stages, self._length = stages, length
+    def __init__(self, stages: list[int], places: Sequence[tuple[int, int]]) -> None:
+        self._stages, self._places = stages, places
 
     def forward(self, count: int) -> tuple[int, int]:
         """Stage and micro batch of the rank's forward pass number `count`."""
-        turn, batch = self._place(count)
+        turn, batch = self._places[count]
         return self._stages[turn], batch
 
     def backward(self, count: int) -> tuple[int, int]:
         """The same of its backward passes, which begin at the rank's last stage."""
-        turn, batch = self._place(count)
+        turn, batch = self._places[count]
         return self._stages[-1 - turn], batch
 
-    def _place(self, count: int) -> tuple[int, int]:
-        rounds, rest = divmod(count, self._length * len(self._stages))
-        turn, batch = divmod(rest, self._length)
-        return turn, rounds * self._length + batch
+
+def _places(length: int, stages: int, total: int) -> list[tuple[int, int]]:
+    """Which of its stages a rank turns to, and with which micro batch, by the number of the pass."""
+    places = []
+    for count in range(total):
+        rounds, rest = divmod(count, length * stages)
+        turn, batch = divmod(rest, length)
+        places.append((turn, rounds * length + batch))
+    return places
 
 
 def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:

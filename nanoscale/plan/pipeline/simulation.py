@@ -6,13 +6,14 @@ input is there. So does torch's runtime, which launches what it is told and wait
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD
-from nanoscale.plan.pipeline.orders import Action, Order, order
+from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
 from nanoscale.plan.pipeline.residents import residents
 
 
@@ -123,9 +124,9 @@ class Timeline:
 def simulate(ranks: Order, costs: Costs) -> Timeline:
     """Play one step; in time linear in the number of actions. An order that deadlocks fails an assertion."""
     run = _Run(ranks, costs)
-    awake = list(range(len(ranks)))
+    awake = deque(range(len(ranks)))
     while awake:
-        awake += run.advance(awake.pop())
+        awake += run.advance(awake.popleft())
     assert run.done(), f"deadlock: {run.stuck()}"
     held = [residents(actions) for actions in ranks]
     return Timeline(run.spans, [peak.held for peak in held], [peak.between for peak in held])
@@ -147,19 +148,30 @@ def simulate_schedule(
 _MISSING = -1.0
 
 
+class _Pass(NamedTuple):
+    """All actions of one kind in one stage."""
+
+    inputs: list[float]
+    """when the input of each micro batch was made"""
+    travel: float
+    """seconds for which an input is on its way from another rank"""
+    seconds: float
+    outputs: Sequence[list[float]]
+    """the inputs that are made by it; first those of `reader`"""
+    reader: int | None
+    """another rank that takes what it makes"""
+
+
 class _Run:
     """How far each rank has come, and which inputs have been made."""
 
     def __init__(self, ranks: Order, costs: Costs) -> None:
-        self._ranks, self._costs = ranks, costs
-        self._rank_of = {action.stage: rank for rank, own in enumerate(ranks) for action in own}
-        stages = len(costs.forward)
+        self._ranks, self._overlap = ranks, costs.overlap
         batches = 1 + max(action.micro_batch for own in ranks for action in own)
-        self._last = stages - 1
-        self._forward_made = [[0.0] * batches] + [[_MISSING] * batches for _ in range(self._last)]
-        self._backward_made = [[_MISSING] * batches for _ in range(stages)]
-        self._weights_made = [[_MISSING] * batches for _ in range(stages)]
+        self._passes = _passes(ranks, costs, batches)
         self._at = [0] * len(ranks)
+        self._waits_for: list[list[float] | None] = [None] * len(ranks)
+        """the inputs of which a rank needs the next"""
         self.spans: list[list[Span]] = [[] for _ in ranks]
 
     def done(self) -> bool:
@@ -174,70 +186,65 @@ class _Run:
         )
 
     def advance(self, rank: int) -> list[int]:
-        """Do what a rank can do now; the ranks that may have waited for it."""
-        own, spans = self._ranks[rank], self.spans[rank]
+        """Do what a rank can do now; the ranks that waited for it."""
+        own, spans, passes = self._ranks[rank], self.spans[rank], self._passes
         clock = spans[-1].end if spans else 0.0
         # What is joined is announced with the action after it, which may still be waited for.
         joined = own[self._at[rank] - 1] if spans and spans[-1].action.joined else None
         woken: list[int] = []
+        self._waits_for[rank] = None
         for at in range(self._at[rank], len(own)):
             action = own[at]
-            start = self._start(action, rank, clock)
-            if start == _MISSING:
+            kind, stage, batch, joins = action
+            step = passes[kind][stage]
+            inputs, travel, seconds, _, _ = step
+            made = inputs[batch]
+            if made == _MISSING:
+                self._waits_for[rank] = inputs
                 break
-            clock = start + self._seconds(action)
+            start = max(clock, made + travel) if self._overlap else max(clock, made) + travel
+            clock = start + seconds
             spans.append(Span(action, start, clock))
-            if action.joined:
+            if joins:
                 joined = action
                 continue
             if joined is not None:
-                self._announce(joined, rank, clock, woken)
+                self._announce(passes[joined.kind][joined.stage], joined.micro_batch, clock, woken)
                 joined = None
-            self._announce(action, rank, clock, woken)
+            self._announce(step, batch, clock, woken)
         self._at[rank] = len(spans)
         return woken
 
-    def _seconds(self, action: Action) -> float:
-        costs, stage = self._costs, action.stage
-        if action.kind == "F":
-            return costs.forward[stage]
-        if action.kind == "I":
-            return costs.backward_input[stage]
-        if action.kind == "W":
-            return costs.backward_weight[stage]
-        return costs.backward_input[stage] + costs.backward_weight[stage]
+    def _announce(self, step: _Pass, batch: int, end: float, woken: list[int]) -> None:
+        """An action's results are there; who waited for them may go on."""
+        _, _, _, outputs, reader = step
+        for made in outputs:
+            made[batch] = end
+        if reader is not None and self._waits_for[reader] is outputs[0]:
+            woken.append(reader)
 
-    def _start(self, action: Action, rank: int, free: float) -> float:
-        """When the input is there and the rank is free."""
-        kind, stage = action.kind, action.stage
-        if kind == "W":
-            return self._ready(self._weights_made[stage][action.micro_batch], free, 0.0)
-        if kind == "F":
-            made, before = self._forward_made[stage][action.micro_batch], stage - 1
-        else:
-            made, before = self._backward_made[stage][action.micro_batch], stage + 1
-        remote = 0 <= before <= self._last and self._rank_of[before] != rank
-        return self._ready(made, free, self._costs.transfer[min(stage, before)] if remote else 0.0)
 
-    def _ready(self, made: float, free: float, transfer: float) -> float:
-        if made == _MISSING:
-            return _MISSING
-        return max(free, made + transfer) if self._costs.overlap else max(free, made) + transfer
+def _passes(ranks: Order, costs: Costs, batches: int) -> dict[Kind, list[_Pass]]:
+    """By kind and stage, wired: what one makes is what another needs."""
+    rank_of = {action.stage: rank for rank, own in enumerate(ranks) for action in own}
+    last = len(costs.forward) - 1
 
-    def _announce(self, action: Action, rank: int, end: float, woken: list[int]) -> None:
-        """An action's results are there; whose input they are may go on."""
-        kind, stage, batch, _ = action
-        if kind == "F":
-            onward, made = stage + 1, self._forward_made
-            if stage == self._last:
-                onward, made = stage, self._backward_made
-        else:
-            onward, made = stage - 1, self._backward_made
-            if kind == "W":
-                return
-            if kind == "I":
-                self._weights_made[stage][batch] = end
-        if onward >= 0:
-            made[onward][batch] = end
-            if self._rank_of[onward] != rank:
-                woken.append(self._rank_of[onward])
+    def missing() -> list[list[float]]:
+        return [[_MISSING] * batches for _ in range(last + 1)]
+
+    forward, backward, weights = missing(), missing(), missing()
+    forward[0] = [0.0] * batches
+    made: dict[Kind, list[_Pass]] = {"F": [], "B": [], "I": [], "W": []}
+    for stage in range(last + 1):
+        there = [rank_of[other] if 0 <= other <= last else None for other in (stage - 1, stage + 1)]
+        before, after = (None if other == rank_of[stage] else other for other in there)
+        down = costs.transfer[stage - 1] if before is not None else 0.0
+        up = costs.transfer[stage] if after is not None else 0.0
+        onward = [forward[stage + 1] if stage < last else backward[last]]
+        back = [backward[stage - 1]] if stage else []
+        inputs, products = costs.backward_input[stage], costs.backward_weight[stage]
+        made["F"].append(_Pass(forward[stage], down, costs.forward[stage], onward, after))
+        made["B"].append(_Pass(backward[stage], up, inputs + products, back, before))
+        made["I"].append(_Pass(backward[stage], up, inputs, [*back, weights[stage]], before))
+        made["W"].append(_Pass(weights[stage], 0.0, products, [], None))
+    return made
