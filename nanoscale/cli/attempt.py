@@ -101,9 +101,9 @@ def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -
     plan = plan_launch(config, run, number, derived.world_size, request.hosts)
     size = parameters(config.model)
     if as_json:
-        print_json(document(plan, config, derived, size, run))
+        print_json(document(plan, config, derived, size, run, request.plan))
     else:
-        print_plan(console(), plan, config, derived, size, run)
+        print_plan(console(), plan, config, derived, size, run, request.plan)
 
 
 def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.config import Overrides
+from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
     Exclude,
     Hostfile,
@@ -49,10 +50,12 @@ def resume(
     num_gpus: NumGpus = None,
     no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> int:
     """Go on from the newest whole checkpoint, with the same or a changed configuration."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
+    from nanoscale.cli.fit import planned
     from nanoscale.config.frozen import load
     from nanoscale.launch.prepare import replace_configuration
     from nanoscale.launch.signals import Signals
@@ -63,7 +66,7 @@ def resume(
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     if dry_run:
         refuse_if_held(directory)
-        request = _request(directory, overrides or [], options)
+        request = planned(_request(directory, overrides or [], options), force=True)
         _say_what_differs(load(directory.config), request.config)
         show_plan(directory, request, directory.last_attempt() + 1, as_json)
         return DONE
@@ -74,6 +77,8 @@ def resume(
             _say_complete(directory, request.config, as_json)
             return DONE
         _say_what_differs(previous, request.config)
+        # What went before goes on as it was, whatever is predicted.
+        request = planned(request, force=force or not differences(previous, request.config))
         _say_where_from(directory)
         last = directory.last_attempt()
         with ready_fleet(request, signals) as fleet:

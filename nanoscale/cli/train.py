@@ -59,10 +59,10 @@ def train(
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     request = compose_request(overrides or [], config, config_dir, options)
+    request = planned(request, force=force or dry_run)
     if dry_run:
         show_plan(request.run, request, 1, as_json)
         return DONE
-    request = planned(request, force=force)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
 

@@ -21,7 +21,12 @@ _MOST_RANKS = 64
 
 
 def document(
-    plan: LaunchPlan, config: Config, derived: Derived, parameters: int, run: RunDirectory
+    plan: LaunchPlan,
+    config: Config,
+    derived: Derived,
+    parameters: int,
+    run: RunDirectory,
+    predicted: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """`train --dry-run --json`."""
     return {
@@ -42,6 +47,7 @@ def document(
         "settings": settings(config),
         "derived": derived_values(derived, parameters),
         "run_dir": str(run.path),
+        "plan": predicted,
     }
 
 
@@ -79,6 +85,19 @@ def settings(config: Config) -> dict[str, str]:
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words
+
+
+def forecast(predicted: dict[str, Any]) -> dict[str, str]:
+    """What plan.json holds, in a few words; `nanoscale plan` shows all of it."""
+    memory = predicted["memory"]
+    word = "fits" if predicted["fits"] else "does not fit"
+    needed, there = memory["in_use_gib"], memory["capacity_gib"]
+    return {
+        "memory": f"{word}: {needed:.3g} of {there:.3g} GiB on {predicted['hardware']['device']}, "
+        f"with a probability of {predicted['fits_probability']:.0%}",
+        "speed": f"{predicted['step_time_s']:.3g} s a step, {predicted['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {predicted['mfu']:.1%}",
+    }
 
 
 def _threads(threads: int | str) -> str:
@@ -143,8 +162,9 @@ def print_plan(
     derived: Derived,
     parameters: int,
     run: RunDirectory,
+    predicted: dict[str, Any] | None,
 ) -> None:
-    """`train --dry-run`."""
+    """`train --dry-run`. `predicted`: plan.json, where the devices are known."""
     from rich.table import Table
 
     values = Table("", "", title="job", title_justify="left", show_header=False)
@@ -161,6 +181,8 @@ def print_plan(
         values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
     values.add_row("mesh", str(plan.mesh))
     for name, text in settings(config).items():
+        values.add_row(name, text)
+    for name, text in forecast(predicted).items() if predicted else ():
         values.add_row(name, text)
     console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
     console.print(values)

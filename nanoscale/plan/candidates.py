@@ -92,6 +92,33 @@ def recomputations(room: Room, config: Config) -> Iterator[Config]:
         yield replace(config, parallel=changed)
 
 
+def last_resorts(room: Room, config: Config) -> Iterator[Config]:
+    """The same with what nobody wants before all else is too large: recomputation that keeps least between the
+    passes, then host memory, which only DeepSpeed offers."""
+    if "parallel.activation_checkpointing" not in room.held:
+        yield _recomputing(config, "sqrt")
+        config = _recomputing(config, "full")
+    zero = config.zero
+    if config.backend.name != "deepspeed" or zero.stage == 0:
+        return
+    if "zero.offload_optimizer" not in room.held:
+        zero = replace(zero, offload_optimizer="cpu")
+        yield replace(config, zero=zero)
+    if "zero.offload_param" not in room.held and zero.stage == 3:
+        yield replace(config, zero=replace(zero, offload_param="cpu"))
+
+
+def _recomputing(config: Config, mode: Recomputation) -> Config:
+    plain = Parallel()
+    layout = replace(
+        config.parallel,
+        activation_checkpointing=mode,
+        checkpoint_every=plain.checkpoint_every,
+        selective_keep=plain.selective_keep,
+    )
+    return replace(config, parallel=layout)
+
+
 def schedules(room: Room, config: Config) -> Iterator[Config]:
     """The same in every other schedule."""
     layout, backend = config.parallel, config.backend

@@ -9,6 +9,13 @@ from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.holdings import Holding, rank_parameters
 
 
+def offloaded(config: Config) -> str:
+    """What waits in host memory: `none`, `optimizer` or `optimizer, parameters`."""
+    zero = config.zero
+    there = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
+    return ", ".join(name for name, where in there.items() if where != "none") or "none"
+
+
 def waiting(
     config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
 ) -> float:

@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from nanoscale.config.derive import derive
 from nanoscale.plan.model_math import parameters
+from nanoscale.plan.offload import offloaded
 from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search import Found
@@ -18,6 +19,7 @@ _AXES: dict[str, Callable[[Prediction], object]] = {
     "pp": lambda plan: plan.config.parallel.pp,
     "cp": lambda plan: plan.config.parallel.cp,
     "ZeRO": lambda plan: plan.config.zero.stage,
+    "offload": lambda plan: offloaded(plan.config),
     "replicas": lambda plan: plan.config.parallel.dp_replicate,
     "schedule": lambda plan: plan.config.parallel.schedule,
     "micro batch": lambda plan: plan.config.train.micro_batch,

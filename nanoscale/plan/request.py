@@ -30,6 +30,9 @@ SEARCHED = (
     "parallel.checkpoint_every",
     "parallel.selective_keep",
     "zero.stage",
+    "zero.offload_optimizer",
+    "zero.offload_param",
+    "zero.nvme_path",
     "train.micro_batch",
     "backend.compile",
 )

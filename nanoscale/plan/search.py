@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nanoscale.config.schema import Config
-from nanoscale.plan.candidates import Room, micro_batches, recomputations, schedules, shapes
+from nanoscale.plan.candidates import (
+    Room,
+    last_resorts,
+    micro_batches,
+    recomputations,
+    schedules,
+    shapes,
+)
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.predict import (
     ENOUGH,
@@ -111,21 +118,28 @@ class _Tried:
         self._nearest: tuple[Config, Memory] | None = None
 
     def add_all(self, room: Room, shape: Config) -> None:
-        """Of each way to compute again, micro batches up to the first that is too large or no faster."""
-        for recomputed in recomputations(room, shape):
-            fastest = math.inf
-            for config in micro_batches(room, recomputed):
-                self.considered += 1
-                memory = estimate_memory(config, self._hardware)
-                needed = highest(memory).total
-                if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
-                    self._note_nearest(config, memory, needed)
-                    break
-                plan = with_time(config, self._hardware, memory)
-                self.fitting.append(plan)
-                if plan.time.seconds > _GAIN * fastest:
-                    break
-                fastest = plan.time.seconds
+        """With each way to compute again; where nothing fits, with what is done last."""
+        fits = [self._add(room, config) for config in recomputations(room, shape)]
+        if not any(fits):
+            for config in last_resorts(room, shape):
+                self._add(room, config)
+
+    def _add(self, room: Room, recomputed: Config) -> bool:
+        """Micro batches up to the first that is too large or no faster; whether any fits."""
+        fastest = math.inf
+        for config in micro_batches(room, recomputed):
+            self.considered += 1
+            memory = estimate_memory(config, self._hardware)
+            needed = highest(memory).total
+            if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
+                self._note_nearest(config, memory, needed)
+                break
+            plan = with_time(config, self._hardware, memory)
+            self.fitting.append(plan)
+            if plan.time.seconds > _GAIN * fastest:
+                break
+            fastest = plan.time.seconds
+        return fastest < math.inf
 
     def _note_nearest(self, config: Config, memory: Memory, needed: int) -> None:
         if needed < self._least:

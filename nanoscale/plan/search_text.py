@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.config.compose import Composed
 from nanoscale.plan.candidates import Room
 from nanoscale.plan.document import document
+from nanoscale.plan.offload import offloaded
 from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.reasons import reasons
@@ -84,6 +85,7 @@ def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
 def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
     from rich.table import Column, Table
 
+    cost = ("cost",) if plans[0].training.cost is not None else ()
     names = (
         "",
         "dp",
@@ -99,6 +101,7 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
         "ms",
         "tokens/s",
         "MFU",
+        *cost,
     )
     table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for column in (*table.columns[1:5], *table.columns[6:8], *table.columns[9:]):
@@ -110,7 +113,7 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
 
 def _row(plan: Prediction, on_front: bool) -> list[str]:
     config, time = plan.config, plan.time
-    layout = config.parallel
+    layout, cost = config.parallel, plan.training.cost
     assert isinstance(layout.dp, int)
     dp = str(layout.dp)
     if layout.dp_replicate > 1:
@@ -124,7 +127,7 @@ def _row(plan: Prediction, on_front: bool) -> list[str]:
         str(layout.pp),
         cp,
         f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
-        str(config.zero.stage),
+        str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
         str(config.train.micro_batch),
         layout.activation_checkpointing,
         f"{plan.worst.total / GIB:.1f}",
@@ -132,4 +135,5 @@ def _row(plan: Prediction, on_front: bool) -> list[str]:
         f"{1e3 * time.seconds:,.0f}",
         f"{time.tokens_per_s_per_gpu:,.0f}",
         f"{time.mfu:.1%}",
+        *([f"{cost:,.0f}"] if cost is not None else []),
     ]

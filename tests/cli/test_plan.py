@@ -148,6 +148,25 @@ def _with(words):
     return [word for word in LARGE if word.partition("=")[0] not in keys] + words
 
 
+def test_a_dry_run_shows_the_plan(capsys):
+    assert nanoscale(["train", *LARGE, "--dry-run", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan == json.loads(output(capsys, *LARGE, "--json"))
+    assert nanoscale(["train", *LARGE, "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "does not fit: " in shown and f"{plan['tokens_per_s']:,.0f} tokens/s" in shown
+    assert not list(Path().iterdir())
+
+
+def test_a_price_is_shown_with_every_layout(capsys):
+    words = [*H100, "cluster.price=2.5", "--search"]
+    found = json.loads(output(capsys, *words, "--json"))
+    cost = found["layouts"][0]["training"]["cost"]
+    assert cost == pytest.approx(2.5 * found["layouts"][0]["training"]["device_hours"])
+    assert f"{cost:,.0f}" in output(capsys, *words)
+    assert "cost" not in output(capsys, *H100, "parallel.tp=8", "--search").partition("\n- ")[0]
+
+
 def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
     assert nanoscale(["train", *LARGE, "train.steps=2", "scheduler.warmup_steps=0", "--force"]) == 0
     shown = capsys.readouterr().out

@@ -116,3 +116,13 @@ def test_differences_are_found_at_every_depth():
     assert differences(old, scaled) == {"parallel.dp": ("auto", 2), "train.steps": (5, 6)}
     stretched = replace(old, model=replace(old.model, rope_scaling=RopeScaling()))
     assert differences(old, stretched)["model.rope_scaling.factor"] == (None, 8.0)
+
+
+def test_what_would_not_fit_is_not_resumed(run, capsys):
+    """With other overrides; as it was it goes on whatever is predicted."""
+    small = ["cluster.memory_gib=0.01", "parallel.dp=1"]
+    assert nanoscale(["resume", "x", *small]) == 3
+    assert "does not fit" in capsys.readouterr().err
+    assert run.last_attempt() == 0 and not run.plan.exists()
+    assert nanoscale(["resume", "x", *small, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["fits"] is False

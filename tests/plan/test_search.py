@@ -139,6 +139,52 @@ def test_keys_are_held_with_deepspeed_too(more: tuple[str, ...]) -> None:
     )
 
 
+def test_host_memory_is_used_where_nothing_else_fits() -> None:
+    """States of 16 bytes a parameter, 8 B of them, and eight devices of 16 GiB."""
+    words = ("recipe=llama-8b", "cluster=v100", "cluster.hosts=1", "cluster.memory_gib=16")
+    words += (
+        "precision=fp16",
+        "train.seq_len=1024",
+        "parallel.tp=1",
+        "parallel.cp=1",
+        "parallel.pp=1",
+    )
+    composed, result = found(*words, "backend=deepspeed")
+    assert result.best is not None
+    for plan in result.ranked:
+        meant = typed((*words, "backend=deepspeed"), to_type(composed, plan.config))
+        zero = plan.config.zero
+        assert meant.zero == zero and zero.offload_optimizer == "cpu"
+        without = replace(zero, offload_optimizer="none", offload_param="none")
+        assert not predict(replace(plan.config, zero=without)).fits
+    assert found(*words)[1].best is None
+    held = found(*words, "backend=deepspeed", "zero.offload_optimizer=none")[1]
+    assert held.best is None
+
+
+def test_groups_of_blocks_are_recomputed_where_nothing_else_fits() -> None:
+    """1,024 blocks: the inputs of all of them are more than those of 32 groups and the blocks of one."""
+    deep = (
+        "model.layers=1024",
+        "model.hidden=512",
+        "model.heads=8",
+        "model.kv_heads=8",
+        "model.ffn=1024",
+    )
+    small = (
+        "model.vocab=1024",
+        "data.bpe_vocab=1024",
+        "model.max_seq_len=65536",
+        "train.seq_len=65536",
+    )
+    layout = ("parallel.tp=1", "parallel.cp=1", "parallel.pp=1", "train.global_batch=64")
+    _, result = found(
+        "recipe=llama-1b", "cluster=h100-sxm", "cluster.hosts=1", *deep, *small, *layout
+    )
+    modes = {plan.config.parallel.activation_checkpointing for plan in result.ranked}
+    assert modes == {"sqrt"}
+
+
 def test_what_does_not_fit_anywhere_is_said_with_what_comes_nearest() -> None:
     _, result = found(
         "recipe=llama-70b",
