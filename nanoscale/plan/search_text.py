@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 WIDTH = 120
-"""columns that the table needs; a narrower terminal folds its lines"""
+"""columns of what is no terminal"""
+_LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
+"""columns that a narrow terminal does without, the first of them first"""
 
 
 def search_document(composed: Composed, found: Found) -> dict[str, Any]:
@@ -48,13 +50,12 @@ def print_found(console: Console, composed: Composed, room: Room, found: Found) 
     if found.best is None:
         _print_nearest(console, composed, found)
         return
-    console.width = max(console.width, WIDTH)
-    console.print(_table(_distinct(found.ranked), found.front()))
+    console.print(_fitting_table(console, _distinct(found.ranked), found.front()))
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
     for line in reasons(found):
-        console.print(f"- {line}", markup=False, soft_wrap=True)
+        console.print(f"- {line}", markup=False)
     words = " ".join(to_type(composed, found.best.config)) or "nothing: it is what was asked for"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
 
@@ -80,6 +81,23 @@ def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
         markup=False,
         soft_wrap=True,
     )
+
+
+def _fitting_table(
+    console: Console, plans: Sequence[Prediction], front: Sequence[Prediction]
+) -> Any:
+    """With all columns that there is room for."""
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    table = _table(plans, front)
+    for name in _LEAST_NEEDED:
+        if (
+            console.measure(table, options=console.options.update(width=WIDTH)).minimum
+            <= console.width
+        ):
+            break
+        table.columns = [column for column in table.columns if column.header != name]
+    return table
 
 
 def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:

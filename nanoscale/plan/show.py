@@ -35,7 +35,7 @@ MEANINGS = {
 
 def print_prediction(console: Console, plan: Prediction, *, explain: bool = False) -> None:
     """All of it; with `explain` the arithmetic behind every number."""
-    console.print("\n".join(head(plan)), markup=False, soft_wrap=True)
+    console.print("\n".join(head(plan)), markup=False)
     console.print()
     console.print(verdict(plan), style="green" if plan.fits else "bold red", markup=False)
     console.print(bars(plan.memory, plan.capacity, min(console.width, 120)))
@@ -45,7 +45,7 @@ def print_prediction(console: Console, plan: Prediction, *, explain: bool = Fals
         from nanoscale.plan.timeline_text import timeline_rich
 
         console.print(timeline_rich(plan.timeline, min(console.width, 160)))
-    console.print("\n".join(outcome(plan)), markup=False, soft_wrap=True)
+    console.print("\n".join(outcome(plan)), markup=False)
 
 
 def head(plan: Prediction) -> list[str]:
