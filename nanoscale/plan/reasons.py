@@ -27,6 +27,8 @@ _AXES: dict[str, Callable[[Prediction], object]] = {
 }
 _LEAST_S = 0.002
 """a part that changes the step by less than this share is not worth a word"""
+_LONG = 10_000
+"""tokens of a sequence, above which cp is usual"""
 
 
 def reasons(found: Found) -> list[str]:
@@ -91,30 +93,34 @@ def _by_size(item: tuple[str, float]) -> float:
 def advice(best: Prediction) -> list[str]:
     """The usual ladder of parallelisms, with its thresholds, held against what was found.
 
-    Source of the thresholds: PyTorch's guides to FSDP2 and torchtitan (Liang et al. 2024, arXiv:2410.06511):
-    sharded data parallelism first, recomputation when activations do not fit, replicas of sharded groups beyond
-    some hundred devices, then context, pipeline and tensor parallelism.
+    From its foot: data parallelism; sharded; activations recomputed; replicas of sharded groups beyond some
+    hundred devices; then context, pipeline and tensor parallelism. Source: PyTorch's guides to FSDP2 and
+    torchtitan (Liang et al. 2024, arXiv:2410.06511).
     """
     config, size = best.config, parameters(best.config.model)
     layout, world = config.parallel, derive(config).world_size
-    lines = []
-    if world <= 128 and size <= 1e9 and (layout.tp, layout.pp, layout.cp) != (1, 1, 1):
-        lines.append(
-            "up to 128 devices and 1 B parameters, data parallelism alone is the usual choice"
-        )
-    if (
-        256 <= world <= 512
-        and layout.dp_replicate == 1
-        and config.zero.stage == 3
-        and layout.tp == 1
-    ):
-        lines.append(
-            "from 256 devices on, replicas of a model sharded in each host (dp_replicate) spare the network"
-        )
-    if world >= 1000 and size >= 50e9 and layout.tp == 1 and layout.pp == 1:
-        lines.append(
-            "from 1,000 devices and 50 B parameters on, tp and pp are usual beside sharding"
-        )
-    if config.train.seq_len > 10_000 and layout.cp == 1:
-        lines.append("sequences above 10,000 tokens are usually divided by cp")
-    return lines
+    long = config.train.seq_len > _LONG
+    divided = layout.tp * layout.pp * (1 if long else layout.cp) > 1
+    small = world <= 128 and size <= 1e9
+    rungs = {
+        "up to 128 devices and 1 B parameters, data parallelism alone is the usual choice": (
+            small and divided
+        ),
+        "above 1 B parameters, states are usually sharded before anything else (zero.stage)": (
+            size > 1e9 and world > 1 and config.zero.stage == 0
+        ),
+        "up to 256 devices, activations are usually recomputed before the model is divided": (
+            world < 256 and not small and divided and layout.activation_checkpointing == "none"
+        ),
+        "from 256 devices on, replicas of a model sharded in each host (dp_replicate) spare the network": (
+            256 <= world <= 512
+            and layout.dp_replicate == 1
+            and config.zero.stage == 3
+            and layout.tp == 1
+        ),
+        "from 1,000 devices and 50 B parameters on, tp and pp are usual beside sharding": (
+            world >= 1000 and size >= 50e9 and layout.tp == 1 and layout.pp == 1
+        ),
+        "sequences above 10,000 tokens are usually divided by cp": long and layout.cp == 1,
+    }
+    return [sentence for sentence, applies in rungs.items() if applies]
