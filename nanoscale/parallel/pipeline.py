@@ -28,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 
 from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
@@ -80,7 +81,7 @@ class Pipeline:
         self._group = group
         self._boundary = boundary
         self._has_last = any(part.last for part in parts.values())
-        self._schedule = self._make_schedule(accumulation, loss)
+        self._schedule = self._make_schedule(accumulation, _without_logits(loss))
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
@@ -133,3 +134,19 @@ class Pipeline:
             output_args=torch.empty(0, device="meta") if part.last else hidden,
             group=self._group,
         )
+
+
+def _without_logits(loss: Loss) -> Loss:
+    """The same loss, after which the logits are empty.
+
+    A stage holds its results until their backward pass is over, and of the last one nobody reads them again:
+    the loss saves their log-softmax.
+    """
+
+    def loss_alone(logits: Tensor, targets: Tensor) -> Tensor:
+        found = loss(logits, targets)
+        local = logits.to_local() if isinstance(logits, DTensor) else logits
+        local.untyped_storage().resize_(0)
+        return found
+
+    return loss_alone

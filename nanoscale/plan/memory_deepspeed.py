@@ -62,7 +62,7 @@ def _phases(
         ),
         Phase(
             "backward of the last block",
-            (weights, copies, before, optimizer, units, acts + fly.extra, 0, buffers_all),
+            (weights, copies, before, optimizer, units, acts - fly.ends + fly.extra, 0, buffers_all),
         ),
         Phase(
             "end of the backward pass",

@@ -63,8 +63,6 @@ def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase
             setting.compute * held.block * bool(copies),
         )
     first = 0 if before else head
-    logits = fly.logits if setting.holds_logits else 0
-    named = _named_logits(setting, fly)
     return (
         Phase(
             "loss",
@@ -79,15 +77,15 @@ def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase
                 before + first + product,
                 optimizer,
                 0,
-                fly.activations + fly.extra,
-                named,
+                fly.activations - fly.ends + fly.extra,
+                0,
                 0,
             ),
         ),
         Phase(
-            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)
+            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, 0, 0)
         ),
-        _update(setting, held, weights, optimizer, min(logits, named)),
+        _update(setting, held, weights, optimizer),
     )
 
 
@@ -106,7 +104,6 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
     head += compute * held.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
-    named = _named_logits(setting, fly)
     return (
         Phase(
             "loss",
@@ -133,8 +130,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 before + head + compute * held.largest_product,
                 optimizer,
                 gathered,
-                fly.activations + fly.extra,
-                named,
+                fly.activations - fly.ends + fly.extra,
+                0,
                 0 if tied else reduce * held.head,
             ),
             pooled=ahead + (before if setting.stage >= 2 else head),
@@ -147,8 +144,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 before + head + compute * held.block,
                 optimizer,
                 ahead,
-                max(0, fly.activations - fly.last),
-                named,
+                max(0, fly.activations - fly.ends - fly.last),
+                0,
                 reduce * held.block,
             ),
             pooled=ahead + (before if setting.stage >= 2 else head),
@@ -162,12 +159,12 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 optimizer,
                 0,
                 0,
-                named,
+                0,
                 reduce * held.embedding,
             ),
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer, named),
+        _update(setting, held, weights, optimizer),
     )
 
 
@@ -207,7 +204,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
                 before + compute * held.largest_product,
                 optimizer,
                 0,
-                fly.activations + fly.extra,
+                fly.activations - fly.ends + fly.extra,
                 max(0, fly.logits - gone),
                 fly.received,
             ),
@@ -226,7 +223,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
             ),
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer, 0, fly.received),
+        _update(setting, held, weights, optimizer, fly.received),
     ]
     if not before:
         rest, extra = max(0, fly.activations - one), fly.extra
@@ -241,22 +238,15 @@ def _waiting(setting: Setting) -> int:
     return setting.reduce if setting.reduce != setting.compute else setting.compute
 
 
-def _named_logits(setting: Setting, fly: Flying) -> int:
-    """Bytes of the logits alone, which have a name in `train_step` until the next micro batch's are there."""
-    if not fly.logits or not setting.holds_logits:
-        return 0
-    return setting.shape.tokens * setting.vocabulary * setting.compute
-
-
 def _update(
-    setting: Setting, held: Holding, weights: int, optimizer: int, logits: int, received: int = 0
+    setting: Setting, held: Holding, weights: int, optimizer: int, received: int = 0
 ) -> Phase:
     """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
     optim = setting.config.optimizer
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:
         gradients *= 2
-    parts = (weights, 0, gradients, optimizer, 0, 0, logits, received)
+    parts = (weights, 0, gradients, optimizer, 0, 0, 0, received)
     return Phase("update", parts, pooled=0 if setting.single else gradients)
 
 
