@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
@@ -125,7 +126,7 @@ class Pipeline:
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
         )
         # Of what enters the first stage and leaves the last nobody asks the shape: it is not sent.
-        return PipelineStage(
+        return _Stage(
             part,
             number,
             self._parallel.pp * self._parallel.virtual_stages,
@@ -134,6 +135,18 @@ class Pipeline:
             output_args=torch.empty(0, device="meta") if part.last else hidden,
             group=self._group,
         )
+
+
+class _Stage(PipelineStage):
+    """A stage that computes a block again once for all gradients of its weights, not for each matrix anew.
+
+    Where the backward pass is split, torch asks autograd for every matrix's gradient apart, and what is
+    computed again is otherwise of one such call alone, and stays until the last.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
 def _without_logits(loss: Loss) -> Loss:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoscale.config.stages import rank_of
-from nanoscale.plan.activations import stage_activations
+from nanoscale.config.stages import SPLIT_BACKWARD, rank_of
+from nanoscale.plan.activations import StageActivations, stage_activations
 from nanoscale.plan.pipeline.boundaries import NONE, Boundary, boundaries
+from nanoscale.plan.pipeline.residents import Moment, moments
 from nanoscale.plan.setting import Setting
 from nanoscale.plan.shards import Stage
 
@@ -21,6 +22,8 @@ IN_FLIGHT = Boundary(0, 0, 0, 0, False)
 class Flying:
     """Bytes of all micro batches under way on a rank."""
 
+    held: tuple[int, ...]
+    """of each stage, how many those are"""
     activations: int
     extra: int
     """of the block whose backward pass is highest"""
@@ -30,6 +33,8 @@ class Flying:
     """of one micro batch, what is kept outside of the blocks and freed before the backward pass comes to them"""
     logits: int
     """their log-softmax, kept of every micro batch of the last stage"""
+    gone: int
+    """of those, what is freed before the backward pass comes to the blocks"""
     loss: int
     """more than that, where the backward pass begins with the loss"""
     stranded: int
@@ -39,26 +44,79 @@ class Flying:
     offloaded: int
 
 
-def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> Flying:
-    """Add the micro batches of all stages of a rank up."""
+def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> list[Flying]:
+    """The moments of a step at which a rank may hold most, all its stages added up.
+
+    `in_flight`: micro batches under way in each stage at its highest; where passes are divided, the schedule
+    itself says more.
+    """
+    layout, rank = setting.config.parallel, _rank(setting, stages)
+    if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
+        return [_fly(setting, stages, in_flight, None)]
+    assert isinstance(layout.virtual_stages, int)
+    found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
+    return [_fly(setting, stages, moment.held, moment) for moment in found[rank]]
+
+
+def _fly(
+    setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int], moment: Moment | None
+) -> Flying:
+    """`moment`: which pass is computed; None: any full backward pass."""
     shape, run = setting.shape, setting.run
-    activations = extra = last = gone = logits = loss = stranded = received = offloaded = 0
+    activations = extra = last = freed = logits = gone = loss = stranded = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
-    for stage, flying, edge in zip(stages, in_flight, _edges(setting, stages), strict=True):
+    number = shape.tokens * setting.vocabulary
+    edges = _edges(setting, stages)
+    for place, (stage, flying, edge) in enumerate(zip(stages, in_flight, edges, strict=True)):
         blocks = stage_activations(stage.layers, shape, run, setting.config.parallel, setting.keep)
-        held, freed = _ends(setting, stage)
-        activations += flying * (blocks.kept + held + freed)
+        waits = _waits(setting, stage, blocks) if moment else 0
+        waiting = moment.between[place] if moment else 0
+        held, ends = _ends(setting, stage)
+        activations += flying * (blocks.kept + held + ends) + waiting * waits
         offloaded += flying * blocks.host
-        if blocks.extra > extra:
-            extra, last = blocks.extra, blocks.last
+        # Of the first stage torch divides nothing: what is for its weights is all.
+        whole = moment is None or moment.kind == "B" or (moment.kind == "W" and stage.first)
+        if moment is None or moment.place == place:
+            highest = blocks.extra
+            if moment and not whole:
+                highest = {
+                    "F": 0,
+                    "I": 0 if stage.first else blocks.for_inputs + waits - blocks.between,
+                    "W": blocks.for_weights + waits,
+                }[moment.kind]
+            if highest > extra:
+                extra, last = highest, blocks.last
         if stage.last:
-            gone = freed
-            number = shape.tokens * setting.vocabulary
             kept, first = _loss_bytes(setting)
-            logits, loss = flying * number * kept, number * first
+            logits = (flying - waiting) * number * kept
+            if moment is None or moment.place == place:
+                loss = number * first if whole or (moment and moment.kind == "I") else 0
+                # A pass for inputs alone frees nothing before its end.
+                freed, gone = (ends, number * kept) if whole else (0, 0)
             stranded = number * setting.compute
-        received += edge.tensors(flying) * boundary
-    return Flying(activations, extra, last, gone, logits, loss, stranded, received, offloaded)
+        # Elsewhere most is held as long as there are micro batches to come.
+        forward = moment.forward[place] if moment else setting.micro_batches
+        backward = moment.backward[place] if moment else setting.micro_batches - flying
+        received += edge.tensors(flying, forward, backward) * boundary
+    return Flying(
+        tuple(in_flight), activations, extra, last, freed, logits, gone, loss, stranded, received, offloaded
+    )
+
+
+def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
+    """Bytes of a micro batch's gradients from the pass for inputs to that for weights.
+
+    The head's norm and product have theirs; that of the last block's result is in a buffer elsewhere.
+    """
+    shape, compute = setting.shape, setting.compute
+    boundary = shape.tokens // shape.shares * shape.hidden * compute
+    if stage.last:
+        return blocks.between + shape.tokens * setting.vocabulary * compute + boundary
+    return 0 if stage.first else blocks.between - boundary
+
+
+def _rank(setting: Setting, stages: Sequence[Stage]) -> int:
+    return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
 
 
 def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
@@ -68,7 +126,7 @@ def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
         return [NONE if stage.last else IN_FLIGHT for stage in stages]
     assert isinstance(layout.virtual_stages, int)
     ranks = boundaries(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
-    return ranks[rank_of(layout.schedule, setting.pp, stages[0].number)]
+    return ranks[_rank(setting, stages)]
 
 
 def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:

@@ -29,7 +29,7 @@ ALL_REDUCED = 5 * 10**8
 
 
 def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
-    fly = fly_all(setting, held.stages, in_flight)
+    (fly,) = fly_all(setting, held.stages, in_flight)
     share = -(-held.numel // setting.shards)
     make = {0: _replicated, 3: _taken_apart}.get(setting.stage, _flat)
     phases, host = make(setting, fly, held.numel, share, held.block)

@@ -25,16 +25,17 @@ from nanoscale.plan.shards import Holding
 
 
 def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
-    fly = fly_all(setting, held.stages, in_flight)
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
     gathers = setting.compute * _gather_pool(setting, held)
     reductions = int(setting.states.gradients * held.shard)
     reductions += setting.reduce * held.block // setting.shards
+    found = [(make(setting, held, fly), fly) for fly in fly_all(setting, held.stages, in_flight)]
+    phases, fly = max(found, key=lambda one: max(sum(phase.bytes) for phase in one[0]))
     return RankPhases(
-        phases=make(setting, held, fly, max(in_flight)),
+        phases=phases,
         pools=0 if setting.single else gathers + reductions,
         host=(("activations", fly.offloaded),),
-        explain=partial(_explain, setting, held, fly, tuple(in_flight)),
+        explain=partial(_explain, setting, held, fly),
     )
 
 
@@ -48,7 +49,7 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """One process: autocast copies every matrix at its use, and keeps the copy until its backward pass."""
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
@@ -89,7 +90,7 @@ def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase
     )
 
 
-def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
@@ -168,7 +169,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
     )
 
 
-def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tuple[Phase, ...]:
+def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the
     end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
@@ -176,9 +177,8 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
     copies = compute * held.numel
     waiting = _waiting(setting) * held.numel
     sharded = int(states.gradients * held.shard)
+    deepest = max(fly.held)
     one = fly.activations // max(1, deepest)
-    # The loss of the micro batch that goes backward has been through it.
-    gone = setting.shape.tokens * setting.vocabulary * setting.loss
     # Where every micro batch is under way before the first goes backward, no gradient is there yet.
     before = waiting if setting.micro_batches > deepest else 0
     phases = [
@@ -205,7 +205,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
                 optimizer,
                 0,
                 fly.activations - fly.ends + fly.extra,
-                max(0, fly.logits - gone),
+                fly.logits - fly.gone,
                 fly.received,
             ),
         ),
@@ -257,7 +257,6 @@ def _explain(
     setting: Setting,
     held: Holding,
     fly: Flying,
-    in_flight: tuple[int, ...],
     name: str,
     phase: Phase,
 ) -> str:
@@ -285,7 +284,7 @@ def _explain(
             f"the head's {held.head:,}"
         )
     if name == "activations":
-        return _explain_activations(setting, held, fly, in_flight)
+        return _explain_activations(setting, held, fly)
     if name == "logits and loss":
         return (
             f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + "
@@ -298,11 +297,11 @@ def _explain(
 
 
 def _explain_activations(
-    setting: Setting, held: Holding, fly: Flying, in_flight: tuple[int, ...]
+    setting: Setting, held: Holding, fly: Flying
 ) -> str:
     counts = ", ".join(
         f"stage {stage.number}: {number} · {stage.layers} blocks"
-        for stage, number in zip(held.stages, in_flight, strict=True)
+        for stage, number in zip(held.stages, fly.held, strict=True)
     )
     block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
     return (

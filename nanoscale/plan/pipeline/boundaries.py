@@ -31,10 +31,10 @@ class Boundary:
     hands_over: bool
     """the output of a micro batch in flight is the next stage's input, on the same rank"""
 
-    def tensors(self, flying: int) -> int:
-        """Beside the inputs of so many micro batches in flight, when all have come as far as that allows."""
-        outputs = 0 if self.hands_over else max(self.outputs, flying)
-        gradients = max(0, self.input_gradients - flying)
+    def tensors(self, flying: int, forward: int, backward: int) -> int:
+        """Beside the inputs of those in flight, when so many micro batches have gone forward and backward."""
+        outputs = 0 if self.hands_over else max(min(self.outputs, forward), flying)
+        gradients = min(self.input_gradients, backward)
         return self.inputs - min(self.inputs, flying) + self.output_gradients + outputs + gradients
 
 
