@@ -205,7 +205,12 @@ def block_memory(
         again = sum((sizes | kept).values())
         return BlockMemory(sum(kept.values()), again, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
-    return BlockMemory(sum(held.values()), sum((sizes | held).values()), working_memory(shape, run))
+    # What is kept is taken out where the second pass comes by: what then nobody saves is gone. That pass ends
+    # before the last product, whose result stays.
+    taken = sum(held.get(name, 0) for name in ("wq", "wk", "wo", "received"))
+    taken += held.get("reduced", 0) // 2
+    whole = sum((sizes | held).values()) - taken
+    return BlockMemory(sum(held.values()), whole, working_memory(shape, run))
 
 
 def working_memory(shape: Shape, run: Execution) -> int:

@@ -226,8 +226,8 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
         _update(setting, held, weights, optimizer, fly.received),
     ]
     if not before:
-        rest, extra = max(0, fly.activations - one), fly.extra
-        logits = fly.logits - fly.logits // max(1, deepest)
+        rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
+        logits = max(0, fly.logits - fly.logits // max(1, deepest) - fly.gone)
         parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
         phases.append(Phase("second micro batch's backward pass", parts))
     return tuple(phases)
