@@ -82,7 +82,7 @@ class Pipeline:
         self._group = group
         self._boundary = boundary
         self._has_last = any(part.last for part in parts.values())
-        self._schedule = self._make_schedule(accumulation, _without_logits(loss))
+        self._schedule = self._make_schedule(accumulation, without_logits(loss))
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
@@ -149,11 +149,11 @@ class _Stage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
 
-def _without_logits(loss: Loss) -> Loss:
+def without_logits(loss: Loss) -> Loss:
     """The same loss, after which the logits are empty.
 
-    A stage holds its results until their backward pass is over, and of the last one nobody reads them again:
-    the loss saves their log-softmax.
+    Pipelines hold a stage's results until their backward pass is over or longer, and of the last one nobody
+    reads them again: the loss saves their log-softmax.
     """
 
     def loss_alone(logits: Tensor, targets: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from nanoscale.plan.pipeline.residents import Moment, moments
 from nanoscale.plan.setting import Setting
 from nanoscale.plan.shards import Stage
 
-
 IN_FLIGHT = Boundary(0, 0, 0, 0, False)
 """a stage whose outputs are kept until their gradients arrive"""
 
@@ -30,7 +29,7 @@ class Flying:
     last: int
     """of the last block or group of one micro batch"""
     ends: int
-    """of one micro batch, what is kept outside of the blocks and freed before the backward pass comes to them"""
+    """of those, what one micro batch keeps outside of the blocks and frees before the backward pass is there"""
     logits: int
     """their log-softmax, kept of every micro batch of the last stage"""
     gone: int
@@ -99,7 +98,17 @@ def _fly(
         backward = moment.backward[place] if moment else setting.micro_batches - flying
         received += edge.tensors(flying, forward, backward) * boundary
     return Flying(
-        tuple(in_flight), activations, extra, last, freed, logits, gone, loss, stranded, received, offloaded
+        tuple(in_flight),
+        activations,
+        extra,
+        last,
+        freed,
+        logits,
+        gone,
+        loss,
+        stranded,
+        received,
+        offloaded,
     )
 
 

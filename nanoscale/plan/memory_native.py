@@ -84,8 +84,19 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             ),
         ),
         Phase(
-            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, 0, 0)
+            "backward of the first block",
+            (
+                weights,
+                blocks,
+                max(before, grads * (held.numel - held.block - held.embedding)) + product,
+                optimizer,
+                0,
+                fly.last + fly.extra,
+                0,
+                0,
+            ),
         ),
+        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, 0, 0)),
         _update(setting, held, weights, optimizer),
     )
 
@@ -105,6 +116,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     head += compute * held.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
+    # The first block is the last but the embedding to have its gradients; the block before is being reduced.
+    done = sharded * (held.numel - held.block - held.embedding) // held.numel
     return (
         Phase(
             "loss",
@@ -150,6 +163,20 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
                 reduce * held.block,
             ),
             pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "backward of the first block",
+            (
+                weights,
+                copies,
+                max(before, done) + compute * held.largest_product,
+                optimizer,
+                compute * (held.block + max(held.embedding, held.rest)) if apart else 0,
+                fly.last + fly.extra,
+                0,
+                reduce * held.block,
+            ),
+            pooled=max(before, done) if setting.stage >= 2 else 0,
         ),
         Phase(
             "reduction of the embedding",
@@ -296,9 +323,7 @@ def _explain(
     )
 
 
-def _explain_activations(
-    setting: Setting, held: Holding, fly: Flying
-) -> str:
+def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
     counts = ", ".join(
         f"stage {stage.number}: {number} · {stage.layers} blocks"
         for stage, number in zip(held.stages, fly.held, strict=True)
