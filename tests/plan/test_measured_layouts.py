@@ -11,7 +11,7 @@ from scripts.measure_memory import ROWS, Row, config_of, measure, show
 from tests.ranks import run_ranks
 
 BY_NAME = {row.name: replace(row, global_batch=8) for row in ROWS}
-LOGITS = replace(BY_NAME["one process"].shape, vocab=16384, hidden=32, ffn=64, layers=2)
+LOGITS = replace(BY_NAME["one process"].shape, vocab=4096, hidden=32, ffn=64, layers=2)
 """a model whose logits are most of its memory"""
 CHOSEN = [
     BY_NAME["one process, selective"],
@@ -19,13 +19,13 @@ CHOSEN = [
     BY_NAME["pp 2, interleaved-1f1b, selective"],
     BY_NAME["pp 2, zero-bubble, full"],
     BY_NAME["matrix: pp 2 · tp 2, zero-bubble"],
-    Row("logits", shape=LOGITS, micro_batch=1, global_batch=2),
+    Row("logits", shape=LOGITS, micro_batch=4, global_batch=8),
     Row(
         "logits in a pipeline",
         {"pp": 2, "schedule": "gpipe"},
         shape=LOGITS,
-        micro_batch=1,
-        global_batch=4,
+        micro_batch=4,
+        global_batch=16,
     ),
 ]
 
