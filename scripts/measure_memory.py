@@ -2,9 +2,10 @@
 
     python -m scripts.measure_memory [WORDS OF A LAYOUT'S NAME…]
 
-Every rank counts the storages that PyTorch holds (`tests.live_memory`) through three steps; the third's peak
+Every rank counts the storages that PyTorch holds (`tests.live_memory`) through two steps; the second's peak
 counts, and the worst rank of each pipeline rank is held against the plan. The models are small, but so wide
-and so long that activations, not constants, decide. Prints a table.
+and so long that activations, not constants, decide. Prints a table: layouts of ours, then the equivalence
+matrix.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ import torch
 
 from nanoscale.config.derive import derive
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Backend, Config, Model, Optimizer
+from nanoscale.config.schema import Backend, Config, Model, Optimizer, Zero
+from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.parallel import ranks
-from nanoscale.plan.memory import rank_memory
+from nanoscale.plan.predict import predict
 from nanoscale.train.job import make_engine
 from tests.jobs import make_config
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
+from tests.train.test_equivalence import GPT2 as TIED
+from tests.train.test_equivalence import ROWS as MATRIX
 
 SHAPE = Model(
     layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=352, vocab=512, max_seq_len=512
 )
-SEQ, BATCH = 256, 16
+SEQ = 128
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 SMALL_BUCKETS = {"reduce_bucket": 2**18, "allgather_bucket": 2**18, "prefetch_bucket": 2**16}
 
@@ -48,11 +52,27 @@ class Row:
     shape: Model = SHAPE
     backend: str = "native"
     optimizer: str = "adamw"
+    global_batch: int = 16
+    offload: dict[str, str] = field(default_factory=dict)
+
+
+SCHEDULES = ("interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
 
 
 def recomputed(mode: str, **more: Any) -> dict[str, Any]:
     return {"activation_checkpointing": mode, **more}
 
+
+def scheduled(name: str) -> dict[str, Any]:
+    return {"pp": 2, "schedule": name, "virtual_stages": 2}
+
+
+def deepspeed(name: str, degrees: dict[str, Any], stage: int, **more: Any) -> Row:
+    return Row(f"deepspeed {name}", degrees, stage, backend="deepspeed", **more)
+
+
+STATES = {"offload_optimizer": "cpu"}
+ALL = STATES | {"offload_param": "cpu"}
 
 ROWS = [
     Row("one process"),
@@ -75,13 +95,69 @@ ROWS = [
     Row("pp 2", {"pp": 2}, micro_batch=2),
     Row("pp 2, gpipe", {"pp": 2, "schedule": "gpipe"}, micro_batch=2),
     Row("pp 2, bf16, full", {"pp": 2} | recomputed("full"), precision="bf16", micro_batch=2),
-    Row("HSDP 2 × 2, stage 3", {"dp": 4, "dp_replicate": 2}, 3, 2),
-    Row("dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3),
-    Row("dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2),
-    *(Row(f"deepspeed dp 2, stage {s}", {"dp": 2}, s, backend="deepspeed") for s in range(4)),
     *(
-        Row(f"deepspeed dp 2, stage {s}, bf16", {"dp": 2}, s, precision="bf16", backend="deepspeed")
-        for s in range(4)
+        Row(f"pp 2, {name}, {mode}", scheduled(name) | recomputed(mode), micro_batch=2)
+        for name in SCHEDULES
+        for mode in ("none", "full", "selective")
+        if mode != "selective" or name not in SPLIT_BACKWARD
+    ),
+    *(
+        Row(f"pp 2, {name}, bf16", scheduled(name), precision="bf16", micro_batch=2)
+        for name in ("interleaved-1f1b", "zero-bubble", "dualpipev")
+    ),
+    Row("one process, fp64", precision="fp64"),
+    Row("one process, fp16", precision="fp16"),
+    Row("one process, adamw8bit", optimizer="adamw8bit"),
+    Row("dp 2, stage 3, fp16", {"dp": 2}, 3, precision="fp16"),
+    Row("dp 2, stage 3, fp64", {"dp": 2}, 3, precision="fp64"),
+    Row("tp 2, full", {"tp": 2} | recomputed("full")),
+    Row("tp 2, full, bf16", {"tp": 2} | recomputed("full"), precision="bf16"),
+    Row("cp 2, full", {"cp": 2} | recomputed("full")),
+    Row("cp 2, selective", {"cp": 2} | recomputed("selective")),
+    Row("ulysses cp 2, selective", {"cp": 2, "cp_method": "ulysses"} | recomputed("selective")),
+    Row("cp 2, bf16", {"cp": 2}, precision="bf16"),
+    Row("ulysses cp 2, bf16", {"cp": 2, "cp_method": "ulysses"}, precision="bf16"),
+    Row("dp 2 · pp 2, bf16, stage 1", {"dp": 2, "pp": 2}, 1, 2, "bf16"),
+    *(deepspeed(f"dp 2, stage {s}", {"dp": 2}, s) for s in range(4)),
+    *(deepspeed(f"dp 2, stage {s}, bf16", {"dp": 2}, s, precision="bf16") for s in range(4)),
+    *(deepspeed(f"dp 2, stage {s}, fp16", {"dp": 2}, s, precision="fp16") for s in (0, 2, 3)),
+    deepspeed("dp 2, stage 2, full", {"dp": 2} | recomputed("full"), 2),
+    *(
+        deepspeed(
+            f"dp 2, stage {s}, bf16, optimizer offloaded",
+            {"dp": 2},
+            s,
+            precision="bf16",
+            offload=STATES,
+        )
+        for s in (1, 2, 3)
+    ),
+    deepspeed("dp 2, stage 3, bf16, all offloaded", {"dp": 2}, 3, precision="bf16", offload=ALL),
+    deepspeed("tp 2, stage 1", {"tp": 2, "sequence_parallel": False}, 1),
+    deepspeed("pp 2, stage 1", {"pp": 2}, 1, micro_batch=2),
+    deepspeed(
+        "pp 2, stage 0, bf16, full",
+        {"pp": 2} | recomputed("full"),
+        0,
+        precision="bf16",
+        micro_batch=2,
+    ),
+    deepspeed("cp 2, stage 2", {"cp": 2}, 2),
+    deepspeed("ulysses cp 2, stage 3", {"cp": 2, "cp_method": "ulysses"}, 3),
+    *(
+        Row(
+            f"matrix: {row.name}",
+            row.degrees,
+            row.stage,
+            row.micro_batch,
+            shape=replace(
+                GPT2 if row.shape == TIED else SHAPE,
+                layers=row.shape.layers,
+                tie_embeddings=row.shape.tie_embeddings,
+            ),
+            global_batch=8,
+        )
+        for row in MATRIX
     ),
 ]
 
@@ -105,7 +181,7 @@ def show(row: Row, config: Config, peaks: list[int]) -> list[float]:
     """Print a row's pipeline ranks; their errors."""
     pp = config.parallel.pp
     errors = []
-    for planned in rank_memory(config, under_way(config)):
+    for planned in predict(config).memory:
         mine = [
             p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
         ]
@@ -132,15 +208,8 @@ def config_of(row: Row) -> Config:
         optimizer=Optimizer(name=row.optimizer),  # type: ignore[arg-type]
         backend=Backend(name=row.backend, **SMALL_BUCKETS),  # type: ignore[arg-type]
     )
-    return replace(config, train=replace(config.train, seq_len=SEQ, global_batch=BATCH))
-
-
-def under_way(config: Config) -> list[list[int]]:
-    """Micro batches that hold activations in the two schedules of one stage a rank."""
-    pp, number = config.parallel.pp, derive(config).accumulation
-    if config.parallel.schedule == "gpipe":
-        return [[number]] * pp
-    return [[min(pp - rank, number)] for rank in range(pp)]
+    train = replace(config.train, seq_len=SEQ, global_batch=row.global_batch)
+    return replace(config, train=train, zero=Zero(stage=row.stage, **row.offload))  # type: ignore[arg-type]
 
 
 def measure(_rank: int, config: Config) -> int:
@@ -151,7 +220,7 @@ def measure(_rank: int, config: Config) -> int:
     shape = sizes.micro_batch, config.train.seq_len + 1
     with LiveMemory() as memory:
         engine = make_engine(config, torch.device("cpu"))
-        for _ in range(3):
+        for _ in range(2):
             gc.collect()
             memory.reset_peak()
             batches = [

@@ -154,9 +154,7 @@ def torchtitan(row: Row) -> Prediction:
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
     micro_batches = pp if pp > 1 else 1
     config = config_of(row, samples // micro_batches, micro_batches, stage=3)
-    setting = replace(
-        setting_of(config), holds_logits=False, keep=frozenset(("wq", "v", "gate", "down"))
-    )
+    setting = replace(setting_of(config), keep=frozenset(("wq", "v", "gate", "down")))
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 

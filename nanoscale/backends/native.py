@@ -86,16 +86,19 @@ class NativeEngine(Engine):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
             inputs, targets = self._divide(tokens)
-            with self._autocast():
-                logits = model(inputs)
-            self._loss(logits, targets).backward()
+            # Logits with a name here would stay until the end of the backward pass.
+            self._loss(self._logits(inputs), targets).backward()
 
     def _forward(self, inputs: Tensor) -> Tensor | None:
         if self.pipeline is not None:
             return self.pipeline.forward(inputs)
+        return self._logits(inputs)
+
+    def _logits(self, inputs: Tensor) -> Tensor:
         (model,) = self.parts.values()
         with self._autocast():
-            return model(inputs)
+            logits: Tensor = model(inputs)
+        return logits
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """What the backward pass of a micro batch begins with."""

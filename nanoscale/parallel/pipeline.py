@@ -28,6 +28,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
@@ -80,7 +82,7 @@ class Pipeline:
         self._group = group
         self._boundary = boundary
         self._has_last = any(part.last for part in parts.values())
-        self._schedule = self._make_schedule(accumulation, loss)
+        self._schedule = self._make_schedule(accumulation, without_logits(loss))
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
         """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
@@ -124,7 +126,7 @@ class Pipeline:
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
         )
         # Of what enters the first stage and leaves the last nobody asks the shape: it is not sent.
-        return PipelineStage(
+        return _Stage(
             part,
             number,
             self._parallel.pp * self._parallel.virtual_stages,
@@ -133,3 +135,31 @@ class Pipeline:
             output_args=torch.empty(0, device="meta") if part.last else hidden,
             group=self._group,
         )
+
+
+class _Stage(PipelineStage):
+    """A stage that computes a block again once for all gradients of its weights, not for each matrix anew.
+
+    Where the backward pass is split, torch asks autograd for every matrix's gradient apart, and what is
+    computed again is otherwise of one such call alone, and stays until the last.
+    """
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+
+def without_logits(loss: Loss) -> Loss:
+    """The same loss, after which the logits are empty.
+
+    Pipelines hold a stage's results until their backward pass is over or longer, and of the last one nobody
+    reads them again: the loss saves their log-softmax.
+    """
+
+    def loss_alone(logits: Tensor, targets: Tensor) -> Tensor:
+        found = loss(logits, targets)
+        local = logits.to_local() if isinstance(logits, DTensor) else logits
+        local.untyped_storage().resize_(0)
+        return found
+
+    return loss_alone

@@ -205,7 +205,12 @@ def block_memory(
         again = sum((sizes | kept).values())
         return BlockMemory(sum(kept.values()), again, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
-    return BlockMemory(sum(held.values()), sum((sizes | held).values()), working_memory(shape, run))
+    # What is kept is taken out where the second pass comes by: what then nobody saves is gone. That pass ends
+    # before the last product, whose result stays.
+    taken = sum(held.get(name, 0) for name in ("wq", "wk", "wo", "received"))
+    taken += held.get("reduced", 0) // 2
+    whole = sum((sizes | held).values()) - taken
+    return BlockMemory(sum(held.values()), whole, working_memory(shape, run))
 
 
 def working_memory(shape: Shape, run: Execution) -> int:
@@ -217,6 +222,24 @@ def working_memory(shape: Shape, run: Execution) -> int:
     inner = shape.tokens * shape.ffn * run.compute
     gradients = (3 if shape.gated else 2) * inner - (0 if run.fused else inner)
     return gradients + shape.tokens // shape.shares * shape.hidden * run.stream
+
+
+def between_passes(shape: Shape, run: Execution) -> int:
+    """Bytes of a block's gradients that wait from the pass for inputs to that for weights.
+
+    They are those of the results of all its products and norms: torch keeps what reaches the operation that a
+    weight takes part in (torch.distributed.pipelining._backward).
+    """
+    products = shape.q + 2 * shape.kv + 2 * shape.hidden + (2 if shape.gated else 1) * shape.ffn
+    wide = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
+    norms = 2 * (shape.tokens // shape.shares) * shape.hidden * wide
+    return shape.tokens * products * run.compute + norms
+
+
+def norm_working(shape: Shape, run: Execution) -> int:
+    """Bytes that the backward pass of a norm needs beside the gradients of its result and of the stream."""
+    part = shape.tokens // shape.shares * shape.hidden
+    return 4 * part * max(4, run.stream) if run.composed_norm and not shape.layernorm else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +254,12 @@ class StageActivations:
     """kept for the last block or group alone"""
     host: int
     """kept in host memory"""
+    between: int
+    """of gradients, where the pass for inputs is done and that for weights is to come"""
+    for_inputs: int
+    """as `extra`, of a pass for the gradients of inputs alone"""
+    for_weights: int
+    """the same for those of weights"""
 
 
 def stage_activations(
@@ -243,23 +272,32 @@ def stage_activations(
     """`keep` stands in for `parallel.selective_keep`."""
     mode = parallel.activation_checkpointing
     plain = block_memory(shape, run)
+    again = 0
     if mode == "none":
         kept, extra, last = layers * plain.kept, plain.working, plain.kept
     elif mode == "sqrt":
         groups = isqrt(layers - 1) + 1
         first = block_memory(shape, run, "full").kept
         kept, last = groups * first, first
-        extra = ceil(layers / groups) * plain.whole - first + plain.working
+        again = ceil(layers / groups) * plain.whole - first
+        extra = again + plain.working
     else:
         block = block_memory(shape, run, mode, keep or parallel.selective_keep)
-        again = ceil(layers / parallel.checkpoint_every)
-        kept = again * block.kept + (layers - again) * plain.kept
+        number = ceil(layers / parallel.checkpoint_every)
+        kept = number * block.kept + (layers - number) * plain.kept
         recomputed = (layers - 1) % parallel.checkpoint_every == 0
-        extra = block.working + (block.whole - block.kept if recomputed else 0)
+        again = block.whole - block.kept if recomputed else 0
+        extra = block.working + again
         last = block.kept if recomputed else plain.kept
+    one = between_passes(shape, run)
+    # The pass for inputs frees nothing, and the gradients of a block are all there when it comes to its end.
+    held = 0 if again or run.fused else shape.tokens * shape.ffn * run.compute
+    for_inputs = (layers - 1) * one + max(extra + held, one + norm_working(shape, run))
     if parallel.offload_activations:
-        return StageActivations(0, extra + last, 0, kept)
-    return StageActivations(kept, extra, last, 0)
+        return StageActivations(
+            0, extra + last, 0, kept, layers * one, for_inputs + last, again + last
+        )
+    return StageActivations(kept, extra, last, 0, layers * one, for_inputs, again)
 
 
 def describe(shape: Shape, run: Execution) -> str:

@@ -6,80 +6,162 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoscale.plan.activations import stage_activations
+from nanoscale.config.stages import SPLIT_BACKWARD, rank_of
+from nanoscale.plan.activations import StageActivations, stage_activations
+from nanoscale.plan.pipeline.boundaries import NONE, Boundary, boundaries
+from nanoscale.plan.pipeline.residents import Moment, moments
 from nanoscale.plan.setting import Setting
 from nanoscale.plan.shards import Stage
+
+IN_FLIGHT = Boundary(0, 0, 0, 0, False)
+"""a stage whose outputs are kept until their gradients arrive"""
 
 
 @dataclass(frozen=True, slots=True)
 class Flying:
     """Bytes of all micro batches under way on a rank."""
 
+    held: tuple[int, ...]
+    """of each stage, how many those are"""
     activations: int
     extra: int
     """of the block whose backward pass is highest"""
     last: int
     """of the last block or group of one micro batch"""
+    ends: int
+    """of those, what one micro batch keeps outside of the blocks and frees before the backward pass is there"""
     logits: int
-    """kept of every micro batch of the last stage"""
+    """their log-softmax, kept of every micro batch of the last stage"""
+    gone: int
+    """of those, what is freed before the backward pass comes to the blocks"""
     loss: int
     """more than that, where the backward pass begins with the loss"""
     stranded: int
-    """the logits, where the loss frees them: smaller than any of its own tensors, they leave a hole"""
+    """the logits, which the loss frees: smaller than any of its own tensors, they leave a hole"""
     received: int
     """buffers of a pipeline's boundaries beyond the micro batches under way"""
     offloaded: int
 
 
-def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> Flying:
-    """Add the micro batches of all stages of a rank up."""
+def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> list[Flying]:
+    """The moments of a step at which a rank may hold most, all its stages added up.
+
+    `in_flight`: micro batches under way in each stage at its highest; where passes are divided, the schedule
+    itself says more.
+    """
+    layout, rank = setting.config.parallel, _rank(setting, stages)
+    if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
+        return [_fly(setting, stages, in_flight, None)]
+    assert isinstance(layout.virtual_stages, int)
+    found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
+    return [_fly(setting, stages, moment.held, moment) for moment in found[rank]]
+
+
+def _fly(
+    setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int], moment: Moment | None
+) -> Flying:
+    """`moment`: which pass is computed; None: any full backward pass."""
     shape, run = setting.shape, setting.run
-    activations = extra = last = logits = loss = stranded = received = offloaded = 0
+    activations = extra = last = freed = logits = gone = loss = stranded = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
-    for stage, flying in zip(stages, in_flight, strict=True):
+    number = shape.tokens * setting.vocabulary
+    edges = _edges(setting, stages)
+    for place, (stage, flying, edge) in enumerate(zip(stages, in_flight, edges, strict=True)):
         blocks = stage_activations(stage.layers, shape, run, setting.config.parallel, setting.keep)
-        ends = _ends(setting, stage)
-        activations += flying * (blocks.kept + ends)
+        waits = _waits(setting, stage, blocks) if moment else 0
+        waiting = moment.between[place] if moment else 0
+        held, ends = _ends(setting, stage)
+        activations += flying * (blocks.kept + held + ends) + waiting * waits
         offloaded += flying * blocks.host
-        if blocks.extra > extra:
-            extra, last = blocks.extra, blocks.last
+        # Of the first stage torch divides nothing: what is for its weights is all.
+        whole = moment is None or moment.kind == "B" or (moment.kind == "W" and stage.first)
+        if moment is None or moment.place == place:
+            highest = blocks.extra
+            if moment and not whole:
+                highest = {
+                    "F": 0,
+                    "I": 0 if stage.first else blocks.for_inputs + waits - blocks.between,
+                    "W": blocks.for_weights + waits,
+                }[moment.kind]
+            if highest > extra:
+                extra, last = highest, blocks.last
         if stage.last:
-            number = shape.tokens * setting.vocabulary
             kept, first = _loss_bytes(setting)
-            logits, loss = flying * number * kept, number * first
-            stranded = 0 if setting.holds_logits else number * setting.compute
-        waiting = setting.micro_batches - flying
-        if not stage.first:
-            received += waiting * boundary
-        if not stage.last:
-            received += setting.micro_batches * boundary
-    # Only PyTorch's pipelines have a buffer ready for every micro batch.
-    received *= setting.pp > 1 and not setting.flat
-    return Flying(activations, extra, last, logits, loss, stranded, received, offloaded)
+            logits = (flying - waiting) * number * kept
+            if moment is None or moment.place == place:
+                loss = number * first if whole or (moment and moment.kind == "I") else 0
+                # A pass for inputs alone frees nothing before its end.
+                freed, gone = (ends, number * kept) if whole else (0, 0)
+            stranded = number * setting.compute
+        # Elsewhere most is held as long as there are micro batches to come.
+        forward = moment.forward[place] if moment else setting.micro_batches
+        backward = moment.backward[place] if moment else setting.micro_batches - flying
+        received += edge.tensors(flying, forward, backward) * boundary
+    return Flying(
+        tuple(in_flight),
+        activations,
+        extra,
+        last,
+        freed,
+        logits,
+        gone,
+        loss,
+        stranded,
+        received,
+        offloaded,
+    )
 
 
-def _ends(setting: Setting, stage: Stage) -> int:
-    """Bytes that a micro batch keeps outside of the blocks: of the embedding, the last norm and the head's
-    input."""
+def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
+    """Bytes of a micro batch's gradients from the pass for inputs to that for weights.
+
+    The head's norm and product have theirs; that of the last block's result is in a buffer elsewhere.
+    """
+    shape, compute = setting.shape, setting.compute
+    boundary = shape.tokens // shape.shares * shape.hidden * compute
+    if stage.last:
+        return blocks.between + shape.tokens * setting.vocabulary * compute + boundary
+    return 0 if stage.first else blocks.between - boundary
+
+
+def _rank(setting: Setting, stages: Sequence[Stage]) -> int:
+    return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
+
+
+def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
+    """DeepSpeed's pipelines have a buffer for each micro batch under way and no more."""
+    layout = setting.config.parallel
+    if setting.pp == 1 or setting.flat:
+        return [NONE if stage.last else IN_FLIGHT for stage in stages]
+    assert isinstance(layout.virtual_stages, int)
+    ranks = boundaries(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
+    return ranks[_rank(setting, stages)]
+
+
+def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:
+    """Bytes that a micro batch keeps outside of the blocks: to the end of its backward pass, and until that
+    comes to the blocks.
+
+    The former are token ids, the latter what the last norm and the head have saved.
+    """
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares
     tokens = 8 * shape.tokens * (2 if stage.last else 1) if stage.first or stage.last else 0
     if not stage.last:
-        return tokens + part * shape.hidden * run.compute  # the output, until its gradient arrives
+        return tokens, 0
     normed = (shape.tokens if run.gathered else part) * shape.hidden * run.compute
     norm = part * (shape.hidden * run.stream + 4)
     if run.composed_norm and not shape.layernorm:
         norm = part * (shape.hidden * 2 * max(4, run.stream) + 4)
-    return tokens + norm + normed
+    return tokens, norm + normed
 
 
 def _loss_bytes(setting: Setting) -> tuple[int, int]:
     """Bytes of a logit from the forward pass on, and more of them where the backward pass begins.
 
-    The logits, and their log-softmax in fp32 or better; then the gradients of both, and with the vocabulary
+    The log-softmax, in fp32 or better; then the gradients of it and of the logits, and with the vocabulary
     divided one more (torch.distributed.tensor.parallel.loss).
     """
     if setting.loss_copies is not None:
         return setting.compute, setting.loss * setting.loss_copies
-    logits = setting.compute if setting.holds_logits else 0
-    return logits + setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
+    return setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)

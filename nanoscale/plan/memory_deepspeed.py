@@ -29,7 +29,7 @@ ALL_REDUCED = 5 * 10**8
 
 
 def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
-    fly = fly_all(setting, held.stages, in_flight)
+    (fly,) = fly_all(setting, held.stages, in_flight)
     share = -(-held.numel // setting.shards)
     make = {0: _replicated, 3: _taken_apart}.get(setting.stage, _flat)
     phases, host = make(setting, fly, held.numel, share, held.block)
@@ -44,15 +44,15 @@ def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) 
 def _phases(
     fly: Flying,
     static: tuple[int, int, int],
-    gradients: tuple[int, int],
+    gradients: tuple[int, int, int],
     units: int,
     buffers: int,
     step: int,
 ) -> tuple[Phase, ...]:
-    """`static`: weights, copies, states; `gradients`: before and after the backward pass; `step`: more at the
-    update."""
+    """`static`: weights, copies, states; `gradients`: before, in and after the backward pass; `step`: more at
+    the update."""
     weights, copies, optimizer = static
-    before, after = gradients
+    before, during, after = gradients
     acts, buffers_all = fly.activations, buffers + fly.received
     return (
         Phase(
@@ -62,7 +62,20 @@ def _phases(
         ),
         Phase(
             "backward of the last block",
-            (weights, copies, before, optimizer, units, acts + fly.extra, 0, buffers_all),
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                units,
+                acts - fly.ends + fly.extra,
+                0,
+                buffers_all,
+            ),
+        ),
+        Phase(
+            "backward of the first block",
+            (weights, copies, during, optimizer, units, fly.last + fly.extra, 0, buffers_all),
         ),
         Phase(
             "end of the backward pass",
@@ -82,7 +95,7 @@ def _replicated(
     static = int(states.weights * numel), copies, int(states.optimizer * numel)
     bucket = int(states.gradients) * min(numel, ALL_REDUCED) if setting.peers > 1 else 0
     before = gradients if setting.micro_batches > 1 else 0
-    return _phases(fly, static, (before, gradients), 0, 0, bucket), 0
+    return _phases(fly, static, (before, before, gradients), 0, 0, bucket), 0
 
 
 def _flat(
@@ -99,19 +112,23 @@ def _flat(
     first = setting.stage == 1
     several = setting.micro_batches > 1 or setting.keeps_gradients
     before = (whole if first else own) if several else 0
-    after = whole if first else own
+    # Where sums are no wider than what is computed, stage 2 has a buffer of its own for every micro batch.
+    apart = not first and waiting == setting.compute
+    added = own if apart and several else 0
+    after = whole if first else own + added
     host = 0
     if offloaded:
         host = masters + optimizer + own + setting.compute * share
         masters = optimizer = 0
-        before, after = (before, after) if first else (0, 0)
+        if apart:  # else sums stay where they are reduced, and only their result goes to the host
+            before = after = added = 0
     bucket = config.backend.reduce_bucket * (waiting if first else setting.compute)
     buckets = bucket * (2 if _overlaps(config) else 1)
     static = masters, setting.compute * numel, optimizer
     # The optimizer is handed one flat copy of this rank's gradients.
     step = own if first and not offloaded and setting.copies_gradients else 0
     units = setting.compute * block if setting.placeholders else 0
-    return _phases(fly, static, (before, after), units, buckets, step), host
+    return _phases(fly, static, (before, before + added, after), units, buckets, step), host
 
 
 def _taken_apart(
@@ -121,15 +138,13 @@ def _taken_apart(
     config, states = setting.config, setting.states
     waiting = setting.reduce
     own = waiting * share
-    masters = (
-        int(states.weights * share) if states.copy else 0
-    )  # else they are the weights themselves
+    masters = int(states.weights * share)
     optimizer = int(states.optimizer * share)
     weights = setting.compute * share
     host = 0
     if config.zero.offload_optimizer != "none":
-        host += masters + optimizer + own
-        masters = optimizer = own = 0
+        host += masters + optimizer + own  # of gradients the device keeps its buffer too
+        masters = optimizer = 0
     if config.zero.offload_param != "none":
         host += weights
         weights = 0
@@ -141,7 +156,7 @@ def _taken_apart(
     static = masters, weights, optimizer
     # One sub group of at most 10⁹ elements is updated at a time, from a flat copy of its gradients.
     step = min(own, waiting * REUSED_WITHIN) + bucket
-    phases = _phases(fly, static, (own, own), setting.compute * live, bucket, step)
+    phases = _phases(fly, static, (own, own, own), setting.compute * live, bucket, step)
     return phases, host
 
 

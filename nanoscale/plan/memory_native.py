@@ -25,16 +25,17 @@ from nanoscale.plan.shards import Holding
 
 
 def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
-    fly = fly_all(setting, held.stages, in_flight)
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
     gathers = setting.compute * _gather_pool(setting, held)
     reductions = int(setting.states.gradients * held.shard)
     reductions += setting.reduce * held.block // setting.shards
+    found = [(make(setting, held, fly), fly) for fly in fly_all(setting, held.stages, in_flight)]
+    phases, fly = max(found, key=lambda one: max(sum(phase.bytes) for phase in one[0]))
     return RankPhases(
-        phases=make(setting, held, fly, max(in_flight)),
+        phases=phases,
         pools=0 if setting.single else gathers + reductions,
         host=(("activations", fly.offloaded),),
-        explain=partial(_explain, setting, held, fly, tuple(in_flight)),
+        explain=partial(_explain, setting, held, fly),
     )
 
 
@@ -48,7 +49,7 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """One process: autocast copies every matrix at its use, and keeps the copy until its backward pass."""
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
@@ -63,8 +64,6 @@ def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase
             setting.compute * held.block * bool(copies),
         )
     first = 0 if before else head
-    logits = fly.logits if setting.holds_logits else 0
-    named = _named_logits(setting, fly)
     return (
         Phase(
             "loss",
@@ -79,19 +78,30 @@ def _single(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase
                 before + first + product,
                 optimizer,
                 0,
-                fly.activations + fly.extra,
-                named,
+                fly.activations - fly.ends + fly.extra,
+                0,
                 0,
             ),
         ),
         Phase(
-            "end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, named, 0)
+            "backward of the first block",
+            (
+                weights,
+                blocks,
+                max(before, grads * (held.numel - held.block - held.embedding)) + product,
+                optimizer,
+                0,
+                fly.last + fly.extra,
+                0,
+                0,
+            ),
         ),
-        _update(setting, held, weights, optimizer, min(logits, named)),
+        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, 0, 0)),
+        _update(setting, held, weights, optimizer),
     )
 
 
-def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phase, ...]:
+def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
@@ -106,7 +116,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
     head += compute * held.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
-    named = _named_logits(setting, fly)
+    # The first block is the last but the embedding to have its gradients; the block before is being reduced.
+    done = sharded * (held.numel - held.block - held.embedding) // held.numel
     return (
         Phase(
             "loss",
@@ -133,8 +144,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 before + head + compute * held.largest_product,
                 optimizer,
                 gathered,
-                fly.activations + fly.extra,
-                named,
+                fly.activations - fly.ends + fly.extra,
+                0,
                 0 if tied else reduce * held.head,
             ),
             pooled=ahead + (before if setting.stage >= 2 else head),
@@ -147,11 +158,25 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 before + head + compute * held.block,
                 optimizer,
                 ahead,
-                max(0, fly.activations - fly.last),
-                named,
+                max(0, fly.activations - fly.ends - fly.last),
+                0,
                 reduce * held.block,
             ),
             pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "backward of the first block",
+            (
+                weights,
+                copies,
+                max(before, done) + compute * held.largest_product,
+                optimizer,
+                compute * (held.block + max(held.embedding, held.rest)) if apart else 0,
+                fly.last + fly.extra,
+                0,
+                reduce * held.block,
+            ),
+            pooled=max(before, done) if setting.stage >= 2 else 0,
         ),
         Phase(
             "reduction of the embedding",
@@ -162,16 +187,16 @@ def _sharded(setting: Setting, held: Holding, fly: Flying, _: int) -> tuple[Phas
                 optimizer,
                 0,
                 0,
-                named,
+                0,
                 reduce * held.embedding,
             ),
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer, named),
+        _update(setting, held, weights, optimizer),
     )
 
 
-def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tuple[Phase, ...]:
+def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the
     end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
@@ -179,9 +204,8 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
     copies = compute * held.numel
     waiting = _waiting(setting) * held.numel
     sharded = int(states.gradients * held.shard)
+    deepest = max(fly.held)
     one = fly.activations // max(1, deepest)
-    # The loss of the micro batch that goes backward has been through it.
-    gone = setting.shape.tokens * setting.vocabulary * setting.loss
     # Where every micro batch is under way before the first goes backward, no gradient is there yet.
     before = waiting if setting.micro_batches > deepest else 0
     phases = [
@@ -207,8 +231,8 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
                 before + compute * held.largest_product,
                 optimizer,
                 0,
-                fly.activations + fly.extra,
-                max(0, fly.logits - gone),
+                fly.activations - fly.ends + fly.extra,
+                fly.logits - fly.gone,
                 fly.received,
             ),
         ),
@@ -226,11 +250,11 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying, deepest: int) -> tu
             ),
             pooled=sharded,
         ),
-        _update(setting, held, weights, optimizer, 0, fly.received),
+        _update(setting, held, weights, optimizer, fly.received),
     ]
     if not before:
-        rest, extra = max(0, fly.activations - one), fly.extra
-        logits = fly.logits - fly.logits // max(1, deepest)
+        rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
+        logits = max(0, fly.logits - fly.logits // max(1, deepest) - fly.gone)
         parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
         phases.append(Phase("second micro batch's backward pass", parts))
     return tuple(phases)
@@ -241,22 +265,15 @@ def _waiting(setting: Setting) -> int:
     return setting.reduce if setting.reduce != setting.compute else setting.compute
 
 
-def _named_logits(setting: Setting, fly: Flying) -> int:
-    """Bytes of the logits alone, which have a name in `train_step` until the next micro batch's are there."""
-    if not fly.logits or not setting.holds_logits:
-        return 0
-    return setting.shape.tokens * setting.vocabulary * setting.compute
-
-
 def _update(
-    setting: Setting, held: Holding, weights: int, optimizer: int, logits: int, received: int = 0
+    setting: Setting, held: Holding, weights: int, optimizer: int, received: int = 0
 ) -> Phase:
     """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
     optim = setting.config.optimizer
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:
         gradients *= 2
-    parts = (weights, 0, gradients, optimizer, 0, 0, logits, received)
+    parts = (weights, 0, gradients, optimizer, 0, 0, 0, received)
     return Phase("update", parts, pooled=0 if setting.single else gradients)
 
 
@@ -267,7 +284,6 @@ def _explain(
     setting: Setting,
     held: Holding,
     fly: Flying,
-    in_flight: tuple[int, ...],
     name: str,
     phase: Phase,
 ) -> str:
@@ -295,7 +311,7 @@ def _explain(
             f"the head's {held.head:,}"
         )
     if name == "activations":
-        return _explain_activations(setting, held, fly, in_flight)
+        return _explain_activations(setting, held, fly)
     if name == "logits and loss":
         return (
             f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + "
@@ -307,12 +323,10 @@ def _explain(
     )
 
 
-def _explain_activations(
-    setting: Setting, held: Holding, fly: Flying, in_flight: tuple[int, ...]
-) -> str:
+def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
     counts = ", ".join(
         f"stage {stage.number}: {number} · {stage.layers} blocks"
-        for stage, number in zip(held.stages, in_flight, strict=True)
+        for stage, number in zip(held.stages, fly.held, strict=True)
     )
     block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
     return (

@@ -50,8 +50,6 @@ class Setting:
     placeholders: bool = False
     """flat buffers: an unread gradient of every matrix of a block stays allocated (Transformer Engine's, where
     gradients are summed by the products themselves)"""
-    holds_logits: bool = True
-    """whether the logits outlive the loss, since the caller has a name for them"""
     loss_copies: int | None = None
     """other software: tensors of the logits' shape at the loss's backward pass; None: PyTorch's"""
 
@@ -97,7 +95,6 @@ def setting_of(config: Config) -> Setting:
         vocabulary=config.model.vocab // (layout.tp if divided else 1),
         vocabulary_parallel=divided,
         loss=max(4, compute),
-        holds_logits=not deepspeed,
     )
 
 

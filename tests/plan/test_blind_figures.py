@@ -224,7 +224,7 @@ def test_what_ran_out_of_memory_is_not_said_to_fit(
         launcher=Launcher(device="cuda"), **FSDP, **mode,
     )  # fmt: skip
     hardware = hardware_of(config)
-    setting = replace(setting_of(config), holds_logits=False)
+    setting = setting_of(config)
     (rank,) = setting_memory(setting, context_bytes=int(hardware.context_gib * GIB))
     probability = fits_probability(rank.total, capacity(hardware))
     assert (probability >= ENOUGH) is fits

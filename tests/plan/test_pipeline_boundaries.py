@@ -7,31 +7,39 @@ from typing import Any
 
 import pytest
 
-from nanoscale.plan.pipeline import Boundary, boundaries, order
-from tests.plan.schedules import SCHEDULES, batches
+from nanoscale.config.stages import stages_of
+from nanoscale.plan.pipeline import Boundary, boundaries
+from nanoscale.plan.pipeline.boundaries import NONE
+from tests.plan.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3, 4])
-def test_split_backward_passes_leave_the_gradients_of_their_inputs(schedule, virtual, pp):
-    for micro_batches in batches(schedule, pp):
-        for rank, actions in enumerate(order(schedule, pp, virtual, micro_batches)):
-            stages = sorted({action.stage for action in actions})
-            split = [
-                sum(1 for a in actions if a.kind == "I" and a.stage == stage > 0)
-                for stage in stages
-            ]
-            kept = boundaries(schedule, pp, virtual, micro_batches)[rank]
-            assert [stage.input_gradients for stage in kept] == split
+def test_tensors_travel_between_neighbours_on_different_ranks(schedule, virtual, pp):
+    for rank, kept in enumerate(boundaries(schedule, pp, virtual, 2 * pp)):
+        for stage, boundary in zip(stages_of(schedule, pp, virtual, rank), kept, strict=True):
+            here = set(stages_of(schedule, pp, virtual, rank))
+            assert (boundary.inputs > 0) == (stage > 0)
+            assert (boundary.output_gradients > 0) == (stage < pp * virtual - 1)
+            sent = {
+                stage + 1 if boundary.outputs else None,
+                stage - 1 if boundary.input_gradients else None,
+            }
+            assert not sent & here
 
 
-def test_ends_of_the_pipeline_have_one_neighbour():
+def test_what_was_sent_is_held_until_the_end_of_the_step():
     first, middle, last = boundaries("1f1b", 3, 1, 5)
-    assert first == (Boundary(0, 5, 0),)
-    assert middle == (Boundary(5, 5, 0),)
-    assert last == (Boundary(5, 0, 0),)
-    assert boundaries("zbv", 2, 2, 6)[0] == (Boundary(0, 6, 0), Boundary(6, 0, 6))
-    assert boundaries("1f1b", 1, 1, 5) == ((Boundary(0, 0, 0),),)
+    assert first == (Boundary(0, 5, 0, 0, False),)
+    assert middle == (Boundary(5, 5, 0, 0, False),)
+    assert last == (Boundary(5, 0, 0, 0, True),)
+    assert boundaries("zbv", 2, 2, 6)[0] == (
+        Boundary(0, 6, 6, 0, False),
+        Boundary(6, 0, 0, 6, True),
+    )
+    assert boundaries("1f1b", 1, 1, 5) == ((NONE,),)
+    # Two in flight, whose inputs are counted with their activations; three of five have come back.
+    assert boundaries("looped-bfs", 2, 2, 5)[1][0].tensors(2, 5, 3) == 3 + 5 + 5 + 3
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ ROWS = [
             "dualpipev",
         )
     ),
+    pipeline("pp 2, zbv, full", schedule="zbv", activation_checkpointing="full"),
     pipeline("pp 2 · dp 2, zbv, stage 0", 1, schedule="zbv", dp=2),
     pipeline("pp 2 · tp 2, zero-bubble", schedule="zero-bubble", tp=2),
     pipeline("pp 2, 7 blocks, dualpipev", shape=UNEVEN, schedule="dualpipev"),

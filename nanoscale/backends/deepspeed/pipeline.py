@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch.distributed import ProcessGroup
 
 from nanoscale.config.schema import Parallel
 from nanoscale.models.transformer import Transformer
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From the logits of a micro batch and its targets `[batch, seq]` to the mean loss."""
+from nanoscale.parallel.pipeline import Loss, without_logits
 
 
 def make_module(stage: Transformer, number: int, parallel: Parallel, loss: Loss) -> Any:
@@ -29,7 +26,7 @@ def make_module(stage: Transformer, number: int, parallel: Parallel, loss: Loss)
         topology=PipeModelDataParallelTopology(
             num_pp=parallel.pp, num_mp=parallel.tp, num_dp=parallel.dp * parallel.cp
         ),
-        loss_fn=loss,
+        loss_fn=without_logits(loss),
         partition_method="uniform",
     )
 

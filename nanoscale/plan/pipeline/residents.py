@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from nanoscale.plan.pipeline.orders import Action
+from nanoscale.plan.pipeline.orders import Action, Kind, order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +51,65 @@ def residents(actions: Sequence[Action], sizes: Sequence[float] | None = None) -
             between[index] -= action.kind == "W"
             now -= size[index]
     return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A rank while it computes; counts are by its stages from the model's first to its last."""
+
+    held: tuple[int, ...]
+    """micro batches whose activations are there"""
+    between: tuple[int, ...]
+    """of those, the ones whose weights' gradients are still to come; not that of the pass itself"""
+    forward: tuple[int, ...]
+    """those that have gone forward in this step"""
+    backward: tuple[int, ...]
+    """those whose inputs' gradients are there"""
+    kind: Kind
+    """the pass that is computed"""
+    place: int
+    """which of the rank's stages it goes through"""
+
+
+@lru_cache(maxsize=256)
+def moments(
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int
+) -> tuple[tuple[Moment, ...], ...]:
+    """By rank, the moments of a step of which none holds more than another in the same pass.
+
+    After 2·pp micro batches a schedule repeats itself: more come in the middle of the step.
+    """
+    few = min(micro_batches, 2 * pp)
+    ranks = order(schedule, pp, virtual_stages, few)
+    return tuple(_highest(actions, few, micro_batches - few) for actions in ranks)
+
+
+def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
+    stages = sorted({action.stage for action in actions})
+    held, between, forward, backward = ([0] * len(stages) for _ in range(4))
+
+    def counts(done: list[int]) -> tuple[int, ...]:
+        return tuple(number + more * (2 * number > few) for number in done)
+
+    seen: dict[tuple[Kind, int], list[Moment]] = {}
+    for action in actions:
+        place = stages.index(action.stage)
+        held[place] += action.kind == "F"
+        forward[place] += action.kind == "F"
+        between[place] -= action.kind == "W"
+        now = tuple(held), tuple(between), counts(forward), counts(backward)
+        moment = Moment(*now, action.kind, place)
+        others = seen.setdefault((action.kind, place), [])
+        # Of two that hold the same the later: more has been sent by then.
+        others[:] = [other for other in others if not _covers(moment, other)]
+        if not any(_covers(other, moment) for other in others):
+            others.append(moment)
+        between[place] += action.kind == "I"
+        backward[place] += action.kind in ("B", "I")
+        held[place] -= action.kind in ("B", "W")
+    return tuple(moment for found in seen.values() for moment in found)
+
+
+def _covers(one: Moment, other: Moment) -> bool:
+    """Stages of a rank are about alike: what counts is how many micro batches they hold together."""
+    return sum(one.held) >= sum(other.held) and sum(one.between) >= sum(other.between)
