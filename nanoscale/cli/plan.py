@@ -35,12 +35,20 @@ def plan(
             "--search", help="Look through all legal layouts; keys set here keep their values."
         ),
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Learn what the machine reaches from the runs that are named, into a file for later plans.",
+        ),
+    ] = False,
     write: Annotated[
         Path | None,
         typer.Option(
             "--write",
             metavar="FILE",
-            help="With --search: write the fastest layout as a recipe.",
+            help="With --search: write the fastest layout as a recipe. With --calibrate: the file, in "
+            "place of efficiency-DEVICE.json here.",
             show_default=False,
         ),
     ] = None,
@@ -56,14 +64,23 @@ def plan(
     from nanoscale.config.compose import compose
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
-    composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
     for file in filter(None, (html, write)):
         require_writable(file)
+    if calibrate:
+        if options or config or html or search or explain:
+            raise UserError(
+                "usage", "--calibrate goes with RUN…, cluster=…, --write and --json alone"
+            )
+        from nanoscale.cli.calibrate import calibrate_from
+
+        return calibrate_from(overrides or [], write, config_dir, as_json)
+    composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
     if search:
         return _search(composed, write, html, as_json)
     if write is not None:
         raise UserError(
-            "usage", "--write is for what --search has found: type --search --write FILE"
+            "usage",
+            "--write is for what --search has found or --calibrate has learned: type --search --write FILE",
         )
     return _one(composed, explain, html, as_json)
 

@@ -210,7 +210,7 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     if value[:1] + value[-1:] == "[]":
         entries = ",".join(json.dumps(entry.strip()) for entry in value[1:-1].split(","))
         return Violation(key, value, COMMAND_LINE, message, (shlex.quote(f"{key}=[{entries}]"),))
-    return Violation(key, value, COMMAND_LINE, message, (_for_shell(key, value),))
+    return Violation(key, value, COMMAND_LINE, message, (for_shell(key, value),))
 
 
 def _meanings(word: str, library: Library) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _escaped(text: str) -> str:
     return escaped.removesuffix("\\'")
 
 
-def _for_shell(key: str, value: str) -> str:
+def for_shell(key: str, value: str) -> str:
     """A word whose value is quoted, ready to paste into a shell."""
     if any(character in value for character in "\"'\\"):
         return shlex.quote(f"{key}={_quoted(value)}")

@@ -300,20 +300,28 @@ def _efficiency(cluster: Cluster) -> Efficiency:
     )
     if cluster.efficiency is None:
         return usual
-    return replace(usual, **_measured(cluster.efficiency))
+    return replace(usual, **_measured(cluster.efficiency, cluster.device))
 
 
-def _measured(path: str) -> dict[str, float]:
-    """The JSON object of a calibration, `{"matmul": 0.71}`; other keys of it are for people."""
+def _measured(path: str, device: str | None) -> dict[str, float]:
+    """What `plan --calibrate` has written, `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys
+    are for people."""
     try:
-        content = json.loads(Path(path).read_text())["efficiency"]
-        values = {name: float(value) for name, value in content.items()}
+        content = json.loads(Path(path).read_text())
+        values = {name: float(value) for name, value in content["efficiency"].items()}
+        of = content.get("device", device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             "config",
             f"cluster.efficiency={path} is no file of efficiencies ({error}); it holds "
             '{"efficiency": {"matmul": 0.7}}. Type cluster.efficiency=null to go without',
         ) from None
+    if of != device:
+        raise UserError(
+            "config",
+            f"cluster.efficiency={path} was learned on {of}, and the device is {device}. Type "
+            "cluster.efficiency=null to go without",
+        )
     known = {field.name for field in fields(Efficiency)}
     wrong = sorted(name for name in values if name not in known or not 0 < values[name] < 10)
     if wrong:

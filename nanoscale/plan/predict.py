@@ -59,19 +59,31 @@ class Prediction:
         return training(self.config, self.hardware, self.time)
 
 
-def predict(config: Config) -> Prediction:
+def predict(config: Config, hardware: Hardware | None = None) -> Prediction:
     """Predict a configuration that `rules.check` has resolved; a pipeline's schedule is simulated.
+
+    Args:
+        hardware: None: what `config.cluster` describes.
 
     Raises:
         UserError: the hardware is unknown or cannot compute what is asked.
     """
-    hardware = hardware_of(config)
+    hardware = hardware or hardware_of(config)
     if config.parallel.pp == 1:
         return with_time(config, hardware, estimate_memory(config, hardware))
     timeline = simulated(config, stage_costs(config, hardware))
     memory = _memory(config, hardware, timeline.held)
     time = step_time(config, hardware, timeline.makespan)
     return Prediction(config, hardware, memory, time, timeline)
+
+
+def predicted_step(config: Config, hardware: Hardware) -> float:
+    """Seconds of a step as `predict` has them, without what else it works out."""
+    if config.parallel.pp == 1:
+        return step_time(config, hardware).seconds
+    return step_time(
+        config, hardware, simulated(config, stage_costs(config, hardware)).makespan
+    ).seconds
 
 
 def estimate_memory(config: Config, hardware: Hardware) -> Memory:

@@ -1,0 +1,263 @@
+"""`nanoscale plan --calibrate RUN…`: learn from runs what their machine reaches."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanoscale.cli.output import DONE, console, print_json
+from nanoscale.config.compose import compose
+from nanoscale.config.frozen import load
+from nanoscale.config.schema import Cluster, Config
+from nanoscale.config.words import for_shell
+from nanoscale.errors import UserError, Violation
+from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
+from nanoscale.plan.hardware import CPU, hardware_of, recognise
+from nanoscale.plan.part import GIB
+from nanoscale.plan.predict import predict
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.steady import WARM_UP, Steady, steady
+
+LEAST_STEPS = 5
+_OFF = 0.1
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that can be learned from."""
+
+    device: str
+    steady: Steady
+    observation: Observation
+
+
+def calibrate_from(
+    words: Sequence[str], file: Path | None, config_dir: Path | None, as_json: bool
+) -> int:
+    """Fit the runs among the words on the hardware that the other words describe, and write the file.
+
+    Raises:
+        UserError: a run cannot be learned from, or the words say more than the hardware.
+    """
+    names, overrides = _sorted(words)
+    cluster = _described(overrides, config_dir)
+    runs = _readable(names, cluster)
+    found = calibrate([run.observation for run in runs])
+    file = (file or Path(f"efficiency-{runs[0].device}.json")).absolute()
+    document = _document(runs, found, file)
+    write_json(file, document)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+    return DONE
+
+
+def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Runs and overrides. A run's path may hold any sign, an override's key no slash."""
+    names = [word for word in words if "/" in word.partition("=")[0] or "=" not in word]
+    overrides = [word for word in words if word not in names]
+    if not names:
+        raise UserError("usage", "--calibrate needs runs: type nanoscale plan --calibrate RUN …")
+    other = [word for word in overrides if not word.startswith(("cluster=", "cluster."))]
+    if other:
+        raise UserError(
+            "usage",
+            f"{', '.join(other)} cannot be said with --calibrate: the runs say what they were; only the "
+            "machine may be described, as in cluster=h100-sxm",
+        )
+    return names, overrides
+
+
+def _described(overrides: list[str], config_dir: Path | None) -> Cluster | None:
+    """The machine of the command line; None where each run says its own."""
+    return compose(overrides, config_dir=config_dir).config.cluster if overrides else None
+
+
+def _readable(names: Sequence[str], cluster: Cluster | None) -> list[_Run]:
+    """All of the runs.
+
+    Raises:
+        UserError: some cannot be learned from, each with the reason; or they are of several devices.
+    """
+    runs, wrong = list[_Run](), list[Violation]()
+    for directory in dict.fromkeys(RunDirectory.open(name) for name in names):
+        try:
+            runs.append(_read(directory, cluster))
+        except UserError as error:
+            wrong.append(Violation(directory.reference, None, "", error.message))
+    wanted = cluster.device if cluster is not None else None
+    wanted = wanted or (runs[0].device if runs else None)
+    wrong += [
+        Violation(
+            run.observation.name,
+            None,
+            "",
+            f"ran on {run.device}, not on {wanted}: a file of efficiencies is of one device",
+        )
+        for run in runs
+        if run.device != wanted
+    ]
+    if wrong:
+        raise UserError("run", "nothing can be learned from some of the runs", wrong)
+    return runs
+
+
+def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
+    """Raise a UserError where it cannot be learned from."""
+    config = load(run.config)
+    told = steady(run)
+    if not run.metrics.exists():
+        raise UserError("run", "has no metrics.jsonl: it has not trained a step")
+    if told.seconds is None or told.steps < LEAST_STEPS:
+        raise UserError(
+            "run",
+            f"has {told.steps} steps after the first {WARM_UP} of each start, of which at least {LEAST_STEPS} "
+            "are needed; steps are logged each train.log_every",
+        )
+    device = _device(run, config, cluster)
+    # What an earlier calibration said is not the ground of another one.
+    planned_on = cluster or replace(
+        config.cluster, efficiency=None, device=None if device == CPU else device
+    )
+    config = replace(config, cluster=planned_on)
+    return _Run(device, told, Observation(run.reference, config, hardware_of(config), told.seconds))
+
+
+def _device(run: RunDirectory, config: Config, cluster: Cluster | None) -> str:
+    """The table's name of what a run computed on; of what is in no table, what the command line says."""
+    if config.launcher.device == "cpu":
+        return CPU
+    if config.cluster.device is not None:
+        return config.cluster.device
+    try:
+        names = sorted(set(read_json(run.environment)["gpus"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        names = []
+    known = {recognise(name) for name in names}
+    if len(known) == 1 and (device := known.pop()) is not None:
+        return device
+    if cluster is not None and cluster.device not in (None, CPU):
+        return str(cluster.device)
+    what = " and ".join(names) or "unknown GPUs"
+    raise UserError("run", f"ran on {what}, which is no one known device: say cluster=NAME")
+
+
+def _document(runs: Sequence[_Run], found: Calibration, file: Path) -> dict[str, Any]:
+    assumed = runs[0].observation.hardware.efficiency
+    learned = found.values(assumed)
+    return {
+        "efficiency": learned,
+        "device": runs[0].device,
+        "override": _override(file),
+        "learned": [
+            {
+                "name": name,
+                "factor": factor,
+                "efficiencies": [key for key in KNOBS[name] if key in learned],
+            }
+            for name, factor in found.factors.items()
+        ],
+        "assumed": {name: getattr(assumed, name) for name in learned},
+        "runs": [_outcome(run, found) for run in runs],
+        "time": time.time(),
+    }
+
+
+def _override(file: Path) -> str:
+    """Ready to paste, from any folder."""
+    plain = re.fullmatch(r"[\w./-]+", str(file), re.ASCII)
+    return f"cluster.efficiency={file}" if plain else for_shell("cluster.efficiency", str(file))
+
+
+def _outcome(run: _Run, found: Calibration) -> dict[str, Any]:
+    """Prediction against measurement, before and after. Memory is not learned, but shown."""
+    observation = run.observation
+    before, after = predicted(observation), predicted(observation, found)
+    plan = predict(observation.config, observation.hardware)
+    return {
+        "run": observation.name,
+        "steps": run.steady.steps,
+        "measured_s": observation.seconds,
+        "before_s": before,
+        "before_error": before / observation.seconds - 1,
+        "after_s": after,
+        "after_error": after / observation.seconds - 1,
+        # On a CPU it is the whole process, most of which are libraries.
+        "memory_gib": None if run.device == CPU else run.steady.memory_gib,
+        "predicted_memory_gib": None if run.device == CPU else plan.worst.allocated / GIB,
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    screen = console()
+    table = Table("run", "steps", "measured", "as assumed", "as learned", box=None, pad_edge=False)
+    has_memory = any(run["memory_gib"] is not None for run in document["runs"])
+    if has_memory:
+        table.add_column("memory")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in document["runs"]:
+        memory = [_memory(run)] if has_memory else []
+        table.add_row(
+            run["run"],
+            str(run["steps"]),
+            f"{1e3 * run['measured_s']:,.1f} ms",
+            *(
+                f"{1e3 * run[f'{when}_s']:,.1f} ms {run[f'{when}_error']:+.1%}"
+                for when in ("before", "after")
+            ),
+            *memory,
+        )
+    if not screen.is_terminal:
+        screen.width = 1000  # a file has no edge to wrap at
+    screen.print(table)
+    screen.print()
+    for line in [*_learned(document), "", *_advice(document)]:
+        screen.print(line, markup=False, soft_wrap=True)
+
+
+def _memory(run: dict[str, Any]) -> str:
+    seen, plan = run["memory_gib"], run["predicted_memory_gib"]
+    return "" if not seen else f"{seen:.2f} GiB, planned {plan:.2f} ({plan / seen - 1:+.1%})"
+
+
+def _learned(document: dict[str, Any]) -> list[str]:
+    """The values, and how many of them were learned apart from each other."""
+    lines = [
+        f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
+        for name, value in document["efficiency"].items()
+    ]
+    first, *apart = document["learned"] or [None]
+    if first is None:
+        return ["the steps of these runs depend on nothing that can be learned"]
+    shared = [name for name in first["efficiencies"] if len(first["efficiencies"]) > 1]
+    if shared:
+        lines.append(f"{', '.join(shared)} share one factor, {first['factor']:.3f}")
+    if apart:
+        lines.append(f"the runs tell apart from that: {', '.join(knob['name'] for knob in apart)}")
+    return lines
+
+
+def _advice(document: dict[str, Any]) -> list[str]:
+    off = max((abs(run["after_error"]) for run in document["runs"]), default=0.0)
+    lines = [f"written; type  {document['override']}"]
+    if off > _OFF:
+        lines.insert(
+            0,
+            f"the runs do not agree to better than {off:.0%}: other things than these decide there",
+        )
+    too_much = [
+        name for name, value in document["efficiency"].items() if value > 1 and name != "overlap"
+    ]
+    if too_much:
+        lines.insert(
+            0, f"{', '.join(too_much)} above 1: the machine is faster than it is described"
+        )
+    return lines

@@ -1,0 +1,226 @@
+"""What a machine reaches of its data sheet, from how long steps took on it.
+
+Every efficiency is the assumed one times a factor. Factors are added one at a time, first the one that the
+steps depend on most: as a rule one for all computing. A further one is added only where the runs spend so
+different shares of their time on it that they tell it apart, and never more than there are runs. They are fit
+to the logarithms of the times by Gauss and Newton's method; the further a run is off, the less it weighs (Huber
+1964, Robust Estimation of a Location Parameter).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from nanoscale.config.schema import Config
+from nanoscale.plan.hardware import Efficiency, Hardware
+from nanoscale.plan.predict import predicted_step
+from nanoscale.plan.timing import step_time
+
+SLOWER = frozenset({"overlap", "eager_s", "compiled_s"})
+"""efficiencies of which more takes longer: they are divided by their factor"""
+KNOBS: Mapping[str, tuple[str, ...]] = {
+    "computing": ("matmul", "matmul_fp8", "attention", "memory", "eager_s", "compiled_s"),
+    "links": ("intra_host", "inter_host"),
+    **{name: (name,) for name in ("matmul", "matmul_fp8", "attention", "memory")},
+    **{name: (name,) for name in ("intra_host", "inter_host", "overlap", "eager_s", "compiled_s")},
+}
+"""what a factor may stand for. The scatter between hosts is not among it: it looks like slower computing"""
+APART = 0.05
+"""a factor is told apart where a change of it changes the step times by a twentieth of that in a way that the
+others cannot imitate: with more, errors of a few percent in the times would decide it"""
+_USUAL = (0.02 / 0.7) ** 2
+"""how much the assumed figures weigh: a step's time is trusted to 2 %, an assumption to a factor of two"""
+_FARTHEST = math.log(1000)
+_LONGEST_STEP = 0.7
+_MOST_STEPS = 30
+_PROBE = 0.1
+"""both ways: what is hidden behind something else shows in one of them"""
+_USED = 0.002
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A run's steady step beside what it was planned on."""
+
+    name: str
+    config: Config
+    hardware: Hardware
+    """with the efficiencies that were assumed"""
+    seconds: float
+    """measured"""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors on speed: above 1, the machine reaches more than was assumed."""
+
+    factors: dict[str, float]
+    """by knob"""
+    unused: tuple[str, ...]
+    """efficiencies that none of the runs depends on"""
+
+    def on(self, hardware: Hardware) -> Hardware:
+        """The hardware with what was learned."""
+        own = hardware.efficiency
+        return replace(hardware, efficiency=replace(own, **self.values(own)))
+
+    def values(self, assumed: Efficiency) -> dict[str, float]:
+        """Efficiencies that have changed, in the form of `cluster.efficiency`."""
+        found: dict[str, float] = {}
+        for knob, factor in self.factors.items():
+            for name in KNOBS[knob]:
+                if name in self.unused:
+                    continue
+                was = found.get(name, getattr(assumed, name))
+                found[name] = was / factor if name in SLOWER else was * factor
+        return found
+
+
+NOTHING = Calibration({}, ())
+
+
+def calibrate(runs: Sequence[Observation]) -> Calibration:
+    """The factors that the runs determine. There must be a run.
+
+    A pipeline is simulated once; how that compares to its closed form is taken to stay.
+    """
+    runs = [replace(run, seconds=run.seconds * _closed(run) / predicted(run)) for run in runs]
+    unused = tuple(name for name in dict.fromkeys(sum(KNOBS.values(), ())) if _unused(runs, name))
+    now = Calibration({}, unused)
+    while len(now.factors) < len(runs):
+        knob = _next(runs, now)
+        if knob is None:
+            break
+        now = _fit(runs, replace(now, factors={**now.factors, knob: 1.0}))
+    return now
+
+
+def predicted(run: Observation, found: Calibration = NOTHING) -> float:
+    """Seconds of a run's step; as assumed where nothing was found."""
+    return predicted_step(run.config, found.on(run.hardware))
+
+
+def _closed(run: Observation) -> float:
+    return step_time(run.config, run.hardware).seconds
+
+
+def _unused(runs: Sequence[Observation], name: str) -> bool:
+    """Whether every step would take as long with half of it."""
+    before, after = _off(runs, NOTHING), _off(runs, Calibration({name: 0.5}, ()))
+    return all(a - b < _USED for a, b in zip(after, before, strict=True))
+
+
+def _next(runs: Sequence[Observation], now: Calibration) -> str | None:
+    """The knob whose influence on the runs the chosen ones imitate least; None where all are imitated."""
+    others = [name for name in KNOBS if name not in now.factors]
+    columns = dict(zip([*now.factors, *others], _influences(runs, now, others), strict=True))
+    taken = _orthonormal([columns[name] for name in now.factors])
+    rest = {name: _length(_without(columns[name], taken)) for name in others}
+    best = max(rest, key=lambda name: rest[name], default=None)
+    return best if best is not None and rest[best] >= APART else None
+
+
+def _influences(
+    runs: Sequence[Observation], now: Calibration, others: Sequence[str] = ()
+) -> list[list[float]]:
+    """How the logarithm of each run's time changes with that of each factor, by knob."""
+    columns = []
+    for name in [*now.factors, *others]:
+        more, less = (
+            _off(runs, replace(now, factors=now.factors | {name: now.factors.get(name, 1.0) * by}))
+            for by in (math.exp(_PROBE), math.exp(-_PROBE))
+        )
+        columns.append([(a - b) / (2 * _PROBE) for a, b in zip(more, less, strict=True)])
+    return columns
+
+
+def _off(runs: Sequence[Observation], now: Calibration) -> list[float]:
+    """Logarithms of predicted over measured."""
+    machines = {id(run.hardware): now.on(run.hardware) for run in runs}
+    times = (step_time(run.config, machines[id(run.hardware)]).seconds for run in runs)
+    return [math.log(time / run.seconds) for time, run in zip(times, runs, strict=True)]
+
+
+def _fit(runs: Sequence[Observation], now: Calibration) -> Calibration:
+    names = list(now.factors)
+    off = _off(runs, now)
+    for _ in range(_MOST_STEPS):
+        # Beyond the usual scatter an error counts once, not squared; the scatter is 1.48 times the median.
+        edge = max(0.05, 1.345 * 1.483 * median(map(abs, off)))
+        weights = [min(1.0, edge / abs(one)) if one else 1.0 for one in off]
+        columns = _influences(runs, now)
+        place = [math.log(now.factors[name]) for name in names]
+        sides = [
+            [_dot(a, b, weights) + (_USUAL if i == j else 0.0) for j, b in enumerate(columns)]
+            for i, a in enumerate(columns)
+        ]
+        right = [
+            -_dot(a, off, weights) - _USUAL * here for a, here in zip(columns, place, strict=True)
+        ]
+        move = solve(sides, right)
+        longest = max(map(abs, move))
+        shrink = min(1.0, _LONGEST_STEP / longest) if longest else 1.0
+        value = _huber(off, edge)
+        for _ in range(6):
+            there = [_bounded(a + shrink * b) for a, b in zip(place, move, strict=True)]
+            tried = replace(now, factors=dict(zip(names, map(math.exp, there), strict=True)))
+            if _huber(off_then := _off(runs, tried), edge) <= value:
+                now, off = tried, off_then
+                break
+            shrink /= 2
+        if shrink * longest < 1e-4:
+            break
+    return now
+
+
+def _bounded(place: float) -> float:
+    return min(_FARTHEST, max(-_FARTHEST, place))
+
+
+def _huber(off: Sequence[float], edge: float) -> float:
+    sizes = map(abs, off)
+    return sum(a * a / 2 if a <= edge else edge * (a - edge / 2) for a in sizes)
+
+
+def _dot(a: Sequence[float], b: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    return math.fsum(x * y * w for x, y, w in zip(a, b, weights or [1.0] * len(a), strict=True))
+
+
+def _length(a: Sequence[float]) -> float:
+    return math.sqrt(_dot(a, a))
+
+
+def _without(a: Sequence[float], axes: Sequence[Sequence[float]]) -> list[float]:
+    """What of `a` is at right angles to all of the axes."""
+    rest = list(a)
+    for axis in axes:
+        along = _dot(rest, axis)
+        rest = [x - along * y for x, y in zip(rest, axis, strict=True)]
+    return rest
+
+
+def _orthonormal(columns: Sequence[Sequence[float]]) -> list[list[float]]:
+    axes: list[list[float]] = []
+    for column in columns:
+        rest = _without(column, axes)
+        if (length := _length(rest)) > 1e-9:
+            axes.append([x / length for x in rest])
+    return axes
+
+
+def solve(sides: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """x of A · x = b for a small positive definite A, by elimination."""
+    rows = [[*row, b] for row, b in zip(sides, right, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [x - factor * y for x, y in zip(rows[j], rows[i], strict=True)]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
+        found[i] = (rows[i][size] - known) / rows[i][i]
+    return found

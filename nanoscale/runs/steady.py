@@ -1,0 +1,65 @@
+"""How long a run's steps take once it has warmed up: what a prediction can be held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from nanoscale.runs import events, metrics
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.jsonlines import Object
+
+WARM_UP = 3
+"""steps after each start that do not count: memory is allocated, code compiled, files are read first"""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The steady steps of a run's present configuration."""
+
+    steps: int
+    """that there are; a logged record may be the mean of several"""
+    seconds: float | None
+    """of a step, the median of the records; None where there are none"""
+    memory_gib: float | None
+    """the most that was logged, over all steps"""
+
+
+def steady(run: RunDirectory) -> Steady:
+    """Sum up metrics.jsonl as far as the steps are of the run's present configuration."""
+    began, starts = _began(run)
+    records = [record for record in metrics.read(run) if _number(record.get("step")) is not None]
+    steps, times, memory = 0, [], []
+    before = 0
+    for record in records:
+        step, seconds = int(record["step"]), _number(record.get("step_time_s"))
+        first, before = before + 1, step
+        if step <= began:
+            continue
+        if (used := _number(record.get("memory_gib"))) is not None:
+            memory.append(used)
+        # A record holds the mean since the one before it, or since the start between them.
+        warming = any(start < step and first <= start + WARM_UP for start in starts)
+        if seconds is not None and seconds > 0 and not warming:
+            steps += step - first + 1
+            times.append(seconds)
+    return Steady(steps, median(times) if times else None, max(memory, default=None))
+
+
+def _began(run: RunDirectory) -> tuple[int, list[int]]:
+    """The step after which the present configuration was trained, and those after which an attempt began."""
+    attempt, resumed = 0, dict[int, int]()
+    for event in events.read(run):
+        if event.get("kind") == "attempt":
+            attempt = int(event.get("attempt", attempt + 1))
+            resumed[attempt] = 0
+        elif event.get("kind") == "resumed":
+            resumed[attempt] = int(event.get("step", 0))
+    changed = [number for number in resumed if run.attempt_config(number).exists()]
+    of_now = [step for number, step in resumed.items() if number > max(changed, default=-1)]
+    return min(of_now, default=0), sorted({0, *resumed.values()})
+
+
+def _number(value: Object | float | None) -> float | None:
+    """None also for what stands in the file in the place of a number."""
+    return float(value) if isinstance(value, (int, float)) else None
