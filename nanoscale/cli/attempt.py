@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from signal import SIGINT
 from typing import Any, TextIO
 
@@ -17,6 +17,7 @@ from nanoscale.launch.console import LiveView, duration, if_still_there, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import require_ready
 from nanoscale.launch.prepare import Request
+from nanoscale.launch.report_page import write_report
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status, submission
@@ -71,6 +72,8 @@ def attempt(
     with LiveView(run, stream) as view:
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
+    with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+        write_report(run)
     report(run, outcome, stream)
     if as_json:
         with if_still_there(sys.stdout):
@@ -197,6 +200,8 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     if checkpoints:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
     lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
+    if run.report.exists():
+        lines.append(f"  report      {run.report}")
     if compared:
         lines.append(f"  plan        {compared}")
     if outcome.state != "completed":

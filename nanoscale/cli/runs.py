@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.cli.report import report_run
 from nanoscale.cli.stop import Run, stop_run
 from nanoscale.cli.watch import watch_run
 
@@ -16,9 +17,12 @@ if TYPE_CHECKING:
     from nanoscale.cli.jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="Look at runs, follow them, and stop them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Look at runs, follow them, sum them up, and stop them."
+)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)
+app.command("report")(report_run)
 
 _LOOK_S = 0.1
 

@@ -171,14 +171,15 @@ def write_configuration(run: RunDirectory, request: Request) -> None:
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
-    """Freeze the configuration of a further attempt; that of the last is kept where it differs."""
+    """Freeze the configuration of a further attempt and its plan; that of the last is kept where it differs."""
     write_json(run.environment, environment(request.devices))
-    if request.plan is not None:
-        write_json(run.plan, request.plan)
     before = run.config.read_text()
     if dump(request.config, request.asked) != before:
         write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)
+        run.plan.unlink(missing_ok=True)
+    if request.plan is not None:
+        write_json(run.plan, request.plan)
 
 
 def provenance(composed: Composed) -> dict[str, Any]:

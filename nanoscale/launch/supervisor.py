@@ -117,7 +117,7 @@ class Supervisor:
         composed = self.request.composed
         config = check(composed, self.request.devices, tuple(hosts))
         config = replace(config, run=self.request.config.run)
-        self.request = replace(self.request, config=config, hosts=tuple(hosts))
+        self.request = replace(self.request, config=config, hosts=tuple(hosts), plan=None)
         replace_configuration(self.run, self.request, number - 1)
 
     def _make_plan(self, number: int, members: Sequence[Member]) -> LaunchPlan:

@@ -1,0 +1,171 @@
+"""`runs report`: the document, the lines and the page, from run directories alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.compose import compose
+from nanoscale.config.frozen import dump, load
+from nanoscale.config.rules import Devices, check
+from nanoscale.launch.report import MOST_POINTS, document, thinned
+from nanoscale.plan.document import document as plan_document
+from nanoscale.plan.predict import predict
+from nanoscale.runs import events, failure, status
+from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.failure import RankFailure
+
+
+def make(name="r", state="completed", words=()):
+    words = ["recipe=debug", "cluster=cpu", "train.steps=40", f"run.name={name}", *words]
+    composed = compose(words)
+    run = RunDirectory.create(Path("runs"), name)
+    config = check(composed, Devices("cpu", 2))
+    run.config.write_text(dump(config, composed.config))
+    status.write(run, status.Status("prepared", 0, 100.0).starting(1).ending(state, 0))
+    write_json(run.plan, plan_document(predict(config)))
+    return run
+
+
+def log(run, steps, **figures):
+    with run.metrics.open("a") as file:
+        for step in steps:
+            record = {
+                "step": step,
+                "loss": 6.0 - step / 10,
+                "grad_norm": 1.0,
+                "lr": 1e-3,
+                "tokens": 512 * step,
+                "step_time_s": 0.5,
+                "tokens_per_s": 1024.0,
+                "mfu": None,
+                "memory_gib": 0.3,
+                "time": 100.0 + step,
+            }
+            file.write(json.dumps(record | figures) + "\n")
+
+
+def attempt(run, number, after=0):
+    events.append(run, "attempt", "", attempt=number, world_size=1)
+    if after:
+        events.append(run, "resumed", "", step=after)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(capsys, *words):
+    assert nanoscale(["runs", "report", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_prediction_beside_measurement(capsys):
+    run = make()
+    attempt(run, 1)
+    log(run, range(1, 3), step_time_s=9.0)  # these do not count
+    log(run, range(3, 41))
+    about = json.loads(shown(capsys, "r", "--json"))
+    plan = json.loads(run.plan.read_text())
+    rows = {row["what"]: row for row in about["against_plan"]}
+    assert rows["step time"]["measured"] == 0.5
+    assert rows["step time"]["error"] == pytest.approx(plan["step_time_s"] / 0.5 - 1)
+    tokens = 8 * 64  # of a step: the recipe's global batch and sequence
+    assert rows["tokens/s"]["measured"] == pytest.approx(tokens / 0.5)
+    assert rows["memory allocated"]["measured"] is None  # a CPU's figure is of the whole process
+    assert rows["memory of a process"]["measured"] == 0.3
+    text = shown(capsys, "r")
+    assert f"{plan['tokens_per_s']:,.0f}" in text and f"{rows['tokens/s']['error']:+.1%}" in text
+    assert "completed after step 40 of 40" in text and "\x1b" not in text
+
+
+def test_the_page_needs_nothing_else_and_has_the_curves(capsys):
+    run = make()
+    attempt(run, 1)
+    log(run, range(1, 21))
+    log(run, [30], loss=None, grad_norm=None)
+    attempt(run, 2, after=30)
+    log(run, range(31, 41), eval_loss=4.0)
+    run.checkpoint(40).mkdir()
+    shown(capsys, "r")
+    page = run.report.read_text()
+    addresses = set(re.findall(r"https?://[^\"' <]+", page))
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert "<script" not in page and "src=" not in page
+    assert page.count("<svg") == page.count("</svg>") == 4
+    loss = page[page.index("<svg") : page.index("</svg>")]
+    assert 'class="bad"' in loss and "step 30: not finite" in loss
+    assert loss.count("<polyline") == 3  # before and after that step, and the evaluations
+    assert 'class="start"' in loss and "evaluation" in loss
+    assert "nan" not in page.lower().replace("nanoscale", "")
+
+
+def test_a_failure_is_told(capsys):
+    run = make(state="failed")
+    log(run, [1, 2])
+    failure.write(run, failure.digest(run, 1, [RankFailure(1, 1, "h", 1.0, exit_code=-9)], {}))
+    text = shown(capsys, "r")
+    assert "failed after step 2 of 40" in text and "rank 1 on h: " in text
+    assert "rank 1 on h: " in run.report.read_text()
+
+
+def test_a_plan_of_another_layout_says_nothing(capsys):
+    run = make()
+    log(run, range(1, 41))
+    assert document(run)["against_plan"]
+    plan = json.loads(run.plan.read_text())
+    write_json(run.plan, plan | {"layout": plan["layout"] | {"dp": 2}})
+    assert document(run)["against_plan"] == []
+    run.plan.write_text("{")
+    assert document(run)["against_plan"] == []
+    assert "There is no plan of this layout" in (shown(capsys, "r"), run.report.read_text())[1]
+
+
+def test_a_run_that_never_began_and_a_damaged_one(capsys):
+    run = make(state="prepared")
+    assert "prepared after step 0 of 40" in shown(capsys, "r")
+    assert "<svg" not in run.report.read_text()
+    run.config.write_text("train: [")
+    assert "config.yaml cannot be read" in shown(capsys, "r")
+
+
+def test_the_page_goes_where_it_is_told(capsys):
+    run = make()
+    log(run, [1])
+    shown(capsys, "r", "--html", "there.html")
+    assert Path("there.html").exists() and not run.report.exists()
+    assert nanoscale(["runs", "report", "r", "--html", "no/there.html"]) == 2
+    assert "folder that exists" in capsys.readouterr().err
+
+
+def test_no_spike_is_lost_where_curves_are_thinned():
+    points = [(step, 1.0) for step in range(10_000)]
+    points[7777] = (7777, 50.0)
+    points[3333] = (3333, None)
+    few = thinned(points)
+    assert len(few) <= MOST_POINTS + 2
+    assert points[7777] in few and points[3333] in few and few[0] == points[0]
+    assert few[-1] == points[-1] and few == sorted(few, key=lambda point: point[0])
+
+
+def test_training_leaves_a_report_and_resuming_plans_again(capsys):
+    words = ["recipe=debug", "model.layers=1", "train.steps=2", "train.log_every=1", "logger=none"]
+    words += ["launcher.device=cpu", "launcher.threads=1", "run.name=real"]
+    assert nanoscale(["train", *words]) == 0
+    run = RunDirectory(Path("runs/real").absolute())
+    assert f"report      {run.report}" in capsys.readouterr().out
+    assert "completed after step 2 of 2" in run.report.read_text()
+    before = json.loads(run.plan.read_text())
+    assert nanoscale(["resume", "real", "train.steps=3", "train.micro_batch=2"]) == 0
+    assert "completed after step 3 of 3" in run.report.read_text()
+    after = json.loads(run.plan.read_text())
+    assert after["training"]["steps"] == 3
+    assert after["memory"]["allocated_gib"] < before["memory"]["allocated_gib"]
+    assert after == plan_document(predict(load(run.config)))
