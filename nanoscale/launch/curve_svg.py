@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from nanoscale.launch.report import Curve
-from nanoscale.plan.svg import dot, line, picture, text
+from nanoscale.plan.svg import TICKS, dot, line, picture, round_step, text, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 24
-_TICKS = 4
 
 
 def curve_svg(
@@ -114,31 +113,17 @@ def _scaled(value: float, logarithmic: bool) -> float:
     return math.log10(value) if logarithmic else value
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """About `_TICKS` round values around the span; the first is at most `low`, the last at least `high`."""
-    step = _round_step((high - low) or abs(high) or 1.0)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * place for place in range(first, max(last, first + 1) + 1)]
-
-
 def whole_ticks(first: int, last: int) -> list[int]:
     """Round steps within."""
-    step = max(1, round(_round_step(last - first)))
+    step = max(1, round(round_step(last - first)))
     return list(range(-(-first // step) * step, last + 1, step))
-
-
-def _round_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, about a part of the span."""
-    rough = span / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)
 
 
 def _decades(low: float, high: float) -> list[float]:
     """Powers of ten around the span, and within a few of them 2 and 5 times these."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if last - first > 2:
-        skip = -(-(last - first) // _TICKS)
+        skip = -(-(last - first) // TICKS)
         return [10.0**power for power in range(first, last + skip, skip)]
     every = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
     start = max(place for place, mark in enumerate(every) if mark <= low * 1.0001)

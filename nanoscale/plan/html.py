@@ -7,7 +7,7 @@ from html import escape
 
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_svg import memory_svg
-from nanoscale.plan.page import page, table
+from nanoscale.plan.page import page, table, wide
 from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search import Found
@@ -25,14 +25,14 @@ def prediction_page(plan: Prediction) -> str:
         *(f"<p>{escape(line)}</p>" for line in rest),
         f'<p class="verdict {fits}">{escape(verdict(plan))}</p>',
         "<h2>Memory</h2>",
-        memory_svg(plan.memory, plan.capacity),
+        wide(memory_svg(plan.memory, plan.capacity)),
         _memory_table(plan),
         "<h2>A step</h2>",
         *(f"<p>{escape(line)}</p>" for line in outcome(plan)),
         _time_table(plan),
     ]
     if plan.timeline is not None:
-        parts += ["<h2>The pipeline</h2>", timeline_svg(plan.timeline)]
+        parts += ["<h2>The pipeline</h2>", wide(timeline_svg(plan.timeline))]
     return page(first, parts)
 
 
@@ -53,16 +53,16 @@ def search_page(found: Found, why: Sequence[str]) -> str:
     ]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        search_svg(found.ranked, front),
+        wide(search_svg(found.ranked, front)),
         "<h2>The Pareto front</h2>",
         table(("layout", "GiB", "tokens/s a device", "MFU"), rows),
         "<h2>Why the fastest is the fastest</h2>",
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         "<h2>Its memory</h2>",
-        memory_svg(best.memory, best.capacity),
+        wide(memory_svg(best.memory, best.capacity)),
     ]
     if best.timeline is not None:
-        parts += ["<h2>Its pipeline</h2>", timeline_svg(best.timeline)]
+        parts += ["<h2>Its pipeline</h2>", wide(timeline_svg(best.timeline))]
     return page(title, parts)
 
 

@@ -11,6 +11,8 @@ from nanoscale.plan.svg import box, line, picture, text
 
 _ROW, _GAP = 22, 6
 _LEFT, _RIGHT, _TOP = 62, 76, 22
+_TOTAL = 64
+"""pixels that a bar's size takes behind it"""
 _COLOURS = {
     "weights": "#4c78a8",
     "compute copies": "#72b7b2",
@@ -31,23 +33,29 @@ def memory_svg(memory: Sequence[RankMemory], capacity: int, width: int = 960) ->
     scale = (width - _LEFT - _RIGHT) / max(capacity, worst.total)
     parts: list[str] = []
     top = _TOP
-    for number in shown(memory, worst):
-        parts += [text(4, top + 16, "…")] if number is None else _bar(memory[number], top, scale)
-        top += _ROW + _GAP
     limit = _LEFT + capacity * scale
+    for number in shown(memory, worst):
+        if number is None:
+            parts.append(text(4, top + 16, "…"))
+        else:
+            parts += _bar(memory[number], top, scale, limit)
+        top += _ROW + _GAP
     parts.append(line(limit, _TOP - 6, limit, top, "limit"))
-    parts.append(text(limit, _TOP - 9, f"{capacity / GIB:.1f} GiB of the device", "end"))
+    anchor = "end" if limit > 2 * _LEFT else "start"
+    parts.append(text(limit, _TOP - 9, f"{capacity / GIB:.1f} GiB of the device", anchor))
     entries, height = _legend(memory, top + 12, width)
     return picture(width, height, "Memory of every pipeline rank", [*parts, *entries])
 
 
-def _bar(rank: RankMemory, top: int, scale: float) -> Iterator[str]:
+def _bar(rank: RankMemory, top: int, scale: float, limit: float) -> Iterator[str]:
     yield text(4, top + 16, f"rank {rank.rank}")
     left = float(_LEFT)
     for part in rank.parts:
         hint = f"{part.name}: {part.bytes / GIB:.3f} GiB = {part.how}"
         yield box(left, top, part.bytes * scale, _ROW, _COLOURS[part.name], hint)
         left += part.bytes * scale
+    if left <= limit < left + _TOTAL:  # the size would stand on the device's end
+        left = limit
     yield text(left + 6, top + 16, f"{rank.total / GIB:.1f} GiB")
 
 
@@ -57,7 +65,7 @@ def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[list[st
     for name in LOOKS:
         if not any(rank.part(name).bytes for rank in memory):
             continue
-        wide = 30 + 7 * len(name)
+        wide = 34 + 6 * len(name)
         if left + wide > width:
             left, top = _LEFT, top + 20
         entries += [box(left, top, 12, 12, _COLOURS[name], name), text(left + 17, top + 10, name)]

@@ -20,6 +20,7 @@ td, th { border-bottom: 1px solid var(--rule); padding: .25rem .6rem .25rem 0; t
 td.n, th.n { text-align: right; white-space: nowrap; }
 td.how { font-size: .85rem; white-space: pre-wrap; opacity: .8; }
 svg { max-width: 100%; height: auto; }
+.wide { overflow-x: auto; } .wide svg { min-width: 760px; }
 pre { overflow-x: auto; font-size: .85rem; border-left: 3px solid var(--rule); padding-left: .8rem; }
 .pictures { display: flex; flex-wrap: wrap; gap: 10px 20px; }
 .picture text { fill: var(--ink); font: 11px ui-sans-serif, system-ui, sans-serif; }
@@ -31,6 +32,11 @@ pre { overflow-x: auto; font-size: .85rem; border-left: 3px solid var(--rule); p
 .picture .start { stroke: var(--ink); opacity: .35; stroke-dasharray: 2 3; }
 .picture .front { fill: #e45756; } .picture .front-line { fill: none; stroke: #e45756; stroke-width: 1.5; }
 """
+
+
+def wide(svg: str) -> str:
+    """A picture that a narrow window shows a part of, rather than all of it too small to read."""
+    return f'<div class="wide">{svg}</div>'
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

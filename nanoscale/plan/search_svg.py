@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.svg import dot, line, picture, text
+from nanoscale.plan.svg import dot, line, picture, text, ticks
 
 MOST_POINTS = 2000
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 44
-_TICKS = 5
 
 
 def search_svg(
@@ -18,8 +17,9 @@ def search_svg(
 ) -> str:
     """One `<svg>` element; a mouse over a point shows its layout. There must be a layout that fits."""
     some = ranked[:: max(1, len(ranked) // MOST_POINTS)]
-    most_x = max(_gib(plan) for plan in [*some, *front])
-    most_y = max(_speed(plan) for plan in [*some, *front])
+    marks_x = ticks(0.0, max(_gib(plan) for plan in [*some, *front]))
+    marks_y = ticks(0.0, max(_speed(plan) for plan in [*some, *front]))
+    most_x, most_y = marks_x[-1], marks_y[-1]
 
     def place(plan: Prediction) -> tuple[float, float]:
         x = _LEFT + _gib(plan) / most_x * (width - _LEFT - _RIGHT)
@@ -27,7 +27,7 @@ def search_svg(
 
     points = " ".join("{:.1f},{:.1f}".format(*place(plan)) for plan in front)
     parts = [
-        *_axes(width, height, most_x, most_y),
+        *_axes(width, height, marks_x, marks_y),
         f'<polyline points="{points}" class="front-line"/>',
         *(dot(*place(plan), 2.5, "dot", _hint(plan)) for plan in some),
         *(dot(*place(plan), 5, "front", _hint(plan)) for plan in front),
@@ -59,14 +59,17 @@ def _hint(plan: Prediction) -> str:
     return f"{name_of(plan)}: {_gib(plan):.1f} GiB, {_speed(plan):,.0f} tokens/s a device"
 
 
-def _axes(width: int, height: int, most_x: float, most_y: float) -> Iterator[str]:
+def _axes(
+    width: int, height: int, marks_x: Sequence[float], marks_y: Sequence[float]
+) -> Iterator[str]:
     right, bottom = width - _RIGHT, height - _BOTTOM
-    for tick in range(_TICKS + 1):
-        share = tick / _TICKS
-        x, y = _LEFT + share * (right - _LEFT), bottom - share * (bottom - _TOP)
+    for mark in marks_x:
+        x = _LEFT + mark / marks_x[-1] * (right - _LEFT)
         yield line(x, _TOP, x, bottom, "grid")
+        yield text(x, bottom + 16, f"{mark:g}", "middle")
+    for mark in marks_y:
+        y = bottom - mark / marks_y[-1] * (bottom - _TOP)
         yield line(_LEFT, y, right, y, "grid")
-        yield text(x, bottom + 16, f"{share * most_x:.0f}", "middle")
-        yield text(_LEFT - 6, y + 4, f"{share * most_y:,.0f}", "end")
+        yield text(_LEFT - 6, y + 4, f"{mark:,.6g}", "end")
     yield text((_LEFT + right) / 2, height - 8, "GiB on the fullest device", "middle")
     yield text(_LEFT, 11, "tokens/s a device")

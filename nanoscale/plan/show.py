@@ -59,7 +59,9 @@ def head(plan: Prediction) -> list[str]:
     if layout.dp_replicate > 1:
         degrees.insert(1, f"in {layout.dp_replicate} replicas")
     if layout.pp > 1:
-        degrees.append(f"{layout.schedule}, {layout.virtual_stages} stages a rank")
+        degrees.append(layout.schedule)
+        if layout.virtual_stages != 1:
+            degrees[-1] += f", {layout.virtual_stages} stages a rank"
     recomputed = layout.activation_checkpointing
     degrees += [f"ZeRO {config.zero.stage}"] + (
         [f"recompute {recomputed}"] if recomputed != "none" else []

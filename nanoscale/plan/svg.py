@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from html import escape
+
+TICKS = 4
+"""on an axis, about"""
 
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
@@ -31,3 +35,17 @@ def box(x: float, y: float, width: float, height: float, colour: str, hint: str 
 def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
     place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"'
     return f'<circle {place} class="{kind}"><title>{escape(hint)}</title></circle>'
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """About `TICKS` round values around the span; the first is at most `low`, the last at least `high`."""
+    step = round_step((high - low) or abs(high) or 1.0)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * place for place in range(first, max(last, first + 1) + 1)]
+
+
+def round_step(span: float) -> float:
+    """1, 2 or 5 times a power of ten, about a part of the span."""
+    rough = span / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)
