@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint format bench faults docs lock clean
+.PHONY: train test lint format bench bench-plan faults docs lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -29,6 +29,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python scripts/bench.py
+
+# The planner against published measurements; PLAN_CSV is where they are.
+bench-plan: $(READY)
+	$(BIN)/python -m scripts.bench_plan $(PLAN_CSV)
 
 # docs/faults.md, as measured here; some minutes, and only for root.
 faults: $(READY)

@@ -371,7 +371,8 @@ class Cluster:
         None, "of a device for an hour, in any currency; null: no costs are shown", at_least=0
     )
     efficiency: str | None = key(
-        None, "file of efficiencies measured on this hardware; null: those assumed"
+        None,
+        "file of efficiencies that `nanoscale plan --calibrate` has learned; null: those assumed",
     )
     python: str | None = key(
         None, "interpreter on the other hosts, with nanoscale installed; null: the path of this one"
