@@ -3,8 +3,9 @@
     python -m scripts.bench_plan [PUBLISHED_MEASUREMENTS.CSV] [--no-save]
 
 Every source is held out once: what its devices reach is learned, as `nanoscale plan --calibrate` learns it,
-from the other sources of the same device, and both predictions of its own rows stand side by side. Memory has
-nothing to calibrate. The table is kept under benchmarks/results/, without the rows.
+from the other sources of the same device, first from those of the same software, then from all, and the errors
+on its own rows stand side by side. Memory has nothing to calibrate. The table, without the rows, is kept under
+benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from scripts import plan_memory, plan_time
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 NAMES = {
-    "A100 40GB": "MPT, llm-foundry, A100 40 GB",
-    "A100 80GB": "MPT, llm-foundry, A100 80 GB",
-    "H100 80GB BF16 (Large": "MPT, llm-foundry, H100, many GPUs",
-    "H100 80GB BF16": "MPT, llm-foundry, H100",
-    "H100 80GB FP8": "MPT, llm-foundry, H100, fp8",
+    "A100 40GB": "llm-foundry, A100 40 GB",
+    "A100 80GB": "llm-foundry, A100 80 GB",
+    "H100 80GB BF16 (Large": "llm-foundry, H100, many GPUs",
+    "H100 80GB BF16": "llm-foundry, H100",
+    "H100 80GB FP8": "llm-foundry, H100, fp8",
     "SC21": "Megatron-LM, SC21",
     "Korthikanti": "Megatron-LM, Korthikanti et al.",
     "202412": "torchtitan, 2024-12",
     "torchtitan": "torchtitan, 2024-08",
     "SimuMax": "Megatron-LM, SimuMax",
 }
-"""what a source is called, by what its name holds; the first that fits"""
+"""software and what else a source is called, by what its name holds; the first that fits"""
 MOST_ROWS = 24
 """of a source that are learned from, evenly picked: none drowns the others"""
 
@@ -56,18 +57,25 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """A source, as predicted with what others teach."""
+
+    errors: Errors
+    rows: int
+    """that were learned from"""
+    factors: dict[str, float]
+    """on what was assumed"""
+
+
+@dataclass(frozen=True)
 class Speed:
-    """A source, held out."""
+    """A source, held out; null where there is nothing to learn from."""
 
     source: str
     device: str
     assumed: Errors
-    calibrated: Errors | None
-    """None where no other source has the device"""
-    learned_from: int
-    """rows"""
-    efficiency: dict[str, float]
-    """factors on what was assumed"""
+    same_software: Learned | None
+    any_software: Learned | None
 
 
 def main() -> None:
@@ -111,24 +119,29 @@ def held_out(observed: dict[str, list[Observation]], source: str) -> Speed:
     """A source as assumed, and as learned from the others of its device."""
     mine = observed[source]
     device = mine[0].hardware.device
-    others = [
-        row
-        for name, rows in observed.items()
-        if name != source
-        for row in evenly(rows)
-        if row.hardware.device == device
-    ]
-    if not others:
-        return Speed(source, device, Errors.of(off(mine, NOTHING)), None, 0, {})
-    learned = calibrate(others)
+    others = [name for name in observed if name != source]
+    same = [name for name in others if software(name) == software(source)]
     return Speed(
         source,
         device,
         Errors.of(off(mine, NOTHING)),
-        Errors.of(off(mine, learned)),
-        len(others),
-        learned.factors,
+        *(
+            learned(mine, [row for name in some for row in evenly(observed[name])])
+            for some in (same, others)
+        ),
     )
+
+
+def learned(mine: list[Observation], rows: list[Observation]) -> Learned | None:
+    rows = [row for row in rows if row.hardware.device == mine[0].hardware.device]
+    if not rows:
+        return None
+    found = calibrate(rows)
+    return Learned(Errors.of(off(mine, found)), len(rows), found.factors)
+
+
+def software(source: str) -> str:
+    return source.partition(",")[0]
 
 
 def evenly(rows: list[Observation]) -> list[Observation]:
@@ -151,57 +164,58 @@ def memory_errors(path: Path) -> dict[str, Errors]:
 
 def render(speeds: list[Speed], memory: dict[str, Errors]) -> str:
     width = max(len(speed.source) for speed in speeds)
-    lines = [
-        f"{'tokens/s of':{width}} {'device':8} {'rows':>4}  {'as assumed':>14}  {'calibrated':>14}  "
-        "learned from"
-    ]
+    head = f"{'tokens/s of':{width}} {'device':8} {'rows':>4}  {'as assumed':>14}"
+    lines = [f"{head}  {'learned from the same software':>30}  {'from any software':>30}"]
     for speed in speeds:
-        calibrated, how = f"{'':>14}", "no other source has this device"
-        if speed.calibrated is not None:
-            factors = ", ".join(f"{name} {factor:.2f}" for name, factor in speed.efficiency.items())
-            calibrated, how = shown(speed.calibrated), f"{speed.learned_from} rows: {factors}"
-        rows = speed.assumed.rows
-        lines.append(
-            f"{speed.source:{width}} {speed.device:8} {rows:4}  {shown(speed.assumed)}  {calibrated}  {how}"
-        )
-    held = [speed for speed in speeds if speed.calibrated is not None]
-    for name, some in (("all", speeds), ("those held out", held)):
-        lines.append(f"{name:{width}} {'':8} {total(some)}")
-    lines += ["", f"{'memory of':{width}} {'':8} {'rows':>4}  {'':>14}"]
+        columns = [taught(one) for one in (speed.same_software, speed.any_software)]
+        known = f"{speed.source:{width}} {speed.device:8} {speed.assumed.rows:4}  {shown(speed.assumed)}"
+        lines.append(f"{known}  {'  '.join(columns)}")
+    lines.append(f"{'all':{width}} {'':8} {total(speeds)}")
+    lines += ["", f"{'memory of':{width}} {'':8} {'rows':>4}"]
     for source, errors in memory.items():
         lines.append(f"{source:{width}} {'':8} {errors.rows:4}  {shown(errors)}")
-    lines += ["", *verdict(held)]
+    lines += ["", "mean error, and the largest: above 0, more is promised than was measured"]
+    for how in ("same_software", "any_software"):
+        lines += verdict(speeds, how)
     return "\n".join(lines)
 
 
 def shown(errors: Errors) -> str:
-    """Mean size, and the largest error with its sign: above 0, the plan promises too much."""
     return f"{errors.mean:6.1%} {errors.worst:+7.1%}"
+
+
+def taught(one: Learned | None) -> str:
+    return (
+        f"{'nothing to learn from':>30}"
+        if one is None
+        else f"{shown(one.errors)} of {one.rows:4} rows   "
+    )
 
 
 def total(speeds: list[Speed]) -> str:
     rows = sum(speed.assumed.rows for speed in speeds)
-    means = [sum(speed.assumed.mean * speed.assumed.rows for speed in speeds) / rows]
-    if all(speed.calibrated is not None for speed in speeds):
-        means.append(
-            sum(s.calibrated.mean * s.calibrated.rows for s in speeds if s.calibrated) / rows
-        )
-    return f"{rows:4}  " + "          ".join(f"{value:6.1%}" for value in means)
+    return (
+        f"{rows:4}  {sum(speed.assumed.mean * speed.assumed.rows for speed in speeds) / rows:6.1%}"
+    )
 
 
-def verdict(held: list[Speed]) -> list[str]:
-    """Plainly, where calibration makes it worse."""
+def verdict(speeds: list[Speed], how: str) -> list[str]:
+    """All rows that could be held out together, and plainly, where calibration makes it worse."""
+    held = [(speed, one) for speed in speeds if (one := getattr(speed, how)) is not None]
+    if not held:
+        return []
+    rows = sum(speed.assumed.rows for speed, _ in held)
+    before, after = (
+        sum(errors.mean * errors.rows for errors in some) / rows
+        for some in ([speed.assumed for speed, _ in held], [one.errors for _, one in held])
+    )
     worse = [
-        f"  {speed.source}: {speed.assumed.mean:.1%} as assumed, {speed.calibrated.mean:.1%} calibrated"
-        for speed in held
-        if speed.calibrated is not None and speed.calibrated.mean > speed.assumed.mean
+        f"  worse with {speed.source}: {speed.assumed.mean:.1%} as assumed, {one.errors.mean:.1%} learned"
+        for speed, one in held
+        if one.errors.mean > speed.assumed.mean
     ]
-    return [
-        "worse calibrated than as assumed:"
-        if worse
-        else "nowhere worse calibrated than as assumed",
-        *worse,
-    ]
+    what = f"learned from {how.replace('_', ' ')}"
+    return [f"{what}: {rows} rows, {before:.1%} as assumed, {after:.1%} learned", *worse]
 
 
 def save(speeds: list[Speed], memory: dict[str, Errors], text: str) -> None:

@@ -4,7 +4,8 @@ Every efficiency is the assumed one times a factor. Factors are added one at a t
 steps depend on most: as a rule one for all computing. A further one is added only where the runs spend so
 different shares of their time on it that they tell it apart, and never more than there are runs. They are fit
 to the logarithms of the times by Gauss and Newton's method; the further a run is off, the less it weighs (Huber
-1964, Robust Estimation of a Location Parameter).
+1964, Robust Estimation of a Location Parameter), and the worse the runs agree, the more weighs what was assumed
+(ridge regression, Hoerl & Kennard 1970).
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 """what a factor may stand for. The scatter between hosts is not among it: it looks like slower computing"""
 APART = 0.05
 """a factor is told apart where a change of it changes the step times by a twentieth of that in a way that the
-others cannot imitate: with more, errors of a few percent in the times would decide it"""
-_USUAL = (0.02 / 0.7) ** 2
-"""how much the assumed figures weigh: a step's time is trusted to 2 %, an assumption to a factor of two"""
+others cannot imitate: with less, errors of a few percent in the times would decide it"""
+_KNOWN = 0.2
+"""standard deviation of the logarithm of an efficiency around what was assumed, all computing's aside: the data
+sheets' figures are of measured single operations"""
+_SCATTER = 0.01
+"""least standard deviation of the logarithm of a step's time around what is predicted"""
 _FARTHEST = math.log(1000)
 _LONGEST_STEP = 0.7
 _MOST_STEPS = 30
@@ -145,35 +149,54 @@ def _off(runs: Sequence[Observation], now: Calibration) -> list[float]:
 
 
 def _fit(runs: Sequence[Observation], now: Calibration) -> Calibration:
+    """The factors that are likeliest, given what was assumed: it holds the harder, the worse the runs agree.
+
+    How well they do shows where nothing holds. The first factor is free.
+    """
+    count = len(now.factors)
+    free = _off(runs, _descend(runs, now, [0.0] * count))
+    near = [min(abs(one), _edge(free)) for one in free]
+    scatter = math.sqrt(_dot(near, near) / max(1, len(near) - count))
+    hold = (max(_SCATTER, scatter) / _KNOWN) ** 2
+    return _descend(runs, now, [0.0, *[hold] * (count - 1)])
+
+
+def _descend(runs: Sequence[Observation], now: Calibration, holds: Sequence[float]) -> Calibration:
     names = list(now.factors)
     off = _off(runs, now)
     for _ in range(_MOST_STEPS):
-        # Beyond the usual scatter an error counts once, not squared; the scatter is 1.48 times the median.
-        edge = max(0.05, 1.345 * 1.483 * median(map(abs, off)))
+        edge = _edge(off)
         weights = [min(1.0, edge / abs(one)) if one else 1.0 for one in off]
         columns = _influences(runs, now)
         place = [math.log(now.factors[name]) for name in names]
         sides = [
-            [_dot(a, b, weights) + (_USUAL if i == j else 0.0) for j, b in enumerate(columns)]
+            [_dot(a, b, weights) + (holds[i] if i == j else 0.0) for j, b in enumerate(columns)]
             for i, a in enumerate(columns)
         ]
         right = [
-            -_dot(a, off, weights) - _USUAL * here for a, here in zip(columns, place, strict=True)
+            -_dot(a, off, weights) - hold * here
+            for a, hold, here in zip(columns, holds, place, strict=True)
         ]
         move = solve(sides, right)
         longest = max(map(abs, move))
         shrink = min(1.0, _LONGEST_STEP / longest) if longest else 1.0
-        value = _huber(off, edge)
+        value = _huber(off, edge) + _dot(place, place, holds) / 2
         for _ in range(6):
             there = [_bounded(a + shrink * b) for a, b in zip(place, move, strict=True)]
             tried = replace(now, factors=dict(zip(names, map(math.exp, there), strict=True)))
-            if _huber(off_then := _off(runs, tried), edge) <= value:
+            off_then = _off(runs, tried)
+            if _huber(off_then, edge) + _dot(there, there, holds) / 2 <= value:
                 now, off = tried, off_then
                 break
             shrink /= 2
         if shrink * longest < 1e-4:
             break
     return now
+
+
+def _edge(off: Sequence[float]) -> float:
+    """Beyond the usual scatter, 1.48 times the median, an error counts once, not squared."""
+    return max(0.05, 1.345 * 1.483 * median(map(abs, off)))
 
 
 def _bounded(place: float) -> float:

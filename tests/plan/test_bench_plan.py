@@ -19,18 +19,19 @@ def source(true, *lengths):
 
 
 def test_a_source_is_judged_by_what_the_others_teach():
-    observed = {"first": source(SLOWER, 512, 1024), "second": source(SLOWER, 768)}
-    found = held_out(observed, "second")
-    assert (found.assumed.rows, found.learned_from) == (1, 2)
-    assert found.assumed.worst > 0.15 and abs(found.calibrated.worst) < 0.02
-    observed["second"][0] = replace(observed["second"][0], seconds=1e9)
-    assert held_out(observed, "second").efficiency == found.efficiency
+    observed = {"a, first": source(SLOWER, 512, 1024), "a, second": source(SLOWER, 768)}
+    observed["b, third"] = source(ASSUMED, 768)
+    found = held_out(observed, "a, second")
+    assert (found.assumed.rows, found.same_software.rows, found.any_software.rows) == (1, 2, 3)
+    assert found.assumed.worst > 0.15 and abs(found.same_software.errors.worst) < 0.02
+    assert found.any_software.errors.worst > 0.02
+    observed["a, second"][0] = replace(observed["a, second"][0], seconds=1e9)
+    assert held_out(observed, "a, second").same_software.factors == found.same_software.factors
 
 
 def test_it_is_said_where_calibration_makes_it_worse_or_cannot_be():
-    observed = {"first": source(SLOWER, 512), "second": source(ASSUMED, 768)}
+    observed = {"a, first": source(SLOWER, 512), "b, second": source(ASSUMED, 768)}
     speeds = [held_out(observed, name) for name in observed]
-    assert "second: 0.0% as assumed" in render(speeds, {}).partition("worse calibrated")[2]
-    alone = held_out({"first": observed["first"]}, "first")
-    assert alone.calibrated is None
-    assert "no other source has this device" in render([*speeds, alone], {})
+    text = render(speeds, {})
+    assert "worse with b, second: 0.0% as assumed" in text
+    assert speeds[0].same_software is None and "nothing to learn from" in text
