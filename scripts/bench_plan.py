@@ -177,7 +177,7 @@ def render(speeds: list[Speed], memory: dict[str, Errors]) -> str:
     lines += ["", "mean error, and the largest: above 0, more is promised than was measured"]
     for how in ("same_software", "any_software"):
         lines += verdict(speeds, how)
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def shown(errors: Errors) -> str:
