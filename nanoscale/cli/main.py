@@ -23,7 +23,18 @@ from nanoscale.cli.output import (
 )
 from nanoscale.errors import UserError, Violation
 
-VERBS = ("train", "resume", "submit", "plan", "doctor", "runs", "checkpoints", "config", "recipes")
+VERBS = (
+    "train",
+    "resume",
+    "submit",
+    "plan",
+    "doctor",
+    "data",
+    "runs",
+    "checkpoints",
+    "config",
+    "recipes",
+)
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 

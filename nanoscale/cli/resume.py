@@ -31,6 +31,7 @@ IDENTITY = (
     "optimizer.name",
     "data.source",
     "data.path",
+    "data.valid_path",
     "data.tokenizer",
     "data.bpe_vocab",
     "data.valid_fraction",

@@ -260,10 +260,19 @@ class Scheduler:
 class Data:
     """Where tokens come from."""
 
-    source: Literal["stdlib", "megatron"] = key(
-        "stdlib", "stdlib: the running Python's own source code · megatron: an existing .bin/.idx"
+    source: Literal["stdlib", "megatron", "datatrove"] = key(
+        "stdlib",
+        "stdlib: the running Python's own source code · megatron: a .bin/.idx, or a folder of "
+        "`nanoscale data prepare` · datatrove: a .ds",
     )
-    path: str | None = key(None, "megatron: path of the .bin and .idx, without the ending")
+    path: str | None = key(
+        None,
+        "megatron: path of the .bin and .idx, without the ending, or of a prepared folder, which also "
+        "says valid_path and tokenizer · datatrove: path of the .ds",
+    )
+    valid_path: str | None = key(
+        None, "files like those of path to validate on; then nothing of path is held out"
+    )
     tokenizer: str = key(
         "byte", "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples"
     )

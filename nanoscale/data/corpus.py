@@ -24,11 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanoscale.cache import cache_path
 from nanoscale.config.schema import Data
-from nanoscale.data.indexed import IndexedWriter, bin_path, sync_folder
+from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type, sync_folder
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
 from nanoscale.errors import UserError, Violation
 
@@ -156,7 +154,7 @@ def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) ->
     started = time.perf_counter()
     encoder = _tokenizer(tokenizer, texts, settings, folder)
     tokens = 0
-    with IndexedWriter(folder / "tokens", _smallest_type(encoder.vocab_size)) as writer:
+    with IndexedWriter(folder / "tokens", smallest_type(encoder.vocab_size)) as writer:
         for document in encoder.encode_documents(texts):
             writer.add_document(document)
             tokens += len(document)
@@ -170,10 +168,6 @@ def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) ->
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
         "seconds": round(time.perf_counter() - started, 3),
     }
-
-
-def _smallest_type(vocab: int) -> type[np.integer[Any]]:
-    return np.uint16 if vocab <= 1 << 16 else np.int32
 
 
 def _texts(sources: Path, files: list[Path]) -> list[str]:

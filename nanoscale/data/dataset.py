@@ -8,8 +8,16 @@ from pathlib import Path
 
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
+from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens
-from nanoscale.data.loader import Loader, Split, outside_vocabulary, split_tokens, too_small
+from nanoscale.data.loader import (
+    Loader,
+    Split,
+    TokenFile,
+    outside_vocabulary,
+    split_tokens,
+    too_small,
+)
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.errors import UserError, Violation
 
@@ -39,7 +47,7 @@ def open_data(data: Data, train: Train, vocab: int) -> Dataset:
     """
     if data.source == "stdlib":
         return _open_stdlib(data, train, vocab)
-    return _open_megatron(data, train, vocab)
+    return _open_files(data, train, vocab)
 
 
 def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
@@ -55,19 +63,33 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
     return _dataset(data, train, vocab, tokens, tokenizer, prepared.fingerprint, name)
 
 
-def _open_megatron(data: Data, train: Train, vocab: int) -> Dataset:
-    if data.path is None:
-        found = Violation("data.path", None, "", "data.source=megatron needs it")
-        raise UserError("data", "data.path is not set, and data.source=megatron needs it", [found])
-    tokens = IndexedTokens(Path(data.path).expanduser().absolute())
+def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
+    tokens, largest = _open_file(data.source, "path", data.path, vocab)
+    tokenizer = _files_tokenizer(data, largest, train.sample_tokens > 0)
+    fingerprint = _fingerprint(tokens)
+    name = tokens.path.name
+    if data.valid_path is None:
+        return _dataset(data, train, vocab, tokens, tokenizer, fingerprint, name)
+    held_out, _ = _open_file(data.source, "valid_path", data.valid_path, vocab)
+    both = hashlib.sha256(f"{fingerprint} {_fingerprint(held_out)}".encode()).hexdigest()
+    return _dataset(data, train, vocab, tokens, tokenizer, both, name, held_out)
+
+
+def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[TokenFile, int]:
+    """A file of tokens, and the largest of its first ones, which are looked at."""
+    if path is None:
+        found = Violation(f"data.{key}", None, "", f"data.source={source} needs it")
+        what = f"data.{key} is not set, and data.source={source} needs it"
+        raise UserError("data", what, [found])
+    place = Path(path).expanduser().absolute()
+    tokens: TokenFile = IndexedTokens(place) if source == "megatron" else DatatroveTokens(place)
     first = tokens.tokens[:_CHECKED]
     if first.max() >= vocab or first.min() < 0:
         raise outside_vocabulary(tokens, first, vocab)
-    tokenizer = _megatron_tokenizer(data, int(first.max()), train.sample_tokens > 0)
-    return _dataset(data, train, vocab, tokens, tokenizer, _fingerprint(tokens), tokens.prefix.name)
+    return tokens, int(first.max())
 
 
-def _megatron_tokenizer(data: Data, largest: int, needed: bool) -> Tokenizer | None:
+def _files_tokenizer(data: Data, largest: int, needed: bool) -> Tokenizer | None:
     """What decodes the ids of a file: `byte`, the default, only if they can be bytes."""
     if data.tokenizer == "byte" and largest < ByteTokenizer.vocab_size:
         return ByteTokenizer()
@@ -83,24 +105,28 @@ def _dataset(
     data: Data,
     train: Train,
     vocab: int,
-    tokens: IndexedTokens,
+    tokens: TokenFile,
     tokenizer: Tokenizer | None,
     fingerprint: str,
     name: str,
+    apart: TokenFile | None = None,
 ) -> Dataset:
+    """`apart` is a file of its own to validate on."""
     training, held_out = split_tokens(tokens, data.valid_fraction)
+    if apart is not None:
+        held_out = Split(0, len(apart.tokens))
     loader = Loader(tokens, training, train.seq_len, train.seed, vocab)
-    valid = _valid_loader(data, train, vocab, tokens, held_out)
+    valid = _valid_loader(data, train, vocab, apart or tokens, held_out)
     words = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
     words += f"; {len(loader):,} training samples"
     words += f", {len(valid):,} for validation" if valid else ", none for validation"
     if training.within_document:
         words += " (cut within a document)"
-    return Dataset(tokenizer, loader, valid, fingerprint, f"{words}; {tokens.prefix}.bin")
+    return Dataset(tokenizer, loader, valid, fingerprint, f"{words}; {tokens.path}")
 
 
 def _valid_loader(
-    data: Data, train: Train, vocab: int, tokens: IndexedTokens, split: Split
+    data: Data, train: Train, vocab: int, tokens: TokenFile, split: Split
 ) -> Loader | None:
     if len(split) > train.seq_len:
         return Loader(tokens, split, train.seq_len, train.seed, vocab)
@@ -108,12 +134,14 @@ def _valid_loader(
         return None
     error = too_small(tokens, split, train.seq_len)
     what = f"the validation split is too small: {error.violations[0].message}"
-    other = ("data.valid_fraction=0.1", "train.eval_every=0")
-    found = Violation("data.valid_fraction", data.valid_fraction, "", what, other)
-    raise UserError("data", f"data.valid_fraction={data.valid_fraction}: {what}", [found])
+    key = "data.valid_path" if data.valid_path else "data.valid_fraction"
+    value = data.valid_path or data.valid_fraction
+    larger = () if data.valid_path else ("data.valid_fraction=0.1",)
+    found = Violation(key, value, "", what, (*larger, "train.eval_every=0"))
+    raise UserError("data", f"{key}={value}: {what}", [found])
 
 
-def _fingerprint(tokens: IndexedTokens) -> str:
+def _fingerprint(tokens: TokenFile) -> str:
     """Of the first and the last tokens and of the lengths; a whole large file would take minutes."""
     digest = hashlib.sha256(f"{len(tokens)} {len(tokens.tokens)}".encode())
     digest.update(tokens.tokens[:_CHECKED].tobytes())

@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -89,7 +88,7 @@ class IndexedWriter:
         _flush(self._stream)
         self._stream.close()
         with self._idx_part.open("wb") as stream:
-            for part in self._index():
+            for part in index_parts(self._dtype, np.array(self._lengths, dtype="<i4")):
                 stream.write(part)
             _flush(stream)
         self._idx.unlink(missing_ok=True)  # so that an old index never lies beside new tokens
@@ -102,17 +101,6 @@ class IndexedWriter:
         self._stream.close()
         self._bin_part.unlink(missing_ok=True)
         self._idx_part.unlink(missing_ok=True)
-
-    def _index(self) -> Iterator[bytes]:
-        lengths = np.array(self._lengths, dtype="<i4")
-        count = len(lengths)
-        places = np.zeros(count, dtype="<i8")
-        np.cumsum(lengths[:-1], dtype="<i8", out=places[1:])
-        places *= self._dtype.itemsize
-        yield HEADER.pack(MAGIC, VERSION, CODES[self._dtype], count, count + 1)
-        yield lengths.tobytes()
-        yield places.tobytes()
-        yield np.arange(count + 1, dtype="<i8").tobytes()
 
     def __enter__(self) -> Self:
         return self
@@ -127,6 +115,27 @@ class IndexedWriter:
             self.abandon()
 
 
+def index_parts(dtype: np.dtype[Any], lengths: np.ndarray) -> Iterator[bytes]:
+    """The `.idx` of documents of these lengths (int32 [documents], perhaps mapped), in pieces."""
+    count = len(lengths)
+    starts = range(0, count, _BLOCK)
+    yield HEADER.pack(MAGIC, VERSION, CODES[dtype.newbyteorder("<")], count, count + 1)
+    for start in starts:
+        yield lengths[start : start + _BLOCK].tobytes()
+    place = 0
+    for start in starts:
+        ends = place + np.cumsum(lengths[start : start + _BLOCK], dtype="<i8") * dtype.itemsize
+        yield place.to_bytes(8, "little") + ends[:-1].tobytes()
+        place = int(ends[-1])
+    for start in range(0, count + 1, _BLOCK):
+        yield np.arange(start, min(start + _BLOCK, count + 1), dtype="<i8").tobytes()
+
+
+def smallest_type(vocab: int) -> np.dtype[Any]:
+    """The type for ids below `vocab`, as Megatron-LM chooses between these two."""
+    return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<i4")
+
+
 class IndexedTokens:
     """A memory-mapped pair of files, checked when opened; `len` is the number of documents.
 
@@ -134,11 +143,14 @@ class IndexedTokens:
     format. The check reads the whole `.idx` and none of the `.bin`.
     """
 
+    path: Path
+    """the file of tokens"""
     tokens: np.ndarray
     """every token of the file one after the other, 1-D, mapped, read-only"""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
+        self.path = bin_path(prefix)
         idx, tokens = idx_path(prefix), bin_path(prefix)
         for path in (idx, tokens):
             if not path.is_file():
@@ -155,14 +167,12 @@ class IndexedTokens:
     def __len__(self) -> int:
         return len(self._documents) - 1
 
-    @cached_property
-    def document_offsets(self) -> np.ndarray:
-        """Where each document begins in `tokens`, and the end of the last: int64 [documents + 1].
-
-        Costs 8 bytes a document; `document_start` and `document_at` cost nothing.
-        """
-        ends: np.ndarray = np.append(self._places, self.tokens.nbytes)[self._documents]
-        return ends // self._dtype.itemsize
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+        sequences = self._documents[start : stop + 1]
+        last = len(self._places)
+        places = self._places[np.minimum(sequences, last - 1)]
+        return np.where(sequences == last, self.tokens.nbytes, places) // self._dtype.itemsize
 
     def document_start(self, document: int) -> int:
         """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""

@@ -5,14 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.sampler import sample_indices
 from nanoscale.errors import UserError, Violation
+
+
+class TokenFile(Protocol):
+    """Tokens on disk, in documents; `len` is the number of documents."""
+
+    path: Path
+    """the file of tokens"""
+    tokens: np.ndarray
+    """every token of the file one after the other, 1-D, mapped, read-only"""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The tokens of one document, 1-D."""
+
+    def document_start(self, document: int) -> int:
+        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+
+    def document_at(self, token: int) -> int:
+        """The document that holds the token at this place."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +51,7 @@ class Split:
         return self.stop - self.start
 
 
-def split_tokens(tokens: IndexedTokens, valid_fraction: float) -> tuple[Split, Split]:
+def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
     """Divide a file into training and validation tokens.
 
     Validation gets the last whole documents that hold at least `valid_fraction` of all tokens. If
@@ -55,7 +78,7 @@ class Loader:
     """
 
     def __init__(
-        self, tokens: IndexedTokens, split: Split, seq_len: int, seed: int, vocab: int
+        self, tokens: TokenFile, split: Split, seq_len: int, seed: int, vocab: int
     ) -> None:
         if len(split) <= seq_len:
             raise too_small(tokens, split, seq_len)
@@ -116,18 +139,18 @@ class Loader:
         return min(samples, len(self))
 
 
-def too_small(tokens: IndexedTokens, split: Split, seq_len: int) -> UserError:
+def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     """The error for a split without one sample."""
-    what = f"a sample needs {seq_len + 1} tokens, and only {len(split)} of {tokens.prefix} are here"
+    what = f"a sample needs {seq_len + 1} tokens, and only {len(split)} of {tokens.path} are here"
     shorter = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
     found = Violation("train.seq_len", seq_len, "", what, shorter)
     return UserError("data", f"too few tokens: {what}", [found])
 
 
-def outside_vocabulary(tokens: IndexedTokens, found: np.ndarray, vocab: int) -> UserError:
+def outside_vocabulary(tokens: TokenFile, found: np.ndarray, vocab: int) -> UserError:
     """The error for tokens that the model has no embedding for."""
     wrong = int(found.min()) if found.min() < 0 else int(found.max())
-    what = f"{tokens.prefix}.bin holds token {wrong}, and the model's ids lie in [0, {vocab})"
+    what = f"{tokens.path} holds token {wrong}, and the model's ids lie in [0, {vocab})"
     larger = (f"model.vocab={wrong + 1}",) if wrong >= vocab else ()
     violation = Violation("model.vocab", vocab, "", what, larger)
     return UserError("data", f"model.vocab={vocab}: {what}", [violation])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +15,8 @@ import numpy as np
 from nanoscale.errors import UserError, Violation
 
 END = "<|endoftext|>"
+CONFIG = "tokenizer_config.json"
+"""beside a tokenizer.json: it may name the token that ends a document"""
 
 # names of the token that ends a document, in the order in which they are tried
 _END_NAMES = (
@@ -23,6 +28,9 @@ _END_NAMES = (
     "[EOS]",
     "<|im_end|>",
 )
+
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
@@ -87,31 +95,67 @@ class FileTokenizer:
         for start in range(0, len(texts), 64):
             batch = texts[start : start + 64]
             for encoded in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                yield np.array([*encoded.ids, self.eos], dtype=np.int64)
+                ids = encoded.ids
+                ids.append(self.eos)
+                yield np.array(ids, dtype=np.int64)
+
+    def name_of(self, token: int) -> str:
+        """The token of an id, as the tokenizer.json has it."""
+        name: str = self._tokenizer.id_to_token(token)
+        return name
 
 
-def load(path: str | Path) -> FileTokenizer:
-    """Read a tokenizer.json; a tokenizer_config.json beside it may name the end token.
+def find(name: str, key: str) -> Path:
+    """The tokenizer.json that is meant: a file, a folder that has one, or a model's on the hub.
 
-    Raises UserError where it is missing, unreadable or has no token that ends a document.
+    What the hub's cache holds needs no network. Raises UserError, naming `key`, where there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "tokenizer.json"
+    if path.is_file():
+        return path
+    if not _HUB_NAME.fullmatch(name) or path.name == "tokenizer.json":
+        raise _wrong(path, "there is no such file", key)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        found = Path(hf_hub_download(name, "tokenizer.json"))
+    except Exception as error:  # whatever a hub, a network and a cache can raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        what = f"is no file, and the hub's tokenizer of that name cannot be had: {reason}"
+        raise _wrong(Path(name), what, key) from error
+    with suppress(Exception):  # not every model has one
+        hf_hub_download(name, CONFIG)
+    return found
+
+
+def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = None) -> FileTokenizer:
+    """Read a tokenizer.json; a tokenizer_config.json beside it may name the end token, or `eos`.
+
+    Raises UserError, naming `key`, where it is missing, unreadable or has no token that ends a
+    document.
     """
     from tokenizers import Tokenizer as Native
 
     path = Path(path).expanduser()
     if not path.is_file():
-        raise _wrong(path, "there is no such file; give byte, bpe or the path of a tokenizer.json")
+        raise _wrong(
+            path, "there is no such file; give byte, bpe or the path of a tokenizer.json", key
+        )
     try:
         native = Native.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise _wrong(path, f"it cannot be read as a tokenizer.json: {error}") from error
+        raise _wrong(path, f"it cannot be read as a tokenizer.json: {error}", key) from error
     native.no_truncation()
     native.no_padding()
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
-    for name in (*_configured_end(path), *_END_NAMES):
-        eos = native.token_to_id(name)
-        if eos is not None:
-            return FileTokenizer(native, eos)
-    raise _wrong(path, f"it has none of the tokens that end a document: {', '.join(_END_NAMES)}")
+    names = (eos,) if eos is not None else (*_configured_end(path), *_END_NAMES)
+    for name in names:
+        number = native.token_to_id(name)
+        if number is not None:
+            return FileTokenizer(native, number)
+    raise _wrong(path, f"it has none of the tokens that end a document: {', '.join(names)}", key)
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
@@ -137,10 +181,15 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
     return load(path)
 
 
+def digest(path: Path) -> str:
+    """SHA-256 of a tokenizer.json."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _configured_end(path: Path) -> list[str]:
     """The end token that a model's tokenizer_config.json names, if there is one."""
     try:
-        config = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
         name = config.get("eos_token")
     except (OSError, ValueError, AttributeError):
         return []
@@ -149,6 +198,6 @@ def _configured_end(path: Path) -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
-def _wrong(path: Path, what: str) -> UserError:
-    found = Violation("data.tokenizer", str(path), "", what)
-    return UserError("data", f"data.tokenizer: {path}: {what}", [found])
+def _wrong(path: Path, what: str, key: str) -> UserError:
+    found = Violation(key, str(path), "", what)
+    return UserError("data", f"{key}: {path}: {what}", [found])

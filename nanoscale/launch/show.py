@@ -108,7 +108,7 @@ def _threads(threads: int | str) -> str:
 
 def _data(config: Config) -> str:
     data = config.data
-    source = f"megatron {data.path}" if data.source == "megatron" else data.source
+    source = data.source if data.path is None else f"{data.source} {data.path}"
     return f"{source}, tokens by {data.tokenizer}"
 
 

@@ -59,7 +59,8 @@ def test_our_reader_finds_every_bit(tmp_path):
     assert len(tokens) == 5
     assert [list(tokens[i]) for i in range(5)] == DOCUMENTS
     assert list(tokens.tokens) == [token for document in DOCUMENTS for token in document]
-    assert list(tokens.document_offsets) == [0, 3, 3, 4, 1004, 1006]
+    assert list(tokens.document_starts(0, 5)) == [0, 3, 3, 4, 1004, 1006]
+    assert list(tokens.document_starts(1, 3)) == [3, 3, 4]
     assert [tokens.document_start(i) for i in range(6)] == [0, 3, 3, 4, 1004, 1006]
     assert [tokens.document_at(i) for i in (0, 2, 3, 4, 1003, 1004, 1005)] == [0, 0, 2, 3, 3, 4, 4]
     with pytest.raises(IndexError):
@@ -74,7 +75,7 @@ def test_a_document_may_hold_several_sequences(tmp_path):
     (tmp_path / "a.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
     tokens = IndexedTokens(tmp_path / "a")
     assert [list(tokens[i]) for i in range(2)] == [[0, 1, 2], [3, 4, 5]]
-    assert list(tokens.document_offsets) == [0, 3, 6]
+    assert list(tokens.document_starts(0, 2)) == [0, 3, 6]
     assert [tokens.document_at(i) for i in range(6)] == [0, 0, 0, 1, 1, 1]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanoscale.config import prepared
 from nanoscale.config.rules.case import Case, near_multiples
 from nanoscale.config.schema import Data, Run
 
@@ -14,17 +15,28 @@ BYTE_VOCAB = 257
 
 
 def resolve_data(case: Case) -> Data:
-    """The data with absolute paths."""
+    """The data with absolute paths; a prepared folder is taken apart into its files."""
     data = case.config.data
-    if data.source == "megatron":
-        _indexed(case, data)
-    elif data.path is not None:
-        message = "is read with data.source=megatron only"
-        case.refuse("data", "data.path", message, "data=megatron", "data.path=null")
-    _tokenizer(case, data)
+    if data.source == "stdlib":
+        for key in ("path", "valid_path"):
+            if getattr(data, key) is not None:
+                message = "is read with data.source=megatron or datatrove only"
+                case.refuse("data", f"data.{key}", message, "data=megatron", f"data.{key}=null")
+        _tokenizer(case, data)
+    else:
+        folder = prepared.folder_of(data.path) if data.path and data.source == "megatron" else None
+        if folder is not None:
+            data = _taken_apart(case, data, folder)
+        _files(case, "path", data.path)
+        if data.valid_path is not None:
+            _files(case, "valid_path", data.valid_path)
+            data = _nothing_held_out(case, data)
+        if folder is None or data.tokenizer != "byte":
+            _tokenizer(case, data)
     return replace(
         data,
         path=absolute(data.path),
+        valid_path=absolute(data.valid_path),
         tokenizer=data.tokenizer
         if data.tokenizer in ("byte", "bpe")
         else str(absolute(data.tokenizer)),
@@ -32,18 +44,49 @@ def resolve_data(case: Case) -> Data:
     )
 
 
-def _indexed(case: Case, data: Data) -> None:
-    if data.path is None:
-        message = "is needed by data.source=megatron: the files' common path, without .bin and .idx"
-        case.refuse("data", "data.path", message, "data.path=/path/to/corpus")
+def _taken_apart(case: Case, data: Data, folder: Path) -> Data:
+    """A prepared folder's own files, in place of the folder, where no others are asked for."""
+    manifest = prepared.manifest(folder) or {}
+    vocab, needed = case.config.model.vocab, manifest.get("vocabulary", 0)
+    if needed > vocab:
+        enough = f"model.vocab={-(-needed // 64) * 64}"
+        message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
+        case.refuse("data", "model.vocab", message, enough)
+    tokenizer, valid = folder / prepared.TOKENIZER, folder / prepared.VALID
+    if tokenizer.is_file() and data.tokenizer == "byte":
+        data = replace(data, tokenizer=str(tokenizer))
+    asked = Path(data.path or "").expanduser()
+    if asked.absolute() != folder.absolute():
+        return data
+    if data.valid_path is None and Path(f"{valid}.idx").is_file():
+        data = replace(data, valid_path=str(valid))
+    return replace(data, path=str(folder / prepared.TOKENS))
+
+
+def _nothing_held_out(case: Case, data: Data) -> Data:
+    if case.composed.by_hand("data.valid_fraction") and data.valid_fraction > 0:
+        message = f"and data.valid_path={data.valid_path} both say what to validate on"
+        case.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
+    return replace(data, valid_fraction=0.0)
+
+
+def _files(case: Case, name: str, path: str | None) -> None:
+    source, key = case.config.data.source, f"data.{name}"
+    if path is None:
+        what = {
+            "megatron": "a prepared folder, or the files' common path, without .bin and .idx",
+            "datatrove": "the .ds file",
+        }[source]
+        message = f"is needed by data.source={source}: {what}"
+        case.refuse("data", key, message, f"{key}=/path/to/corpus")
         return
-    missing = [end for end in (".bin", ".idx") if not Path(f"{data.path}{end}").is_file()]
+    ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[source]
+    missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
     if missing:
-        files = " and ".join(f"{data.path}{end}" for end in missing)
-        stem = data.path.removesuffix(".bin").removesuffix(".idx")
-        plain = stem != data.path and Path(f"{stem}.bin").is_file()
-        message = f"has no {files}"
-        case.refuse("data", "data.path", message, f"data.path={stem}" if plain else None)
+        files = " and ".join(f"{path}{end}" for end in missing)
+        stem = path.removesuffix(".bin").removesuffix(".idx")
+        plain = stem != path and Path(f"{stem}.bin").is_file()
+        case.refuse("data", key, f"has no {files}", f"{key}={stem}" if plain else None)
 
 
 def _tokenizer(case: Case, data: Data) -> None:
@@ -53,8 +96,8 @@ def _tokenizer(case: Case, data: Data) -> None:
             message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
             case.refuse("config", "model.vocab", message, f"model.vocab={BYTE_VOCAB}")
     elif data.tokenizer == "bpe":
-        if data.source == "megatron":
-            message = "is trained on text, and data.source=megatron has tokens already"
+        if data.source != "stdlib":
+            message = f"is trained on text, and data.source={data.source} has tokens already"
             example = "data.tokenizer=/path/to/tokenizer.json"
             case.refuse("data", "data.tokenizer", message, example, "data.tokenizer=byte")
         if vocab < data.bpe_vocab:
@@ -66,7 +109,7 @@ def _tokenizer(case: Case, data: Data) -> None:
                 f"model.vocab={data.bpe_vocab}",
                 "data.tokenizer=byte",
             )
-    elif not Path(data.tokenizer).is_file():
+    elif not Path(data.tokenizer).expanduser().is_file():
         message = "is neither byte nor bpe nor a file that exists"
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
         bpe = "data.tokenizer=bpe" if fits else None

@@ -13,7 +13,8 @@ from nanoscale.config.schema import Scheduler, Train
 def resolve_train(case: Case, dp: int) -> Train:
     """The batch and the steps."""
     train = _length(case, _batch(case, dp))
-    if train.eval_every and not case.config.data.valid_fraction:
+    data = case.config.data
+    if train.eval_every and not data.valid_fraction and data.valid_path is None:
         case.refuse(
             "config",
             "train.eval_every",

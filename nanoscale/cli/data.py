@@ -1,0 +1,297 @@
+"""`nanoscale data`: text to tokens on disk, and a look at them. What works on tokens is imported inside."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from nanoscale.cli.config import Overrides
+from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from nanoscale.data.prepare.folder import Progress
+
+app = typer.Typer(no_args_is_help=True, help="Make tokens of text, and look at tokens.")
+
+_LINE_S = 10.0
+_BAR = 40
+
+
+@app.command("prepare")
+def prepare_data(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCES",
+            help="Files, folders and patterns of .txt, .jsonl (.gz, .zst) and .parquet; "
+            "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT for Hugging Face datasets, "
+            "NAME from the hub or a folder.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The folder to make.", show_default=False)
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENIZER",
+            help="byte, a tokenizer.json, a folder that has one, or a model's name on the hub.",
+            show_default=False,
+        ),
+    ] = None,
+    train_tokenizer: Annotated[
+        bool, typer.Option("--train-tokenizer", help="Train a byte-level BPE on the sources.")
+    ] = False,
+    vocab_size: Annotated[
+        int, typer.Option(min=257, help="With --train-tokenizer: its tokens, at most.")
+    ] = 32768,
+    eos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="The token that ends a document.",
+            show_default="what the tokenizer says",
+        ),
+    ] = None,
+    field: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help=r"What stands between the documents of a .txt; \n is the end of a line.",
+            show_default="each file is one",
+        ),
+    ] = None,
+    validation: Annotated[
+        float, typer.Option(min=0, max=0.9, help="Share of the documents to hold out.")
+    ] = 0.0,
+    bad: Annotated[
+        Literal["refuse", "skip"], typer.Option(help="What to do with records that are no text.")
+    ] = "refuse",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes.", show_default="one for each core")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Tokenize text into a folder to train on: data=megatron data.path=DIR.
+
+    The same command goes on where it was cut off, and makes the same bytes with any number of workers.
+    """
+    from nanoscale.data.prepare import Request, prepare
+    from nanoscale.data.prepare.workers import LostWorkerError
+
+    request = Request(
+        sources=tuple(sources),
+        out=out,
+        tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos),
+        vocab_size=vocab_size,
+        eos=eos,
+        field=field,
+        separator=_unescaped(separator),
+        validation=validation,
+        skip_bad=bad == "skip",
+        workers=workers or len(os.sched_getaffinity(0)),
+    )
+    with _Screen() as screen:
+        try:
+            manifest = prepare(request, screen)
+        except LostWorkerError as error:
+            screen.note(f"error: {error}")
+            return FAILED
+        except KeyboardInterrupt:
+            screen.note("interrupted; the same command goes on from here")
+            raise
+    if as_json:
+        print_json({"path": str(out.expanduser().absolute()), **manifest})
+    else:
+        _print_prepared(out, manifest)
+    return DONE
+
+
+@app.command("inspect")
+def inspect_data(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A prepared folder, the common path of a .bin and an .idx, or a datatrove .ds."
+        ),
+    ],
+    overrides: Overrides = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENIZER",
+            help="What made the tokens, as for prepare.",
+            show_default="the folder's",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Documents to show.")] = 3,
+    as_json: AsJson = False,
+) -> int:
+    """Show what is in files of tokens, and with overrides (recipe=NAME) whether the model fits them.
+
+    Exit code 1 if something does not fit together.
+    """
+    from nanoscale.data.inspect import inspect
+
+    document = inspect(path, tokenizer, _vocab(overrides), samples)
+    if as_json:
+        print_json(document)
+    else:
+        _print_inspected(document)
+    return FAILED if document["problems"] else DONE
+
+
+def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None) -> str | None:
+    from nanoscale.errors import UserError, Violation
+
+    if (tokenizer is None) is not train:
+        what = "one of --tokenizer and --train-tokenizer must say how text becomes tokens"
+        instead = ("--tokenizer byte", "--tokenizer PATH/tokenizer.json", "--train-tokenizer")
+        found = Violation("--tokenizer", tokenizer, "command line", what, instead)
+        raise UserError("usage", what, [found])
+    if eos is not None and tokenizer in (None, "byte"):
+        what = (
+            "--eos names a token of a tokenizer.json; bytes and a BPE trained here have their own"
+        )
+        raise UserError("usage", what)
+    return tokenizer
+
+
+def _unescaped(separator: str | None) -> str | None:
+    if separator is None:
+        return None
+    plain = separator.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
+    if not plain:
+        from nanoscale.errors import UserError
+
+        raise UserError("usage", "--separator is empty; leave it out where each file is a document")
+    return plain
+
+
+def _vocab(overrides: list[str] | None) -> int | None:
+    if not overrides:
+        return None
+    from nanoscale.config.compose import compose
+
+    return compose(overrides).config.model.vocab
+
+
+class _Screen:
+    """How far it is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = console(error=True)
+        self._live: Any = None
+        self._began: tuple[float, int, int] | None = None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> _Screen:
+        if self._console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False)
+
+    def progress(self, progress: Progress, total: int) -> None:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, progress.read, progress.text_bytes
+            return
+        if self._live is None and now - self._last < _LINE_S:
+            return
+        self._last = now
+        sentence = self._sentence(progress, total, now - self._began[0])
+        if self._live is None:
+            self.note(sentence)
+        else:
+            self._live.update(_with_bar(sentence, progress.read / total))
+
+    def _sentence(self, progress: Progress, total: int, elapsed: float) -> str:
+        from nanoscale.launch.console import duration
+
+        assert self._began is not None
+        _, read, text = self._began
+        speed = (progress.text_bytes - text) / elapsed
+        left = (total - progress.read) * elapsed / max(1, progress.read - read)
+        words = [
+            f"{progress.read / 1e6:,.1f} of {total / 1e6:,.1f} MB",
+            f"{speed / 1e6:.2f} MB/s",
+            f"ETA {duration(left)}",
+            f"{progress.documents:,} documents",
+            f"{progress.tokens:,} tokens",
+        ]
+        if progress.bad:
+            words.append(f"{progress.bad:,} bad records")
+        return "  ".join(words)
+
+
+def _with_bar(sentence: str, share: float) -> Any:
+    from rich.columns import Columns
+    from rich.progress_bar import ProgressBar
+
+    return Columns([ProgressBar(total=1.0, completed=share, width=_BAR), sentence])
+
+
+def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
+    for bad in manifest["bad_records"]:
+        typer.echo(f"left out: {bad['place']} {bad['what']}", file=sys.stderr)
+    if manifest["bad"]:
+        typer.echo(f"left out: {manifest['bad']:,} bad records in all", file=sys.stderr)
+    train, valid = manifest["train"], manifest["valid"]
+    words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+    held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
+    typer.echo(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
+    typer.echo(f"  folder      {out.expanduser().absolute()}")
+    typer.echo(f"  vocabulary  {manifest['vocabulary']:,}")
+    typer.echo(f"  train on it  nanoscale train recipe=… data=megatron data.path={out}")
+
+
+def _print_inspected(document: dict[str, Any]) -> None:
+    typer.echo(f"{document['path']} ({document['kind'].lower()}, {document['type']})")
+    tokenizer = document["tokenizer"]
+    if tokenizer:
+        typer.echo("  ".join(f"{name} {value}" for name, value in tokenizer.items()))
+    for name, split in document["splits"].items():
+        _print_split(name, split)
+    for problem in document["problems"]:
+        typer.echo(f"wrong: {problem}")
+    if document["model_vocab"] is not None and not document["problems"]:
+        typer.echo(f"fits the model's vocabulary of {document['model_vocab']:,} tokens")
+
+
+def _print_split(name: str, split: dict[str, Any]) -> None:
+    typer.echo(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
+    typer.echo(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
+    if split["ended_by_eos"] is not None:
+        typer.echo(f"  {split['ended_by_eos']:,} documents end with the end token")
+    lengths = split["lengths"]
+    middle = f"median {lengths['median']:,}, mean {lengths['mean']:,.1f}"
+    typer.echo(f"  tokens a document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}")
+    most = max(row["documents"] for row in lengths["histogram"])
+    for row in lengths["histogram"]:
+        bar = "█" * round(_BAR * row["documents"] / most)
+        typer.echo(f"  {row['from']:>12,} … {row['below'] - 1:<12,} {row['documents']:>12,} {bar}")
+    for sample in split["samples"]:
+        shown = sample["ids"] if sample["text"] is None else repr(sample["text"])
+        typer.echo(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")

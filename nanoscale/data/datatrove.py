@@ -1,0 +1,105 @@
+"""Tokens on disk as datatrove's DocumentTokenizer writes them.
+
+NAME.ds           every token, 2 or 4 bytes each, unsigned, little-endian
+NAME.ds.index     where each document ends, in tokens: u64
+NAME.ds.metadata  lines: the tokenizer, in newer files with `|` and the bytes of a token; the tokens
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoscale.data.indexed import damaged
+from nanoscale.errors import UserError, Violation
+
+_BLOCK = 1 << 20
+_TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+class DatatroveTokens:
+    """A memory-mapped .ds file and its index, checked when opened; `len` is the number of documents.
+
+    The bytes of a token follow from the two files; what the metadata says must agree. Raises UserError
+    naming the file that is missing, cut short or of another one.
+    """
+
+    tokens: np.ndarray
+    """every token of the file one after the other, 1-D, mapped, read-only"""
+    tokenizer: str | None = None
+    """the name of the tokenizer, where the metadata says"""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        index = Path(f"{path}.index")
+        for file in (self.path, index):
+            if not file.is_file():
+                found = Violation("data.path", str(path), "", "there is no such file")
+                raise UserError("data", f"missing token file: {file}", [found])
+        self._ends = _mapped(index, np.dtype("<u8"))
+        self._check_ends(index)
+        self.tokens = self._map(index)
+        self._check_metadata(Path(f"{path}.metadata"))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def document_start(self, document: int) -> int:
+        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+        return int(self._ends[document - 1]) if document else 0
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+        first = self.document_start(start)
+        return np.append(np.int64(first), self._ends[start:stop].astype(np.int64))
+
+    def document_at(self, token: int) -> int:
+        """The document that holds the token at this place."""
+        return bisect_right(self._ends, token)
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The tokens of one document, 1-D."""
+        if not 0 <= document < len(self):
+            raise IndexError(document)
+        return self.tokens[self.document_start(document) : self.document_start(document + 1)]
+
+    def _check_ends(self, index: Path) -> None:
+        before = np.zeros(1, dtype="<u8")
+        for start in range(0, len(self._ends), _BLOCK):
+            ends = self._ends[start : start + _BLOCK]
+            if (np.append(before, ends[:-1]) > ends).any():
+                raise damaged(index, "its ends of documents are not in order")
+            before = ends[-1:]
+
+    def _map(self, index: Path) -> np.ndarray:
+        size, count = self.path.stat().st_size, int(self._ends[-1])
+        if count == 0 or size == 0:
+            raise damaged(self.path, "it holds no token", "no tokens to train on")
+        dtype = _TYPES.get(size // count) if size % count == 0 else None
+        if dtype is None:
+            what = f"it holds {size} bytes where {index.name} says {count} tokens of 2 or 4 bytes"
+            raise damaged(self.path, what)
+        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
+
+    def _check_metadata(self, path: Path) -> None:
+        if not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        self.tokenizer, _, size = (lines[0] if lines else "").partition("|")
+        itemsize = self.tokens.dtype.itemsize
+        if size.isdecimal() and int(size) != itemsize:
+            what = f"it says {size} bytes a token, and {self.path.name} has {itemsize}"
+            raise damaged(path, what)
+        if len(lines) > 1 and lines[1].isdecimal() and int(lines[1]) != len(self.tokens):
+            what = f"it says {lines[1]} tokens, and {self.path.name} has {len(self.tokens)}"
+            raise damaged(path, what)
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    size = path.stat().st_size
+    if size == 0 or size % dtype.itemsize:
+        raise damaged(path, f"it holds {size} bytes, which are no ends of documents")
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

@@ -1,0 +1,180 @@
+"""What is in files of tokens: what `nanoscale data inspect` shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoscale.config import prepared
+from nanoscale.data.datatrove import DatatroveTokens
+from nanoscale.data.indexed import IndexedTokens, bin_path
+from nanoscale.data.loader import TokenFile
+from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
+
+_BLOCK = 1 << 20
+_SAMPLE = 64
+"""tokens of a document that are shown"""
+
+
+def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -> dict[str, Any]:
+    """Describe a prepared folder, a Megatron pair or a .ds file; every token is looked at.
+
+    `tokenizer` decodes where the files do not say what does, and `vocab` is a model's. The document
+    has `problems`, a sentence for each thing that does not fit together. Raises UserError for files
+    that are missing or damaged.
+    """
+    folder = prepared.folder_of(path)
+    manifest = prepared.manifest(folder) if folder else None
+    parts = {"train": folder / prepared.TOKENS} if folder else {"train": Path(path).expanduser()}
+    if folder and bin_path(folder / prepared.VALID).exists():
+        parts["valid"] = folder / prepared.VALID
+    files = {name: _open(part) for name, part in parts.items()}
+    decoder = _decoder(folder, tokenizer)
+    splits = {name: _split(file, decoder, samples) for name, file in files.items()}
+    largest = max(split["largest_token"] for split in splits.values())
+    return {
+        "path": str(folder or files["train"].path),
+        "kind": "prepared" if folder else type(files["train"]).__name__.removesuffix("Tokens"),
+        "type": str(files["train"].tokens.dtype),
+        "tokenizer": _about(decoder, files["train"]),
+        "splits": splits,
+        "text_bytes": manifest["text_bytes"] if manifest else None,
+        "bad": manifest["bad"] if manifest else None,
+        "model_vocab": vocab,
+        "problems": [
+            *_vocabulary_problems(largest, decoder, vocab),
+            *(_manifest_problems(folder, manifest, splits) if folder else []),
+        ],
+    }
+
+
+def _open(path: Path) -> TokenFile:
+    if path.suffix == ".ds":
+        return DatatroveTokens(path)
+    return IndexedTokens(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
+
+
+def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
+    if tokenizer == "byte":
+        return ByteTokenizer()
+    if tokenizer is not None:
+        return load(find(tokenizer, "--tokenizer"), key="--tokenizer")
+    if folder is None:
+        return None
+    file = folder / prepared.TOKENIZER
+    return load(file) if file.exists() else ByteTokenizer()
+
+
+def _split(file: TokenFile, decoder: Tokenizer | None, samples: int) -> dict[str, Any]:
+    lengths = _lengths(file)
+    ordered = sorted(lengths)
+    documents = len(file)
+    ends = decoder.eos if decoder else None
+    shown = sorted({number * documents // samples for number in range(samples)} if samples else ())
+    return {
+        "documents": documents,
+        "tokens": len(file.tokens),
+        "smallest_token": int(min(block.min() for block in _blocks(file))),
+        "largest_token": int(max(block.max() for block in _blocks(file))),
+        "ended_by_eos": None if ends is None else _ended(file, ends),
+        "lengths": {
+            "shortest": ordered[0],
+            "median": _median(lengths, ordered, documents),
+            "mean": len(file.tokens) / documents,
+            "longest": ordered[-1],
+            "histogram": _histogram(lengths),
+        },
+        "samples": [_sample(file, number, decoder) for number in shown],
+    }
+
+
+def _blocks(file: TokenFile) -> list[np.ndarray]:
+    tokens = file.tokens
+    return [tokens[start : start + _BLOCK] for start in range(0, len(tokens), _BLOCK)]
+
+
+def _lengths(file: TokenFile) -> Counter[int]:
+    """How many documents there are of each length, in tokens."""
+    found: Counter[int] = Counter()
+    for start in range(0, len(file), _BLOCK):
+        starts = file.document_starts(start, min(start + _BLOCK, len(file)))
+        lengths, times = np.unique(np.diff(starts), return_counts=True)
+        found.update(dict(zip(lengths.tolist(), times.tolist(), strict=True)))
+    return found
+
+
+def _ended(file: TokenFile, eos: int) -> int:
+    """Documents whose last token is the end token."""
+    found = 0
+    for start in range(0, len(file), _BLOCK):
+        starts = file.document_starts(start, min(start + _BLOCK, len(file)))
+        lasts = starts[1:][np.diff(starts) > 0] - 1
+        found += int((file.tokens[lasts] == eos).sum())
+    return found
+
+
+def _median(lengths: Counter[int], ordered: list[int], documents: int) -> int:
+    """The lower one of an even number."""
+    passed = 0
+    for length in ordered:
+        passed += lengths[length]
+        if 2 * passed >= documents:
+            return length
+    return 0
+
+
+def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
+    """Documents by powers of two of their length: `from` ≤ tokens < `below`."""
+    found: Counter[int] = Counter()
+    for length, times in lengths.items():
+        found[length.bit_length()] += times
+    return [
+        {"from": 1 << bits >> 1, "below": 1 << bits, "documents": found[bits]}
+        for bits in range(min(found), max(found) + 1)
+    ]
+
+
+def _sample(file: TokenFile, number: int, decoder: Tokenizer | None) -> dict[str, Any]:
+    tokens = file[number]
+    ids = [int(token) for token in tokens[:_SAMPLE]]
+    text = decoder.decode([i for i in ids if i >= 0]) if decoder else None
+    return {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
+
+
+def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:
+    if decoder is not None:
+        return {"vocabulary": decoder.vocab_size, "eos": decoder.eos}
+    name = getattr(file, "tokenizer", None)
+    return {"name": name} if name else None
+
+
+def _vocabulary_problems(largest: int, decoder: Tokenizer | None, vocab: int | None) -> list[str]:
+    problems = []
+    known = decoder.vocab_size if decoder else None
+    if known is not None and largest >= known:
+        problems.append(f"the files hold token {largest}, and the tokenizer has {known} tokens")
+    needed = max(largest + 1, known or 0)
+    if vocab is not None and needed > vocab:
+        enough = -(-needed // 64) * 64
+        what = f"the model's vocabulary of {vocab} tokens is smaller than the data's of {needed}"
+        problems.append(f"{what}; model.vocab={enough} is enough")
+    return problems
+
+
+def _manifest_problems(
+    folder: Path, manifest: dict[str, Any] | None, splits: dict[str, dict[str, Any]]
+) -> list[str]:
+    if manifest is None:
+        return [f"{folder / prepared.MANIFEST} cannot be read"]
+    problems = []
+    for name, split in splits.items():
+        said = manifest[name]
+        if any(said[what] != split[what] for what in ("documents", "tokens")):
+            problems.append(f"{name}: its documents and tokens are not those of the manifest")
+    file = folder / prepared.TOKENIZER
+    if (digest(file) if file.exists() else "byte") != manifest["tokenizer"]:
+        problems.append(f"{file} is not the tokenizer that made the tokens")
+    return problems

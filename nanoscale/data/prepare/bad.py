@@ -1,0 +1,29 @@
+"""Records that cannot be prepared, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoscale.errors import UserError, Violation
+
+
+@dataclass(frozen=True)
+class Bad:
+    """One record, or the rest of a file, that is no document."""
+
+    place: str
+    """`corpus/a.jsonl:17`, or `corpus/b.parquet, row 3`"""
+    what: str
+
+
+def refused(found: Sequence[Bad], kept: str = "") -> UserError:
+    """The error for bad records, of which `found` are the first."""
+    remedy = "mend what is named, or leave such records out with --bad skip"
+    violations = [
+        Violation(bad.place, None, "", bad.what, remedy="" if more else f"{remedy}{kept}")
+        for more, bad in zip(range(len(found) - 1, -1, -1), found, strict=True)
+    ]
+    if len(found) == 1:
+        return UserError("data", f"{found[0].place}: {found[0].what}", violations)
+    return UserError("data", f"{len(found)} bad records", violations)

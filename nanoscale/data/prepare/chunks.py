@@ -1,0 +1,230 @@
+"""Sources read in pieces of whole records, from any place on, in memory that does not grow.
+
+Records are not looked into here: that is the workers' part. Where pieces begin does not matter to what
+is prepared, for every document is tokenized alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.sources import Source, dataset, first_line, problem
+
+CHUNK = 1 << 19
+"""bytes of text that a worker gets at a time, at least"""
+LONGEST = 32 << 20
+"""bytes of one record, at most: its tokens must fit into memory, many times over"""
+
+_ROWS = 128
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the sources, between two records."""
+
+    source: int = 0
+    offset: int = 0
+    """bytes of the uncompressed text, or rows of a table"""
+    record: int = 1
+    """the line, or row, that follows"""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Whole records of one source."""
+
+    source: int
+    record: int
+    """line, or row, of the first"""
+    content: bytes | list[bytes | None]
+    """text with its separators, or the cells of a column"""
+    after: Cursor
+    read: int
+    """how much of the source's bytes is read now"""
+    bad: tuple[Bad, ...] = ()
+    """what could not be read here"""
+
+
+def separator_of(source: Source, separator: str | None) -> bytes | None:
+    """What stands between two records; None where a file is one record."""
+    if source.kind == "jsonl":
+        return b"\n"
+    return separator.encode() if separator is not None else None
+
+
+def read_chunks(
+    sources: Sequence[Source], field: str, separator: str | None, start: Cursor
+) -> Generator[Chunk, None, None]:
+    """All records of the sources from `start` on."""
+    for number in range(start.source, len(sources)):
+        source = sources[number]
+        cursor = start if number == start.source else Cursor(number)
+        last = cursor
+        try:
+            found = problem(source, field)
+            if found is not None:
+                raise _DamageError(found)
+            if source.kind in ("text", "jsonl"):
+                chunks = _text_chunks(source, cursor, separator_of(source, separator))
+            else:
+                chunks = _table_chunks(source, cursor, field)
+            for chunk in chunks:
+                last = chunk.after
+                yield chunk
+        except _DamageError as error:
+            yield _nothing(number, source, error.bad)
+        except (OSError, ValueError) as error:  # pyarrow's are among these
+            what = f"cannot be read from here on: {first_line(error)}"
+            yield _nothing(number, source, Bad(source.place(last.record), what))
+
+
+class _DamageError(Exception):
+    def __init__(self, bad: Bad) -> None:
+        super().__init__(bad.what)
+        self.bad = bad
+
+
+def _nothing(number: int, source: Source, bad: Bad) -> Chunk:
+    """In place of what cannot be read."""
+    return Chunk(number, 1, b"", Cursor(number + 1), source.bytes, (bad,))
+
+
+def _text_chunks(source: Source, start: Cursor, separator: bytes | None) -> Iterator[Chunk]:
+    cursor = start
+    with _opened(source) as (stream, raw):
+        _skip(stream, start.offset)
+        for content, length, lines in _pieces(stream, separator):
+            after = Cursor(start.source, cursor.offset + length, cursor.record + lines)
+            bad: tuple[Bad, ...] = ()
+            if not content:
+                bad = (Bad(source.place(cursor.record), too_long(separator is not None)),)
+            text = content.removeprefix(_BOM) if cursor.offset == 0 else content
+            yield Chunk(start.source, cursor.record, text, after, raw.tell(), bad)
+            cursor = after
+    if cursor.offset == 0:
+        raise _DamageError(Bad(source.name, "is empty"))
+
+
+def _pieces(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
+    """Whole records with their separators, their bytes and their ends of lines.
+
+    Of a record that is too long there is nothing but the two numbers.
+    """
+    rest = b""
+    while block := stream.read(CHUNK):
+        rest += block
+        cut = rest.rfind(separator) + len(separator) if separator and separator in rest else 0
+        if cut:
+            yield rest[:cut], cut, rest.count(b"\n", 0, cut)
+            rest = rest[cut:]
+        elif len(rest) > LONGEST:
+            length, lines, rest = _pass_over(stream, rest, separator)
+            yield b"", length, lines
+    if rest:
+        yield rest, len(rest), rest.count(b"\n")
+
+
+def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, int, bytes]:
+    """Read to the end of the record that `rest` begins: its bytes, its ends of lines, what follows."""
+    length = lines = 0
+    kept = len(separator) - 1 if separator else 0
+    while separator is None or separator not in rest:
+        gone = rest[: len(rest) - kept]
+        length, lines = length + len(gone), lines + gone.count(b"\n")
+        block = stream.read(CHUNK)
+        if not block:
+            return length + kept, lines + rest.count(b"\n", len(gone)), b""
+        rest = rest[len(gone) :] + block
+    cut = rest.index(separator) + len(separator)
+    return length + cut, lines + rest.count(b"\n", 0, cut), rest[cut:]
+
+
+def too_long(separated: bool) -> str:
+    """What is said of a record longer than LONGEST."""
+    what = f"this document is longer than {LONGEST >> 20} MiB"
+    return what if separated else f"{what}; --separator TEXT says what stands between documents"
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
+    """The uncompressed text, and the file itself."""
+    import pyarrow as pa
+
+    with pa.OSFile(source.name) as raw:
+        if source.compression:
+            with pa.CompressedInputStream(raw, source.compression) as stream:
+                yield stream, raw
+        else:
+            yield raw, raw
+
+
+def _skip(stream: Any, offset: int) -> None:
+    if stream.seekable():
+        stream.seek(offset)
+        return
+    while offset:
+        offset -= len(stream.read(min(offset, CHUNK)))
+
+
+def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
+    """Cells of a column in pieces of about CHUNK bytes."""
+    import pyarrow as pa
+
+    row, cells, size = start.offset, [], 0
+    if source.kind == "parquet":
+        rows, batches = _parquet_batches(source, row, field)
+    else:
+        rows, batches = _dataset_batches(source, row, field)
+    for batch in batches:
+        # as bytes, since a file may hold a text that is not UTF-8
+        cells += batch.cast(pa.large_binary()).to_pylist()
+        size += batch.nbytes
+        if size >= CHUNK:
+            yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
+            row, cells, size = row + len(cells), [], 0
+    if cells:
+        yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
+
+
+def _cells(source: Source, at: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
+    end = at.offset + len(cells)
+    after = Cursor(at.source, end, end + 1)
+    return Chunk(at.source, at.record, cells, after, source.bytes * end // rows)
+
+
+def _parquet_batches(source: Source, start: int, field: str) -> tuple[int, Iterator[Any]]:
+    """All rows, and the cells from row `start` on; pages are read one after the other."""
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(
+        source.name, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True
+    )
+    groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    return sum(groups), _rows_from(file, groups, start, field)
+
+
+def _rows_from(file: Any, groups: list[int], start: int, field: str) -> Iterator[Any]:
+    first = 0
+    while first < len(groups) and start >= groups[first]:
+        start -= groups[first]
+        first += 1
+    with file:
+        for batch in file.iter_batches(
+            _ROWS, row_groups=range(first, len(groups)), columns=[field], use_threads=False
+        ):
+            passed = min(start, len(batch))
+            start -= passed
+            if passed < len(batch):
+                yield batch.column(0)[passed:]
+
+
+def _dataset_batches(source: Source, start: int, field: str) -> tuple[int, Iterator[Any]]:
+    table = dataset(source.name).select_columns([field]).with_format("arrow")
+    rows = len(table)
+    batches = (table[row : row + _ROWS][field] for row in range(start, rows, _ROWS))
+    return rows, (batch.combine_chunks() for batch in batches)

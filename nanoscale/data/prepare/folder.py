@@ -1,0 +1,239 @@
+"""The folder that is being prepared: what is committed stays, and it becomes visible in one step.
+
+    OUT.part/        lock  request.json  progress.json  tokens.lengths  valid.lengths
+    OUT.part/whole/  tokens.bin  valid.bin  tokenizer.json …  becomes OUT by one rename
+
+A commit makes the tokens durable and then replaces progress.json, which says how long the files are.
+Whatever was written after it is cut off when the work goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoscale.config.prepared import MANIFEST, TOKENS, VALID
+from nanoscale.data.indexed import bin_path, idx_path, index_parts, sync_folder
+from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.chunks import Chunk, Cursor
+from nanoscale.data.prepare.encode import Encoded, Tokens
+from nanoscale.errors import UserError, Violation
+
+SHOWN = 20
+"""bad records that are kept with their places"""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a split holds."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is prepared so far."""
+
+    cursor: Cursor = field(default_factory=Cursor)
+    train: Count = field(default_factory=Count)
+    valid: Count = field(default_factory=Count)
+    text_bytes: int = 0
+    empty: int = 0
+    bad: int = 0
+    shown: tuple[Bad, ...] = ()
+    """the first bad records"""
+    read: int = 0
+    """bytes of the sources"""
+
+    @property
+    def documents(self) -> int:
+        return self.train.documents + self.valid.documents
+
+    @property
+    def tokens(self) -> int:
+        return self.train.tokens + self.valid.tokens
+
+
+class Part:
+    """An unfinished preparation."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], sizes: list[int]) -> None:
+        self._path = path
+        self._whole = path / "whole"
+        self.dtype = dtype
+        self._before = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+        self.progress = committed(path) or Progress()
+        self._splits = {
+            name: _Split(self._whole, path, name, count, dtype.itemsize)
+            for name, count in ((TOKENS, self.progress.train), (VALID, self.progress.valid))
+        }
+
+    def add(self, chunk: Chunk, encoded: Encoded) -> None:
+        """Append the documents of the chunk that follows."""
+        train = self._splits[TOKENS].append(encoded.train)
+        valid = self._splits[VALID].append(encoded.valid)
+        now = self.progress
+        self.progress = replace(
+            now,
+            cursor=chunk.after,
+            train=train,
+            valid=valid,
+            text_bytes=now.text_bytes + encoded.text_bytes,
+            empty=now.empty + encoded.empty,
+            bad=now.bad + len(encoded.bad),
+            shown=(now.shown + encoded.bad)[:SHOWN],
+            read=self._before[chunk.source] + chunk.read,
+        )
+
+    def commit(self) -> None:
+        """Make durable what was added."""
+        for split in self._splits.values():
+            split.sync()
+        write_document(self._path / "progress.json", asdict(self.progress))
+
+    def publish(self, out: Path, manifest: dict[str, Any]) -> None:
+        """Let the folder appear at `out`, whole."""
+        self.commit()
+        kept = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
+        for name, split in self._splits.items():
+            split.close()
+            if name in kept:
+                split.write_index(self.dtype)
+            else:
+                bin_path(self._whole / name).unlink()
+        names = sorted({path.name for path in self._whole.iterdir()} - {MANIFEST})
+        files = {name: (self._whole / name).stat().st_size for name in names}
+        write_document(self._whole / MANIFEST, {**manifest, "files": files})
+        self._whole.rename(out)
+        sync_folder(out.parent)
+        shutil.rmtree(self._path)
+
+
+class _Split:
+    """The tokens and the lengths of one split, open for more."""
+
+    def __init__(self, whole: Path, part: Path, name: str, count: Count, itemsize: int) -> None:
+        self._prefix = whole / name
+        self._lengths_path = part / f"{name}.lengths"
+        self._count = count
+        self._itemsize = itemsize
+        self._tokens = _reopened(bin_path(self._prefix), count.tokens * itemsize)
+        self._lengths = _reopened(self._lengths_path, count.documents * 4)
+
+    def append(self, found: Tokens) -> Count:
+        self._tokens.write(found.tokens)
+        self._lengths.write(found.lengths)
+        self._count = Count(
+            self._count.documents + len(found.lengths) // 4,
+            self._count.tokens + len(found.tokens) // self._itemsize,
+        )
+        return self._count
+
+    def sync(self) -> None:
+        for stream in (self._tokens, self._lengths):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        self._tokens.close()
+        self._lengths.close()
+
+    def write_index(self, dtype: np.dtype[Any]) -> None:
+        lengths = np.memmap(self._lengths_path, dtype="<i4", mode="r")
+        with idx_path(self._prefix).open("wb") as stream:
+            for part in index_parts(dtype, lengths):
+                stream.write(part)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _reopened(path: Path, size: int) -> Any:
+    stream = path.open("r+b" if path.exists() else "w+b")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
+
+
+@contextmanager
+def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
+    """The folder OUT.part of this request, new or left by an earlier attempt, which nobody else has.
+
+    It is removed where the body fails before anything was committed. Raises UserError where another
+    process has it, or it was left by another request.
+    """
+    part = out.with_name(f"{out.name}.part")
+    try:
+        (part / "whole").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("data", f"{part} cannot be made: {error.strerror}") from error
+    with (part / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError("data", f"{out} is being prepared by another process") from error
+        _check_request(part, identity)
+        try:
+            yield part
+        except BaseException:
+            if part.exists() and committed(part) is None:
+                shutil.rmtree(part)
+            raise
+
+
+def _check_request(part: Path, identity: dict[str, Any]) -> None:
+    path = part / "request.json"
+    if not path.exists():
+        write_document(path, identity)
+        return
+    before = json.loads(path.read_bytes())
+    wrong = [
+        Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "was another then")
+        for name in identity
+        if identity[name] != before.get(name)
+    ]
+    if wrong:
+        names = ", ".join(violation.key for violation in wrong)
+        found = Violation(
+            "--out", str(part), "", f"it was begun with other settings: {names}",
+            remedy=f"ask for what was begun, or begin anew: rm -r {part}",
+        )  # fmt: skip
+        raise UserError("data", f"{part}: {found.message}", [found])
+
+
+def committed(part: Path) -> Progress | None:
+    """What the last commit says; None before the first."""
+    try:
+        found = json.loads((part / "progress.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    found["cursor"] = Cursor(**found["cursor"])
+    for name in ("train", "valid"):
+        found[name] = Count(**found[name])
+    found["shown"] = tuple(Bad(**bad) for bad in found["shown"])
+    return Progress(**found)
+
+
+def write_document(path: Path, document: dict[str, Any]) -> None:
+    """Write a JSON document as `write_whole` does."""
+    write_whole(path, json.dumps(document, indent=1, ensure_ascii=False).encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is durable, and never seen in part."""
+    aside = path.with_name(f"{path.name}.new")
+    with aside.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.rename(path)
+    sync_folder(path.parent)

@@ -1,0 +1,295 @@
+"""From a request to a folder of tokens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from nanoscale.config.prepared import TOKENIZER, manifest
+from nanoscale.data.indexed import smallest_type
+from nanoscale.data.prepare import folder
+from nanoscale.data.prepare.bad import refused
+from nanoscale.data.prepare.chunks import Cursor, read_chunks
+from nanoscale.data.prepare.encode import Documents, Reading
+from nanoscale.data.prepare.folder import Part, Progress
+from nanoscale.data.prepare.sources import Source, find_sources, problem
+from nanoscale.data.prepare.workers import Setup, Workers
+from nanoscale.data.tokenizer import (
+    CONFIG,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    digest,
+    find,
+    load,
+    train_bpe,
+)
+from nanoscale.errors import UserError, Violation
+
+FORMAT = 1
+"""raised whenever the same request would give other bytes"""
+
+COMMIT_S = 5.0
+_SAMPLE = 256 << 20
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be prepared."""
+
+    sources: tuple[str, ...]
+    """files, folders, patterns, hf:NAME"""
+    out: Path
+    tokenizer: str | None
+    """byte, a tokenizer.json, its folder or a name of the hub; None: a BPE is trained"""
+    vocab_size: int = 32768
+    """tokens of a BPE that is trained, at most"""
+    eos: str | None = None
+    """the token that ends a document, where the tokenizer does not say"""
+    field: str = "text"
+    separator: str | None = None
+    """what stands between the documents of a .txt; None: each file is one"""
+    validation: float = 0.0
+    """share of the documents that is held out"""
+    skip_bad: bool = False
+    workers: int = 1
+
+
+class Watcher(Protocol):
+    """Who is told how it goes."""
+
+    def note(self, sentence: str) -> None: ...
+
+    def progress(self, progress: Progress, total: int) -> None:
+        """`total`: bytes of all sources, of which `progress.read` are read."""
+
+
+def prepare(request: Request, watcher: Watcher, *, commit_s: float = COMMIT_S) -> dict[str, Any]:
+    """Tokenize the sources into the folder `request.out`; its manifest.
+
+    The bytes depend on sources, tokenizer and settings alone, not on the number of workers nor on
+    how often the work was cut off: the same request goes on where it was. Memory is bounded by the
+    longest document times the workers.
+
+    Raises:
+        UserError: the request is wrong, or a record is bad and `skip_bad` is false.
+        KeyboardInterrupt: by Ctrl-C, after a commit.
+        LostWorkerError: a worker was killed.
+    """
+    request = replace(request, out=request.out.expanduser().absolute())
+    sources = find_sources(request.sources)
+    given = _given(request)
+    identity = _identity(request, sources, given)
+    done = manifest(request.out)
+    if done is not None and done.get("request") == identity:
+        shutil.rmtree(request.out.with_name(f"{request.out.name}.part"), ignore_errors=True)
+        watcher.note(f"{request.out} is prepared already")
+        return done
+    _refuse_existing(request.out)
+    if not request.skip_bad:
+        _refuse_unreadable(sources, request.field)
+    reading = Reading(tuple(sources), request.field, request.separator, request.validation)
+    with folder.opened(request.out, identity) as path, _interrupted() as stop:
+        whole = path / "whole"
+        if given is None:
+            tokenizer: Tokenizer = _trained(request, reading, whole, watcher, stop)
+        else:
+            tokenizer = given.copied_to(whole)
+        part = Part(path, smallest_type(tokenizer.vocab_size), [one.bytes for one in sources])
+        _fill(part, path, request, reading, watcher, stop, commit_s)
+        _refuse_nothing(part.progress, request)
+        part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
+    found = manifest(request.out)
+    assert found is not None, "it was just written"
+    return found
+
+
+def _fill(
+    part: Part,
+    path: Path,
+    request: Request,
+    reading: Reading,
+    watcher: Watcher,
+    stop: threading.Event,
+    commit_s: float,
+) -> None:
+    """Tokenize what is not committed yet."""
+    total = sum(source.bytes for source in reading.sources)
+    file = path / "whole" / TOKENIZER
+    setup = Setup(reading, file if file.exists() else None, part.dtype)
+    if part.progress != Progress():
+        watcher.note(f"goes on after {part.progress.documents:,} documents")
+    _refuse_bad(part, request, path)
+    chunks = read_chunks(reading.sources, reading.field, reading.separator, part.progress.cursor)
+    committed = time.monotonic()
+    with Workers(request.workers, setup, stop) as workers, closing(chunks):
+        try:
+            for chunk, encoded in workers.encoded(chunks):
+                part.add(chunk, encoded)
+                _refuse_bad(part, request, path)
+                watcher.progress(part.progress, total)
+                if time.monotonic() - committed >= commit_s:
+                    part.commit()
+                    committed = time.monotonic()
+        except KeyboardInterrupt:
+            part.commit()
+            raise
+
+
+def _refuse_bad(part: Part, request: Request, path: Path) -> None:
+    if part.progress.bad == 0 or request.skip_bad:
+        return
+    kept = f"; what was prepared is kept in {path}" if folder.committed(path) else ""
+    raise refused(part.progress.shown[:_MOST_SHOWN], kept)
+
+
+def _refuse_unreadable(sources: list[Source], field: str) -> None:
+    """Look at every file's frame before anything is written."""
+    found = [bad for source in sources if (bad := problem(source, field)) is not None]
+    if found:
+        raise refused(found[:_MOST_SHOWN])
+
+
+def _refuse_existing(out: Path) -> None:
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    what = "is there already, and is not what this request makes"
+    found = Violation("--out", str(out), "", what, remedy="choose another folder, or remove it")
+    raise UserError("data", f"{out} {what}", [found])
+
+
+def _refuse_nothing(progress: Progress, request: Request) -> None:
+    if progress.train.documents == 0:
+        raise UserError("data", "the sources hold no document to train on")
+    if request.validation and progress.valid.documents == 0:
+        what = f"holds out none of {progress.documents:,} documents"
+        found = Violation("--validation", request.validation, "", what, ("--validation 0.1",))
+        raise UserError("data", f"--validation {request.validation}: {what}", [found])
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tokenizer that is there already."""
+
+    path: Path | None
+    """its tokenizer.json; None for bytes"""
+    tokenizer: Tokenizer
+
+    def document(self) -> dict[str, Any]:
+        kind = digest(self.path) if self.path else "byte"
+        return {"tokenizer": kind, "eos": self.tokenizer.eos}
+
+    def copied_to(self, whole: Path) -> Tokenizer:
+        """The same, when its files are in this folder too, with the name of the end token."""
+        if not isinstance(self.tokenizer, FileTokenizer) or self.path is None:
+            return self.tokenizer
+        config = self.path.with_name(CONFIG)
+        settings = json.loads(config.read_bytes()) if config.is_file() else {}
+        settings["eos_token"] = self.tokenizer.name_of(self.tokenizer.eos)
+        folder.write_document(whole / CONFIG, settings)
+        folder.write_whole(whole / TOKENIZER, self.path.read_bytes())
+        return self.tokenizer
+
+
+def _given(request: Request) -> _Given | None:
+    if request.tokenizer is None:
+        return None
+    if request.tokenizer == "byte":
+        return _Given(None, ByteTokenizer())
+    path = find(request.tokenizer, "--tokenizer")
+    return _Given(path, load(path, key="--tokenizer", eos=request.eos))
+
+
+def _trained(
+    request: Request, reading: Reading, whole: Path, watcher: Watcher, stop: threading.Event
+) -> Tokenizer:
+    """A BPE of the sources, which an earlier attempt may have trained."""
+    target = whole / TOKENIZER
+    if not target.exists():
+        watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
+        aside = target.with_name(f"{TOKENIZER}.trained")
+        train_bpe(_sample(request, reading, stop), request.vocab_size, aside)
+        folder.write_whole(target, aside.read_bytes())
+        aside.unlink()
+    return load(target)
+
+
+def _sample(request: Request, reading: Reading, stop: threading.Event) -> Iterator[str]:
+    """Texts to train a tokenizer on: the beginning of every source, none that is held out."""
+    sources = reading.sources
+    share = min(1.0, _SAMPLE / sum(source.bytes for source in sources))
+    for number, source in enumerate(sources):
+        start = Cursor(number)
+        for chunk in read_chunks(sources[: number + 1], reading.field, reading.separator, start):
+            if stop.is_set():
+                raise KeyboardInterrupt
+            documents = Documents(chunk, reading)
+            yield from (text for text, is_held_out in documents if not is_held_out)
+            if documents.bad and not request.skip_bad:
+                raise refused(documents.bad[:_MOST_SHOWN])
+            if chunk.read > share * source.bytes:
+                break
+
+
+def _identity(request: Request, sources: list[Source], given: _Given | None) -> dict[str, Any]:
+    """What the bytes depend on."""
+    return {
+        "format": FORMAT,
+        **(
+            given.document()
+            if given
+            else {"tokenizer": "trained", "vocab-size": request.vocab_size}
+        ),
+        "field": request.field,
+        "separator": request.separator,
+        "validation": request.validation,
+        "sources": [source.document() for source in sources],
+    }
+
+
+def _manifest(
+    identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: Progress
+) -> dict[str, Any]:
+    file = whole / TOKENIZER
+    return {
+        "request": identity,
+        "vocabulary": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        "tokenizer": digest(file) if file.exists() else "byte",
+        "type": str(smallest_type(tokenizer.vocab_size)),
+        "train": {"documents": progress.train.documents, "tokens": progress.train.tokens},
+        "valid": {"documents": progress.valid.documents, "tokens": progress.valid.tokens},
+        "text_bytes": progress.text_bytes,
+        "empty": progress.empty,
+        "bad": progress.bad,
+        "bad_records": [{"place": bad.place, "what": bad.what} for bad in progress.shown],
+    }
+
+
+@contextmanager
+def _interrupted() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one ends at once, without a commit."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

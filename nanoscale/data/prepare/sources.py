@@ -1,0 +1,185 @@
+"""What is prepared: files of text, found by name, folder or pattern, and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from nanoscale.data.prepare.bad import Bad
+from nanoscale.errors import UserError, Violation
+
+Kind = Literal["text", "jsonl", "parquet", "dataset"]
+KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+DATASET = "hf:"
+
+_KNOWN = ".txt, .jsonl (both also .gz and .zst), .parquet"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one split of a dataset."""
+
+    name: str
+    """its absolute path, or hf:NAME…"""
+    kind: Kind
+    compression: str
+    """gzip, zstd or nothing"""
+    bytes: int
+    """on disk; of a dataset in memory"""
+    version: str
+    """changes when the content does: the time of the file's last change, the dataset's fingerprint"""
+
+    def place(self, record: int) -> str:
+        """Where a record is: a line of text or a row of a table, from 1."""
+        return f"{self.name}{':' if self.kind in ('text', 'jsonl') else ', row '}{record}"
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_sources(words: Sequence[str]) -> list[Source]:
+    """The files that are meant, in the order given; those of a pattern or a folder by name.
+
+    Raises UserError for what does not exist, is of no known kind or is named twice.
+    """
+    found: list[Source] = []
+    problems = []
+    for word in words:
+        try:
+            found += _named(word)
+        except _UnusableError as error:
+            problems.append(Violation(word, None, "", str(error), error.instead))
+    names = [source.name for source in found]
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    problems += [Violation(name, None, "", "is named twice") for name in twice]
+    if problems:
+        first = problems[0]
+        message = f"{first.key}: {first.message}" if len(problems) == 1 else "sources are wrong"
+        raise UserError("data", message, problems)
+    return found
+
+
+def problem(source: Source, field: str) -> Bad | None:
+    """What is wrong with a whole file, as far as a look at its frame tells."""
+    if source.bytes == 0:
+        return Bad(source.name, "is empty")
+    if source.kind == "parquet":
+        return _parquet_problem(source, field)
+    if source.kind == "dataset":
+        return _column_problem(source, dataset(source.name).data.schema, field)
+    return None
+
+
+@lru_cache
+def dataset(name: str) -> Any:
+    """The dataset that hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT means, mapped into memory."""
+    from datasets import load_dataset, load_from_disk
+
+    path, *rest = name.removeprefix(DATASET).split(":")
+    split = rest[-1] if rest else "train"
+    config = rest[0] if len(rest) == 2 else None
+    folder = Path(path).expanduser()
+    if (folder / "dataset_dict.json").is_file():
+        return load_from_disk(str(folder / split))
+    if (folder / "state.json").is_file():
+        return load_from_disk(str(folder))
+    return load_dataset(str(folder) if folder.exists() else path, config, split=split)
+
+
+class _UnusableError(Exception):
+    def __init__(self, what: str, *instead: str) -> None:
+        super().__init__(what)
+        self.instead = instead
+
+
+def _named(word: str) -> Iterator[Source]:
+    if word.startswith(DATASET):
+        yield _dataset(word)
+        return
+    path = Path(word).expanduser()
+    if path.is_file():
+        yield _file(path)
+    elif path.is_dir():
+        yield from _several(word, (p for p in path.rglob("*") if _kind(p) is not None))
+    elif glob.has_magic(word):
+        # Path.glob takes no absolute pattern
+        matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
+        yield from _several(word, matches)
+    else:
+        raise _UnusableError("there is no such file")
+
+
+def _several(word: str, paths: Iterator[Path]) -> Iterator[Source]:
+    files = sorted(path for path in paths if path.is_file())
+    if not files:
+        raise _UnusableError(f"no file there: what can be read is {_KNOWN}")
+    yield from map(_file, files)
+
+
+def _file(path: Path) -> Source:
+    found = _kind(path)
+    if found is None:
+        raise _UnusableError(f"{path.name} is of no kind that can be read: {_KNOWN}")
+    kind, compression = found
+    about = path.stat()
+    return Source(str(path.absolute()), kind, compression, about.st_size, str(about.st_mtime_ns))
+
+
+def _kind(path: Path) -> tuple[Kind, str] | None:
+    compression = COMPRESSIONS.get(path.suffix, "")
+    suffix = Path(path.stem).suffix if compression else path.suffix
+    kind = KINDS.get(suffix)
+    if kind is None or (kind == "parquet" and compression):
+        return None
+    return kind, compression
+
+
+def _dataset(word: str) -> Source:
+    if find_spec("datasets") is None:
+        raise _UnusableError(
+            "needs Hugging Face's datasets, which is not installed",
+            "pip install 'nanoscale[datasets]'",
+        )
+    try:
+        found = dataset(word)
+    except Exception as error:  # whatever a hub, a network and a cache can raise
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise _UnusableError(f"cannot be loaded: {lines[0]}") from error
+    return Source(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
+
+
+def _parquet_problem(source: Source, field: str) -> Bad | None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(source.name) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        return Bad(source.name, f"is no readable parquet file: {first_line(error)}")
+    if rows == 0:
+        return Bad(source.name, "is empty")
+    return _column_problem(source, schema, field)
+
+
+def _column_problem(source: Source, schema: Any, field: str) -> Bad | None:
+    import pyarrow as pa
+
+    if field not in schema.names:
+        names = ", ".join(schema.names)
+        return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
+    kind = schema.field(field).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return Bad(source.name, f"its column {field!r} holds {kind}, not text")
+    return None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,158 @@
+"""Processes that tokenize pieces of text, whose results come back in the order of the pieces.
+
+Processes and not the threads of the tokenizers library: reading JSON, and taking the tokens over into
+Python, then happens on all cores too, and no cache is shared between them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from nanoscale.data.prepare.chunks import Chunk
+from nanoscale.data.prepare.encode import Encoded, Reading, encode
+from nanoscale.data.tokenizer import ByteTokenizer, load
+
+_LOOK_S = 0.2
+_AHEAD = 4
+"""pieces for each worker that may be read before the first of them is written"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every worker is given once."""
+
+    reading: Reading
+    tokenizer: Path | None
+    """a tokenizer.json; None for bytes"""
+    dtype: np.dtype[Any]
+
+
+class LostWorkerError(Exception):
+    """A worker was killed, by the system where memory ran out."""
+
+
+@dataclass
+class _Piece:
+    chunk: Chunk
+    result: Encoded | None = None
+
+
+@dataclass
+class Workers:
+    """A number of processes, ended with the context and with this process, however that ends."""
+
+    count: int
+    setup: Setup
+    stop: threading.Event
+    """once it is set, `encoded` ends by KeyboardInterrupt"""
+    _idle: list[Connection] = field(default_factory=list)
+    _processes: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        with _uninterruptible():
+            for _ in range(self.count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, self.setup), daemon=True)
+                process.start()
+                theirs.close()  # so that the end of either side is seen by the other
+                self._idle.append(ours)
+                self._processes.append(process)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()  # they hold nothing that is not here
+            process.join()
+
+    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Every chunk with its tokens, in order; at most a few chunks a worker are in memory."""
+        pending: deque[_Piece] = deque()
+        busy: dict[Connection, _Piece] = {}
+        following = next(chunks, None)
+        while following or pending:
+            while following and self._idle and len(pending) < _AHEAD * self.count:
+                piece, connection = _Piece(following), self._idle.pop()
+                self._send(connection, following)
+                busy[connection] = piece
+                pending.append(piece)
+                following = next(chunks, None)
+            while pending and pending[0].result is not None:
+                done = pending.popleft()
+                yield done.chunk, done.result  # type: ignore[misc]
+            if self.stop.is_set():
+                raise KeyboardInterrupt
+            if busy:
+                self._receive(busy)
+
+    def _send(self, connection: Connection, chunk: Chunk) -> None:
+        try:
+            connection.send(chunk)
+        except OSError as error:
+            raise self._lost() from error
+
+    def _receive(self, busy: dict[Connection, _Piece]) -> None:
+        for connection in wait(list(busy), _LOOK_S):
+            assert isinstance(connection, Connection)
+            try:
+                answer = connection.recv()
+            except (EOFError, OSError) as error:
+                raise self._lost() from error
+            if isinstance(answer, str):
+                raise RuntimeError(f"a worker failed:\n{answer}")
+            busy.pop(connection).result = answer
+            self._idle.append(connection)
+
+    def _lost(self) -> LostWorkerError:
+        for process in self._processes:
+            process.join(_LOOK_S)
+        codes = [process.exitcode for process in self._processes if process.exitcode is not None]
+        how = f"signal {-codes[0]}" if codes and codes[0] < 0 else f"exit code {codes or '?'}"
+        return LostWorkerError(
+            f"a worker ended by {how}; if memory ran out, use fewer: --workers N. What was"
+            " prepared so far is kept: the same command goes on from there"
+        )
+
+
+def _work(connection: Connection, setup: Setup) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        tokenizer = load(setup.tokenizer) if setup.tokenizer else ByteTokenizer()
+        while True:
+            chunk = connection.recv()
+            connection.send(encode(chunk, setup.reading, tokenizer, setup.dtype))
+    except (EOFError, ConnectionError):
+        pass  # whoever asked is gone
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+class _uninterruptible:  # noqa: N801
+    """Processes that start meanwhile ignore Ctrl-C, from their first moment on: it is ours to mind."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
