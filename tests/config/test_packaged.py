@@ -79,8 +79,8 @@ def _default(key: str) -> object:
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_is_legal_and_complete(group, option):
     words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]
-    if option == "megatron":
-        for end in (".bin", ".idx"):
+    if option in ("megatron", "datatrove"):
+        for end in (".bin", ".idx", "", ".index"):
             Path(f"corpus{end}").touch()
         words.append("data.path=corpus")
     composed = compose(words)

@@ -17,11 +17,11 @@ from nanoscale.config.prepared import TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import refused
-from nanoscale.data.prepare.chunks import Cursor, read_chunks
-from nanoscale.data.prepare.encode import Documents, Reading
+from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
+from nanoscale.data.prepare.encode import Documents, Encoded, Reading
 from nanoscale.data.prepare.folder import Part, Progress
 from nanoscale.data.prepare.sources import Source, find_sources, problem
-from nanoscale.data.prepare.workers import Setup, Workers
+from nanoscale.data.prepare.workers import Setup, Workers, encode_here
 from nanoscale.data.tokenizer import (
     CONFIG,
     ByteTokenizer,
@@ -38,6 +38,7 @@ FORMAT = 1
 """raised whenever the same request would give other bytes"""
 
 COMMIT_S = 5.0
+"""between two commits, at least"""
 _SAMPLE = 256 << 20
 _MOST_SHOWN = 10
 
@@ -73,7 +74,7 @@ class Watcher(Protocol):
         """`total`: bytes of all sources, of which `progress.read` are read."""
 
 
-def prepare(request: Request, watcher: Watcher, *, commit_s: float = COMMIT_S) -> dict[str, Any]:
+def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
     """Tokenize the sources into the folder `request.out`; its manifest.
 
     The bytes depend on sources, tokenizer and settings alone, not on the number of workers nor on
@@ -105,7 +106,7 @@ def prepare(request: Request, watcher: Watcher, *, commit_s: float = COMMIT_S) -
         else:
             tokenizer = given.copied_to(whole)
         part = Part(path, smallest_type(tokenizer.vocab_size), [one.bytes for one in sources])
-        _fill(part, path, request, reading, watcher, stop, commit_s)
+        _fill(part, path, request, reading, watcher, stop)
         _refuse_nothing(part.progress, request)
         part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
     found = manifest(request.out)
@@ -120,7 +121,6 @@ def _fill(
     reading: Reading,
     watcher: Watcher,
     stop: threading.Event,
-    commit_s: float,
 ) -> None:
     """Tokenize what is not committed yet."""
     total = sum(source.bytes for source in reading.sources)
@@ -131,18 +131,31 @@ def _fill(
     _refuse_bad(part, request, path)
     chunks = read_chunks(reading.sources, reading.field, reading.separator, part.progress.cursor)
     committed = time.monotonic()
-    with Workers(request.workers, setup, stop) as workers, closing(chunks):
+    with closing(chunks), _encoding(request.workers, chunks, setup, stop) as results:
         try:
-            for chunk, encoded in workers.encoded(chunks):
+            for chunk, encoded in results:
                 part.add(chunk, encoded)
                 _refuse_bad(part, request, path)
                 watcher.progress(part.progress, total)
-                if time.monotonic() - committed >= commit_s:
+                if time.monotonic() - committed >= COMMIT_S:
                     part.commit()
                     committed = time.monotonic()
         except KeyboardInterrupt:
             part.commit()
             raise
+
+
+@contextmanager
+def _encoding(
+    workers: int, chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
+) -> Iterator[Iterator[tuple[Chunk, Encoded]]]:
+    """Every chunk with its tokens, in order."""
+    if workers == 1:
+        with closing(encode_here(chunks, setup, stop)) as results:
+            yield results
+    else:
+        with Workers(workers, setup, stop) as pool:
+            yield pool.encoded(chunks)
 
 
 def _refuse_bad(part: Part, request: Request, path: Path) -> None:

@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,9 +23,10 @@ import numpy as np
 
 from nanoscale.data.prepare.chunks import Chunk
 from nanoscale.data.prepare.encode import Encoded, Reading, encode
-from nanoscale.data.tokenizer import ByteTokenizer, load
+from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 
 _LOOK_S = 0.2
+_THREADS = "TOKENIZERS_PARALLELISM"
 _AHEAD = 4
 """pieces for each worker that may be read before the first of them is written"""
 
@@ -38,6 +39,28 @@ class Setup:
     tokenizer: Path | None
     """a tokenizer.json; None for bytes"""
     dtype: np.dtype[Any]
+
+    def load(self) -> Tokenizer:
+        return load(self.tokenizer) if self.tokenizer else ByteTokenizer()
+
+
+def encode_here(
+    chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
+) -> Generator[tuple[Chunk, Encoded], None, None]:
+    """What `Workers` does, in this process alone."""
+    tokenizer = setup.load()
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "false"
+    try:
+        for chunk in chunks:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            yield chunk, encode(chunk, setup.reading, tokenizer, setup.dtype)
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before
 
 
 class LostWorkerError(Exception):
@@ -133,9 +156,9 @@ class Workers:
 
 
 def _work(connection: Connection, setup: Setup) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ[_THREADS] = "false"
     try:
-        tokenizer = load(setup.tokenizer) if setup.tokenizer else ByteTokenizer()
+        tokenizer = setup.load()
         while True:
             chunk = connection.recv()
             connection.send(encode(chunk, setup.reading, tokenizer, setup.dtype))

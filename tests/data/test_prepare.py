@@ -1,0 +1,311 @@
+"""Text to tokens: every bit as another reader has it, whatever cuts the work off and however many do it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Native
+
+import nanoscale
+from nanoscale.data.prepare import chunks, run
+from nanoscale.data.prepare.run import _interrupted
+from nanoscale.data.prepare.workers import LostWorkerError, Workers
+from nanoscale.data.tokenizer import train_bpe
+from nanoscale.errors import UserError
+from tests.data.texts import (
+    Silent,
+    as_bytes,
+    every_file,
+    found,
+    is_held_out,
+    pair,
+    prepared,
+    texts,
+    write_jsonl,
+    write_parquet,
+)
+
+ROOT = Path(nanoscale.__file__).parents[1]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK", 3000)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe(texts(50), 300, path)
+    return path
+
+
+def test_every_kind_of_file_is_read_and_every_bit_is_as_another_reader_has_it(
+    tmp_path, bpe, small_chunks
+):
+    documents = texts(260)
+    write_jsonl(tmp_path / "a.jsonl", documents[:100])
+    write_jsonl(tmp_path / "b.jsonl.gz", documents[100:150])
+    write_jsonl(tmp_path / "c.jsonl.zst", documents[150:200])
+    write_parquet(tmp_path / "d.parquet", documents[200:250])
+    (tmp_path / "e.txt").write_text(documents[250])
+    (tmp_path / "f.txt").write_text("\ufeff" + "<|>".join(documents[251:]) + "<|>")
+    (tmp_path / "notes.md").write_text("of no kind that is read")
+    out = tmp_path / "out"
+    manifest = prepared(out, tmp_path, tokenizer=str(bpe), validation=0.2, separator="<|>")
+    native = Native.from_file(str(bpe))
+    native.encode_special_tokens = True
+    eos = native.token_to_id("<|endoftext|>")
+    for name, side in (("tokens", False), ("valid", True)):
+        chosen = [text for text in documents if is_held_out(text, 0.2) is side]
+        ids = [[*native.encode(text, add_special_tokens=False).ids, eos] for text in chosen]
+        assert len(ids) > 30
+        assert found(out, name) == pair(ids, code=8)
+        split = "valid" if side else "train"
+        assert manifest[split] == {"documents": len(ids), "tokens": sum(map(len, ids))}
+    assert manifest["text_bytes"] == sum(len(text.encode()) for text in documents)
+    assert (out / "tokenizer.json").read_bytes() == bpe.read_bytes()
+    assert sorted(manifest["files"]) == sorted(set(every_file(out)) - {"manifest.json"})
+    assert not (tmp_path / "out.part").exists()
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path):
+    native = json.loads(Native.from_str(_words(70_000)).to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(native))
+    write_jsonl(tmp_path / "a.jsonl", ["w69999 w1", "w2"])
+    manifest = prepared(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=str(tmp_path))
+    assert manifest["type"] == "int32"
+    assert found(tmp_path / "out", "tokens") == pair([[69999, 1, 70000], [2, 70000]], code=4)
+
+
+def _words(count: int) -> str:
+    vocabulary = {f"w{number}": number for number in range(count)} | {"</s>": count}
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
+    return json.dumps({"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model,
+                       "added_tokens": []})  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [2, 5])
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks, workers):
+    write_jsonl(tmp_path / "a.jsonl", texts(80))
+    write_parquet(tmp_path / "b.parquet", texts(40, seed=1))
+    for number in (1, workers):
+        prepared(tmp_path / f"out{number}", tmp_path / "a.jsonl", tmp_path / "b.parquet",
+                 validation=0.1, workers=number)  # fmt: skip
+    assert every_file(tmp_path / "out1") == every_file(tmp_path / f"out{workers}")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from nanoscale.data.prepare import chunks, folder, run
+from tests.data.texts import Silent, prepared
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Killer(Silent):
+    def progress(self, progress, total):
+        super().progress(progress, total)
+        if len(self.seen) == {after}:
+            print(*[Path(p).read_text() for p in Path('/proc/self/task').glob('*/children')],
+                  flush=True)
+            die()
+
+chunks.CHUNK = 3000
+run.COMMIT_S = 0.0
+{patch}
+if __name__ == "__main__":
+    prepared(Path("out"), "a.jsonl.gz", "b.parquet", "c.jsonl", validation=0.1, workers=2,
+             watcher=Killer())
+"""
+KILLS = {
+    "after the first commit": (2, ""),
+    "in the middle": (9, ""),
+    "late": (19, ""),
+    "before the index": (0, "folder._Split.write_index = die"),
+    "before it appears": (
+        0,
+        "Path.rename = lambda self, to, was=Path.rename: die() "
+        "if self.name == 'whole' else was(self, to)",
+    ),
+    "when it has appeared": (0, "folder.shutil.rmtree = die"),
+}
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_killed_and_run_again_it_makes_the_same_bytes(tmp_path, small_chunks, when, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl.gz", texts(60))
+    write_parquet(tmp_path / "b.parquet", texts(45, seed=1))
+    write_jsonl(tmp_path / "c.jsonl", texts(60, seed=2))
+    after, patch = KILLS[when]
+    program = tmp_path / "program.py"
+    program.write_text(KILLED.format(after=after, patch=patch))
+    done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for pid in done.stdout.split():
+        _must_end(int(pid))
+    assert (tmp_path / "out").exists() is (when == "when it has appeared")
+    before = json.loads((tmp_path / "out.part" / "progress.json").read_bytes())
+    sources = ("a.jsonl.gz", "b.parquet", "c.jsonl")
+    watcher = Silent()
+    prepared(Path("out"), *sources, validation=0.1, watcher=watcher)
+    committed = before["train"]["documents"] + before["valid"]["documents"]
+    assert 0 < committed <= 165
+    assert all(seen.documents > committed for seen in watcher.seen)  # nothing is done again
+    assert (committed == 165) is (not watcher.seen)
+    assert not (tmp_path / "out.part").exists()
+    prepared(Path("whole"), *sources, validation=0.1)
+    assert every_file(tmp_path / "out") == every_file(tmp_path / "whole")
+
+
+def _must_end(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.02)
+    pytest.fail(f"worker {pid} outlives its parent")
+
+
+def test_ctrl_c_commits_and_the_same_request_goes_on(tmp_path, small_chunks):
+    class Interrupter(Silent):
+        def progress(self, progress, total):
+            super().progress(progress, total)
+            if len(self.seen) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(100))
+    with pytest.raises(KeyboardInterrupt):
+        prepared(tmp_path / "out", source, watcher=Interrupter())
+    watcher = Silent()
+    prepared(tmp_path / "out", source, watcher=watcher)
+    assert watcher.notes[0].startswith("goes on after")
+    assert found(tmp_path / "out", "tokens") == pair(as_bytes(texts(100)), code=8)
+
+
+def test_a_second_ctrl_c_is_not_held_back():
+    with pytest.raises(KeyboardInterrupt), _interrupted() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_worker_that_is_killed_is_an_error_and_what_was_done_is_kept(tmp_path, small_chunks):
+    source = write_jsonl(tmp_path / "a.jsonl", texts(100))
+    made: list[Workers] = []
+
+    class Killer(Silent):
+        def progress(self, progress, total):
+            made[0]._processes[0].kill()
+
+    enter = Workers.__enter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Workers, "__enter__", lambda self: made.append(self) or enter(self))
+        patch.setattr(run, "COMMIT_S", 0.0)
+        with pytest.raises(LostWorkerError, match="signal 9"):
+            prepared(tmp_path / "out", source, watcher=Killer(), workers=2)
+    prepared(tmp_path / "out", source)
+    assert found(tmp_path / "out", "tokens") == pair(as_bytes(texts(100)), code=8)
+
+
+def test_a_request_that_was_done_is_not_done_again_and_another_is_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", texts(5))
+    manifest = prepared(tmp_path / "out", source)
+    watcher = Silent()
+    assert prepared(tmp_path / "out", source, watcher=watcher) == manifest
+    assert watcher.notes == [f"{tmp_path / 'out'} is prepared already"]
+    with pytest.raises(UserError, match="is there already"):
+        prepared(tmp_path / "out", source, validation=0.5)
+    source.write_text(source.read_text() * 2)
+    with pytest.raises(UserError, match="is there already"):
+        prepared(tmp_path / "out", source)
+
+
+def test_unfinished_work_of_another_request_is_not_mixed_in(tmp_path, small_chunks):
+    class Interrupter(Silent):
+        def progress(self, progress, total):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(50))
+    with pytest.raises(KeyboardInterrupt):
+        prepared(tmp_path / "out", source, watcher=Interrupter())
+    with pytest.raises(UserError, match="other settings: --validation"):
+        prepared(tmp_path / "out", source, validation=0.3)
+
+
+def test_two_at_once_are_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", texts(5))
+
+    class Second(Silent):
+        def progress(self, progress, total):
+            with pytest.raises(UserError, match="being prepared by another process"):
+                prepared(tmp_path / "out", source)
+
+    prepared(tmp_path / "out", source, watcher=Second())
+
+
+def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, small_chunks):
+    documents = texts(200)
+    source = write_jsonl(tmp_path / "a.jsonl.zst", documents)
+    for name in ("out", "again"):
+        manifest = prepared(
+            tmp_path / name, source, tokenizer=None, vocab_size=400, validation=0.3, workers=2
+        )
+    assert every_file(tmp_path / "out") == every_file(tmp_path / "again")
+    kept = [text for text in documents if not is_held_out(text, 0.3)]
+    train_bpe(kept, 400, tmp_path / "by-hand.json")
+    trained = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    assert trained == (tmp_path / "by-hand.json").read_bytes()
+    assert 257 < manifest["vocabulary"] <= 400
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from tests.data.texts import prepared
+if __name__ == "__main__":
+    prepared(Path(sys.argv[2]), sys.argv[1], workers=2)
+    # getrusage has this process begin with the size of the one that started it
+    (peak,) = (line for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+    print(int(peak.split()[1]) // 1024)
+    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
+    """MiB at the peak, of the parent and of the largest worker, for 4 and for 32 MB of text."""
+    document = " ".join(texts(6))  # a page of parquet holds 1,024 of them, and is decoded as one
+    program = tmp_path / "program.py"
+    program.write_text(MEMORY)
+    peaks = []
+    for megabytes in (4, 32):
+        count = megabytes * 10**6 // len(document.encode())
+        documents = [f"{number} {document}" for number in range(count)]
+        source = tmp_path / f"{megabytes}-{name}"
+        if name.endswith("parquet"):
+            write_parquet(source, documents, rows=10**6)
+        else:
+            write_jsonl(source, documents)
+        done = subprocess.run(
+            [sys.executable, str(program), str(source), str(tmp_path / f"out{megabytes}")],
+            env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        peaks.append([int(word) for word in done.stdout.split()])
+    for small, large in zip(*peaks, strict=True):
+        assert large < small + 16, peaks
