@@ -1,7 +1,7 @@
 """Measure nanoscale beside its peers on this machine, as ratios in one run: `make bench`.
 
 Prints one table and keeps it under benchmarks/results/ with date, machine and versions. `make bench` takes
-some minutes; name parts (start, launch, step, backends) to run these alone.
+some minutes; name parts (start, launch, step, backends, data) to run these alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Row = tuple[str, float, str, float | None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help="start, launch, step, backends; all by default")
+    parser.add_argument(
+        "parts", nargs="*", help="start, launch, step, backends, data; all by default"
+    )
     parser.add_argument("--no-save", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     parts: dict[str, Callable[[], list[Row]]] = {
@@ -37,6 +39,7 @@ def main() -> None:
         "launch": bench_launch,
         "step": bench_step,
         "backends": bench_backends,
+        "data": bench_data,
     }
     rows = [row for name in arguments.parts or parts for row in parts[name]()]
     text = render(rows)
@@ -98,17 +101,28 @@ def bench_launch(ranks: int = 8) -> list[Row]:
 
 def bench_step() -> list[Row]:
     """Step time of the training loop on one process beside a plain PyTorch loop, in turns."""
-    output = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "bench_step.py")],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout
-    result = json.loads(output.splitlines()[-1])
+    result = result_of("bench_step.py")
     ours, plain, ratio = result["ours_s"], result["plain_s"], result["ratio"]
     return [
         ("plain PyTorch loop, model tiny, one step", plain * 1e3, "ms", 1.0),
         ("nanoscale, model tiny, one step", ours * 1e3, "ms", ratio),
+    ]
+
+
+def bench_data() -> list[Row]:
+    """Text to tokens beside the tokenizers library, and samples beside slices of a numpy memmap."""
+    result = result_of("bench_data.py")
+    threads = f"{result['threads']} threads"
+    return [
+        (f"tokenizers, {threads}, from memory to nothing", result["tokenizers"], "MB/s", 1.0),
+        (
+            f"data prepare, {threads}, from file to folder",
+            result["prepare"],
+            "MB/s",
+            result["prepare_ratio"],
+        ),
+        ("numpy memmap, samples of 1,024 tokens", result["memmap"], "1/s", 1.0),
+        ("loader, samples of 1,024 tokens", result["loader"], "1/s", result["loader_ratio"]),
     ]
 
 
@@ -134,6 +148,14 @@ def bench_backends(steps: int = 30) -> list[Row]:
                     ratio = values[part] / figures["native"][part]
                     rows.append((f"{backend}, stage {stage}, {what}", values[part], unit, ratio))
     return rows
+
+
+def result_of(script: str) -> dict[str, Any]:
+    """The last line that a script of ours prints, which is JSON."""
+    command = [sys.executable, str(ROOT / "scripts" / script)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
 
 
 def settled(run_dir: Path) -> tuple[float, float]:
@@ -169,10 +191,10 @@ def median_of(times: int, act: Callable[[], None]) -> float:
 
 def render(rows: list[Row]) -> str:
     width = max(len(row[0]) for row in rows)
-    lines = [f"{'':{width}}      figure       ratio"]
+    lines = [f"{'':{width}}      figure        ratio"]
     for name, figure, unit, ratio in rows:
         shown = "" if ratio is None else f"{ratio:.3f}"
-        lines.append(f"{name:{width}}  {figure:10.3f} {unit:3} {shown:>6}")
+        lines.append(f"{name:{width}}  {figure:10.3f} {unit:4} {shown:>6}")
     return "\n".join(lines)
 
 

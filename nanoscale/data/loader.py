@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from nanoscale.data.sampler import sample_indices
 from nanoscale.errors import UserError, Violation
+
+_AHEAD = 1024
+"""samples whose numbers are worked out at once"""
 
 
 class TokenFile(Protocol):
@@ -70,6 +72,16 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
     return Split(0, border, within), Split(border, total, within)
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """The order of the steps that follow."""
+
+    layout: tuple[int, int, int]
+    consumed: int
+    samples: np.ndarray
+    """int64 [steps, samples of this rank]"""
+
+
 class Loader:
     """Samples of one split; sample i is its tokens [i·seq_len, (i + 1)·seq_len + 1).
 
@@ -82,23 +94,31 @@ class Loader:
     ) -> None:
         if len(split) <= seq_len:
             raise too_small(tokens, split, seq_len)
-        within = tokens.tokens[split.start : split.stop]
-        self._samples = sliding_window_view(within, seq_len + 1)[::seq_len]
+        self._tokens = tokens.tokens[split.start : split.stop]
+        self._seq_len = seq_len
         self._file = tokens
         self._seed = seed
         self._vocab = vocab
+        self._ahead = _Ahead((0, 0, 0), 0, np.empty((0, 0), dtype=np.int64))
 
     def __len__(self) -> int:
         """Samples in the split; an epoch."""
-        return len(self._samples)
+        return (len(self._tokens) - 1) // self._seq_len
 
     def batch(self, indices: Any) -> np.ndarray:
         """Samples by number: int64 [len(indices), seq_len + 1].
 
         Raises UserError if a token lies outside the model's vocabulary.
         """
-        found: np.ndarray = self._samples[indices].astype(np.int64)
-        if found.size and (found.max() >= self._vocab or found.min() < 0):
+        numbers = np.asarray(indices).tolist()
+        found = np.empty((len(numbers), self._seq_len + 1), dtype=np.int64)
+        for row, number in zip(found, numbers, strict=True):
+            if not 0 <= number < len(self):
+                raise IndexError(number)
+            # a slice, since numpy gathers windows token by token
+            row[:] = self._tokens[number * self._seq_len :][: self._seq_len + 1]
+        # a negative one is a large one without its sign
+        if found.size and found.view(np.uint64).max() >= self._vocab:
             raise outside_vocabulary(self._file, found, self._vocab)
         return found
 
@@ -114,10 +134,20 @@ class Loader:
         share, rest = divmod(global_batch, dp)
         if rest or share % micro_batch or not 0 <= dp_rank < dp:
             raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
-        first = consumed + dp_rank * share
-        indices = sample_indices(self._seed, np.arange(first, first + share), len(self))
+        indices = self._order(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
             yield self.batch(indices[start : start + micro_batch])
+
+    def _order(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
+        """A rank's samples of one step, worked out for many steps at once: a call costs most of it."""
+        layout = (global_batch, dp_rank, share)
+        step, rest = divmod(consumed - self._ahead.consumed, global_batch)
+        if self._ahead.layout != layout or rest or not 0 <= step < len(self._ahead.samples):
+            steps = consumed + global_batch * np.arange(max(1, _AHEAD // share))
+            positions = steps[:, None] + dp_rank * share + np.arange(share)
+            samples = sample_indices(self._seed, positions, len(self))
+            self._ahead, step = _Ahead(layout, consumed, samples), 0
+        return self._ahead.samples[step]
 
     def valid_batches(
         self, samples: int, dp_rank: int, dp: int, micro_batch: int

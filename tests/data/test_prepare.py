@@ -288,12 +288,12 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
-    """MiB at the peak, of the parent and of the largest worker, for 4 and for 32 MB of text."""
+    """MiB at the peak, of the parent and of the largest worker, for 8 and for 40 MB of text."""
     document = " ".join(texts(6))  # a page of parquet holds 1,024 of them, and is decoded as one
     program = tmp_path / "program.py"
     program.write_text(MEMORY)
     peaks = []
-    for megabytes in (4, 32):
+    for megabytes in (8, 40):
         count = megabytes * 10**6 // len(document.encode())
         documents = [f"{number} {document}" for number in range(count)]
         source = tmp_path / f"{megabytes}-{name}"
