@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "numpy", "transformers", "tokenizers", "deepspeed")
+HEAVY = ("torch", "numpy", "transformers", "tokenizers", "deepspeed", "pyarrow", "datasets")
 
 PROGRAM = f"""
 import sys
@@ -35,7 +35,16 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
         ["--help"],
         *(
             [verb, "--help"]
-            for verb in ("train", "resume", "submit", "runs", "checkpoints", "config", "plan")
+            for verb in (
+                "train",
+                "resume",
+                "submit",
+                "data",
+                "runs",
+                "checkpoints",
+                "config",
+                "plan",
+            )
         ),
         ["config", "show", "recipe=llama-8b"],
         ["config", "explain", "model", "recipe=llama-8b"],

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import Tokenizer as Native
 
 import nanoscale
+from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.data.prepare import chunks, run
 from nanoscale.data.prepare.run import _interrupted
 from nanoscale.data.prepare.workers import LostWorkerError, Workers
@@ -309,3 +310,20 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
         peaks.append([int(word) for word in done.stdout.split()])
     for small, large in zip(*peaks, strict=True):
         assert large < small + 16, peaks
+
+
+def test_ctrl_c_on_the_command_line_ends_with_130(tmp_path, small_chunks, monkeypatch, capsys):
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    source = write_jsonl(tmp_path / "a.jsonl", texts(50))
+    words = ["data", "prepare", str(source), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanoscale.cli.data._Screen.progress", interrupt)
+        assert nanoscale_command([*words, "--workers", "1"]) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    monkeypatch.setattr("nanoscale.cli.data._LINE_S", 0.0)
+    assert nanoscale_command([*words, "--workers", "1", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["train"]["documents"] == 50
+    assert "MB/s  ETA " in printed.err
