@@ -264,7 +264,7 @@ def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     typer.echo(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
     typer.echo(f"  folder      {out.expanduser().absolute()}")
     typer.echo(f"  vocabulary  {manifest['vocabulary']:,}")
-    typer.echo(f"  train on it  nanoscale train recipe=… data=megatron data.path={out}")
+    typer.echo(f"  train       nanoscale train recipe=… data=megatron data.path={out}")
 
 
 def _print_inspected(document: dict[str, Any]) -> None:
