@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import traceback
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,6 +29,8 @@ from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 
 _LOOK_S = 0.2
 _THREADS = "TOKENIZERS_PARALLELISM"
+_QUEUED = 2
+"""pieces that a worker has at a time: one in work, one to go on with"""
 _AHEAD = 4
 """pieces for each worker that may be read before the first of them is written"""
 
@@ -81,7 +85,8 @@ class Workers:
     setup: Setup
     stop: threading.Event
     """once it is set, `encoded` ends by KeyboardInterrupt"""
-    _idle: list[Connection] = field(default_factory=list)
+    _free: deque[Connection] = field(default_factory=deque)
+    """workers that take another piece, once for each that they take"""
     _processes: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -92,8 +97,9 @@ class Workers:
                 process = context.Process(target=_work, args=(theirs, self.setup), daemon=True)
                 process.start()
                 theirs.close()  # so that the end of either side is seen by the other
-                self._idle.append(ours)
+                self._free.append(ours)
                 self._processes.append(process)
+        self._free *= _QUEUED
         return self
 
     def __exit__(
@@ -109,13 +115,13 @@ class Workers:
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Every chunk with its tokens, in order; at most a few chunks a worker are in memory."""
         pending: deque[_Piece] = deque()
-        busy: dict[Connection, _Piece] = {}
+        busy: dict[Connection, deque[_Piece]] = defaultdict(deque)
         following = next(chunks, None)
         while following or pending:
-            while following and self._idle and len(pending) < _AHEAD * self.count:
-                piece, connection = _Piece(following), self._idle.pop()
+            while following and self._free and len(pending) < _AHEAD * self.count:
+                piece, connection = _Piece(following), self._free.popleft()
                 self._send(connection, following)
-                busy[connection] = piece
+                busy[connection].append(piece)
                 pending.append(piece)
                 following = next(chunks, None)
             while pending and pending[0].result is not None:
@@ -132,7 +138,7 @@ class Workers:
         except OSError as error:
             raise self._lost() from error
 
-    def _receive(self, busy: dict[Connection, _Piece]) -> None:
+    def _receive(self, busy: dict[Connection, deque[_Piece]]) -> None:
         for connection in wait(list(busy), _LOOK_S):
             assert isinstance(connection, Connection)
             try:
@@ -141,8 +147,10 @@ class Workers:
                 raise self._lost() from error
             if isinstance(answer, str):
                 raise RuntimeError(f"a worker failed:\n{answer}")
-            busy.pop(connection).result = answer
-            self._idle.append(connection)
+            busy[connection].popleft().result = answer
+            if not busy[connection]:
+                del busy[connection]
+            self._free.append(connection)
 
     def _lost(self) -> LostWorkerError:
         for process in self._processes:
@@ -157,15 +165,24 @@ class Workers:
 
 def _work(connection: Connection, setup: Setup) -> None:
     os.environ[_THREADS] = "false"
+    chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, chunks), daemon=True).start()
     try:
         tokenizer = setup.load()
         while True:
-            chunk = connection.recv()
-            connection.send(encode(chunk, setup.reading, tokenizer, setup.dtype))
-    except (EOFError, ConnectionError):
-        pass  # whoever asked is gone
+            connection.send(encode(chunks.get(), setup.reading, tokenizer, setup.dtype))
     except BaseException:
-        connection.send(traceback.format_exc())
+        with suppress(OSError):
+            connection.send(traceback.format_exc())
+
+
+def _receive(connection: Connection, chunks: queue.SimpleQueue[Chunk]) -> None:
+    """Take pieces as they come, so that the next one is here when one is done."""
+    try:
+        while True:
+            chunks.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # whoever asked is gone
 
 
 class _uninterruptible:  # noqa: N801
