@@ -58,7 +58,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Model:
-    """The shape of a decoder-only transformer; Llama and GPT-2 differ in these keys only."""
+    """The shape of a decoder-only transformer; the families differ in these keys only."""
 
     name: str = key("custom", "what to call it in tables and logs")
     layers: int = key(8, "transformer blocks", at_least=1)
@@ -78,8 +78,22 @@ class Model:
     rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
     rope_scaling: RopeScaling | None = key(None, "Llama 3.1's long-context scaling; null: none")
     bias: bool = key(False, "biases in the linear layers")
+    qkv_bias: bool = key(False, "biases of queries, keys and values alone, as in Qwen2")
+    qk_norm: bool = key(
+        False, "RMSNorm of each head's queries and keys before they are rotated, as in Qwen3"
+    )
+    sliding_window: int | None = key(
+        None,
+        "tokens that attention looks back, itself among them; null: all. Longer sequences are refused",
+        unit="tokens",
+        at_least=1,
+    )
     tie_embeddings: bool = key(False, "output head shares the embedding's weights")
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
+    init_from: str | None = key(
+        None,
+        "folder of a Hugging Face model, or its name there: its weights and its shape to begin with",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer for one device. Llama and GPT-2 are two settings of `config.Model`.
+"""A decoder-only transformer for one device. Llama, Mistral, Qwen and GPT-2 are settings of `config.Model`.
 
 Shapes: batch, seq, hidden; heads, kv_heads, head_dim. Nothing here knows of ranks: parallelism is applied
 from outside, by parameter and module name.
@@ -107,25 +107,36 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped key and value heads (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Causal attention with grouped key and value heads (Ainslie et al. 2023, arXiv:2305.13245).
+
+    Queries and keys may be normalised head by head (Henry et al. 2020, arXiv:2010.04245).
+    """
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.head_dim = shape.head_dim or shape.hidden // shape.heads
         kv_heads = shape.kv_heads or shape.heads
-        self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=shape.bias)
-        self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
-        self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=shape.bias)
+        bias = shape.bias or shape.qkv_bias
+        self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=bias)
+        self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
+        self.wv = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
+        self.qk_norm = shape.qk_norm
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=shape.norm_eps)
         self.core: nn.Module = CausalAttention()
         self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
 
     def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         batch, seq, _ = hidden.shape
-        # [batch, seq, heads · head_dim] -> [batch, heads, seq, head_dim]
+        # [batch, seq, heads · head_dim] -> [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
         q, k, v = (
-            project(hidden).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+            project(hidden).view(batch, seq, -1, self.head_dim)
             for project in (self.wq, self.wk, self.wv)
         )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         mixed = self.core(q, k, v)

@@ -38,6 +38,7 @@ class Shape:
     """numbers of the cosines and sines of all positions: seq / cp · head_dim; 0 without rope"""
     gated: bool
     layernorm: bool
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         rotary=seq * head_dim if model.position == "rope" else 0,
         gated=model.mlp == "swiglu",
         layernorm=model.norm == "layernorm",
+        qk_norm=model.qk_norm,
     )
 
 
@@ -121,6 +123,8 @@ def saved(shape: Shape, run: Execution) -> Sizes:
         sizes["normed"] = normed * (3 if run.autocast else 1)
         sizes["normed middle"] = normed * (2 if run.autocast and shape.gated else 1)
     sizes |= _attention(shape, run)
+    if shape.qk_norm:
+        sizes |= _head_norms(shape, run)
     inner = tokens * shape.ffn * e
     sizes["up"] = inner
     if shape.gated:
@@ -153,6 +157,17 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
     if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used
         sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
     return sizes
+
+
+def _head_norms(shape: Shape, run: Execution) -> Sizes:
+    """What the norms of queries and keys go in with, the products' results, and what they save beside it."""
+    queries, keys = shape.tokens * shape.q, shape.tokens * shape.kv
+    sizes = {"wq": queries * run.compute, "wk": keys * run.compute}
+    if run.composed_norm:
+        wide = (queries + keys) * max(4, run.compute)
+        sizes |= {"normalised heads": wide} | ({"widened heads": wide} if run.compute < 4 else {})
+    heads = shape.heads * (shape.q + shape.kv) // shape.q
+    return sizes | {"statistics of heads": shape.tokens * heads * STATISTIC}
 
 
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:

@@ -24,6 +24,8 @@ _COMPOSED = (32, 74)
 narrows and weighs, 18 numbers forward and 40 backward"""
 _ROPE = {False: (9, 9), True: (2, 2)}
 """of queries and keys: four products of halves, two sums, one joining"""
+_QK_NORM = {False: (2, 3), True: (1, 2)}
+"""of queries and keys, where they are normalised; compiled code does it together with the rotation"""
 _GATED = {False: (5, 9), True: (3, 5)}
 """of each inner number of SwiGLU: silu and product"""
 _GELU = (2, 3)
@@ -235,6 +237,8 @@ def _traffic(part: Slice) -> tuple[float, float]:
     rope = (0, 0)
     if model.position == "rope":
         rope = _ROPE[compiled]
+    if model.qk_norm:
+        rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
     kv_heads = model.kv_heads or model.heads
     turned = part.tokens * (model.heads + kv_heads) * width / part.tp
     norms = _COMPOSED if part.composed_norm and not compiled else (0, 0)

@@ -15,7 +15,7 @@ def parameters(model: Model) -> int:
     return (
         model.vocab * model.hidden
         + _positions(model)
-        + model.layers * (_block_matrices(model) + _block_biases(model) + 2 * _norm(model))
+        + model.layers * (_block_matrices(model) + _block_vectors(model))
         + _norm(model)
         + head
     )
@@ -61,12 +61,14 @@ def _block_matrices(model: Model) -> int:
     return attention + (3 if model.mlp == "swiglu" else 2) * model.hidden * model.ffn
 
 
-def _block_biases(model: Model) -> int:
-    """One bias for every output of the matrices above."""
+def _block_vectors(model: Model) -> int:
+    """The norms, and one bias for every output of the matrices above that has one."""
+    norms = 2 * _norm(model) + (2 * _head_dim(model) if model.qk_norm else 0)
+    inner = _heads_width(model) + 2 * _kv_width(model)
     if not model.bias:
-        return 0
-    attention = _heads_width(model) + 2 * _kv_width(model) + model.hidden
-    return attention + (2 if model.mlp == "swiglu" else 1) * model.ffn + model.hidden
+        return norms + (inner if model.qkv_bias else 0)
+    gates = 2 if model.mlp == "swiglu" else 1
+    return norms + inner + model.hidden + gates * model.ffn + model.hidden
 
 
 def _norm(model: Model) -> int:

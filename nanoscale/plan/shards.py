@@ -183,6 +183,10 @@ def _block(model: Model, tp: int, count: int) -> Unit:
     matrices: tuple[tuple[int, int], ...] = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
     matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
     vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
+    if model.qk_norm:
+        vectors += (head_dim,) * 2
+    if model.bias or model.qkv_bias:
+        vectors += (q, kv, kv)
     if model.bias:
-        vectors += (q, kv, kv, hidden, *((ffn,) * gates), hidden)
+        vectors += (hidden, *((ffn,) * gates), hidden)
     return Unit("block", count, matrices, vectors)

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from nanoscale.config.compose import compose
 from nanoscale.config.library import Library
-from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.config.schema import Config, Model, Parallel, RopeScaling
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
 from nanoscale.plan.model_math import parameters
+from nanoscale.plan.shards import rank_stages
 
 LLAMA = Model(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, rope_theta=1e4
@@ -238,7 +239,12 @@ def test_the_counted_parameters_are_the_models(
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters(shape)
 
 
-@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+QWEN2, QWEN3 = replace(LLAMA, qkv_bias=True), replace(LLAMA, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+    "base", [LLAMA, GPT2, QWEN2, QWEN3], ids=["llama", "gpt2", "qwen2", "qwen3"]
+)
 @pytest.mark.parametrize("head_dim", [4, 8, 16])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_counted_parameters_are_those_of_odd_shapes(
@@ -247,3 +253,5 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
     shape = replace(base, head_dim=head_dim, bias=bias, kv_heads=1)
     count = sum(parameter.numel() for parameter in Transformer(shape).parameters())
     assert count == parameters(shape)
+    (stage,) = rank_stages(Config(model=shape, parallel=Parallel(dp=1, virtual_stages=1)))[0]
+    assert count == stage.numel

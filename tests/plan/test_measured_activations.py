@@ -29,6 +29,7 @@ LLAMA = Model(
 )
 GROUPED = replace(LLAMA, kv_heads=4)
 GPT = replace(LLAMA, norm="layernorm", mlp="gelu", position="learned", bias=True)
+QWEN3 = replace(GROUPED, qk_norm=True)
 BATCH, SEQ = 2, 256
 
 MODES: list[dict[str, Any]] = [
@@ -72,8 +73,8 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
 @pytest.mark.parametrize(
     ("shape", "precision"),
-    [(LLAMA, "bf16"), (GROUPED, "fp32"), (GPT, "fp32")],
-    ids=["llama bf16", "grouped fp32", "gpt fp32"],
+    [(LLAMA, "bf16"), (GROUPED, "fp32"), (GPT, "fp32"), (QWEN3, "fp32")],
+    ids=["llama bf16", "grouped fp32", "gpt fp32", "qwen3 fp32"],
 )
 def test_what_blocks_keep(shape: Model, mode: dict[str, Any], precision: str) -> None:
     dtype, size = {"fp32": (torch.float32, 4), "bf16": (torch.bfloat16, 2)}[precision]

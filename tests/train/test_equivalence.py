@@ -44,6 +44,8 @@ GPT2 = replace(
     bias=True,
     tie_embeddings=True,
 )
+QWEN2 = replace(SHALLOW, qkv_bias=True)
+QWEN3 = replace(SHALLOW, qk_norm=True)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,16 @@ ROWS = [
     Row("tp 2 without sequence parallel", {"tp": 2, "sequence_parallel": False}),
     Row("GPT-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, GPT2),
     Row("GPT-2, cp 2", {"cp": 2}, 0, 4, GPT2),
+    Row("Qwen2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN2),
+    Row("Qwen3, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN3),
+    Row(
+        "Qwen3, tp 2 · cp 2 without sequence parallel",
+        {"tp": 2, "cp": 2, "sequence_parallel": False},
+        0,
+        4,
+        QWEN3,
+    ),
+    Row("Qwen3, pp 2 · cp 2", {"pp": 2, "cp": 2}, 0, 4, QWEN3),
     checkpointing("full", 3, dp=2),
     checkpointing("full", 0, tp=2, checkpoint_every=2),
     checkpointing("full", 0, cp=2, offload_activations=True),

@@ -119,6 +119,13 @@ DEEPSPEED = [
         ("parallel.sequence_parallel=false", "backend=native"),
     ),
     Limit(
+        "model.qk_norm",
+        lambda config: config.parallel.tp == 1 or not config.model.qk_norm,
+        "with tp = 1",
+        "has weights that the heads of all ranks share, and DeepSpeed's layers would not add up their gradients",
+        ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
+    ),
+    Limit(
         "parallel.schedule",
         lambda config: config.parallel.pp == 1 or config.parallel.schedule == "1f1b",
         "1f1b",

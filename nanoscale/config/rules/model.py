@@ -36,6 +36,8 @@ def resolve_model(case: Case) -> Model:
             f"model.head_dim={head_dim - 1}" if head_dim > 1 else None,
         )
     _positions(case, model)
+    if model.bias:
+        case.refuse_idle("config", "model.qkv_bias", "model.bias=true")
     return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim))
 
 
@@ -48,6 +50,14 @@ def _positions(case: Case, model: Model) -> None:
             f"is longer than the model admits (model.max_seq_len={model.max_seq_len})",
             f"train.seq_len={model.max_seq_len}",
             f"model.max_seq_len={length}",
+        )
+    window = model.sliding_window
+    if window is not None and length > window:
+        case.refuse(
+            "config",
+            "train.seq_len",
+            f"is longer than model.sliding_window={window}, and attention here looks back to the beginning",
+            f"train.seq_len={window}",
         )
     scaling = model.rope_scaling
     if scaling is None:
