@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from nanoscale.backends.scaling import LossScale
+from nanoscale.checkpoint import pretrained
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import Coordinates
 from nanoscale.config.schema import Config
@@ -75,6 +77,16 @@ class Engine(ABC):
     @abstractmethod
     def empty_state(self) -> dict[str, Tensor]:
         """`state()` before the first update, with room for everything that a checkpoint holds."""
+
+    def begin_with(self, folder: Path) -> None:
+        """Take over the weights of a Hugging Face model of the same shape.
+
+        Raises:
+            BadFileError: they are not whole, or of another shape.
+        """
+        state = self.state()
+        pretrained.load(folder, self.config.model, state)
+        self.take(state)
 
     @abstractmethod
     def take(self, state: dict[str, Tensor]) -> None:

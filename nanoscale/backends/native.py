@@ -167,6 +167,7 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
             float8.apply(part)
         parallelise(part, config, layout)
         part.to_empty(device=device)
-        initialise(part, config.model, config.train.seed)
+        if config.model.init_from is None:  # else all of them are read
+            initialise(part, config.model, config.train.seed)
         parts[number] = part
     return parts

@@ -1,8 +1,12 @@
-"""`nanoscale checkpoints`: what a run has saved, and whether it is still whole. Reads files, loads nothing."""
+"""`nanoscale checkpoints`: what a run has saved, whether it is still whole, and a way out of it."""
 
 from __future__ import annotations
 
+import re
+import sys
 import time
+from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +17,9 @@ if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="Look at the checkpoints of a run, and verify them.")
+app = typer.Typer(
+    no_args_is_help=True, help="Look at the checkpoints of a run, verify and export them."
+)
 
 Run = Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")]
 Step = Annotated[
@@ -78,6 +84,97 @@ def verify_checkpoints(run: Run, step: Step = None, as_json: AsJson = False) -> 
                 typer.echo(f"  {sentence}")
     if any(damage.values()):
         raise typer.Exit(FAILED)
+
+
+class Format(StrEnum):
+    """What a checkpoint can be exported as."""
+
+    hf = "hf"
+
+
+class Dtype(StrEnum):
+    """Types of exported weights."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+
+@app.command("export")
+def export_checkpoint(
+    run: Run,
+    to: Annotated[Format, typer.Option("--format", help="hf: what `from_pretrained` loads.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A folder that is not there yet.", show_default="RUN/hf/step-…"
+        ),
+    ] = None,
+    step: Step = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Type of the weights.", show_default="what the run computed in"),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest file: bytes, or as in 500MB, 5GB.")
+    ] = "5GB",
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face model: safetensors, config.json and the tokenizer.
+
+    Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
+    """
+    from dataclasses import asdict
+
+    from nanoscale.checkpoint.export import export, require_whole
+    from nanoscale.checkpoint.store import find_checkpoint
+    from nanoscale.config.frozen import load
+
+    directory, largest = _open(run), _bytes(max_shard_size)
+    stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
+    folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
+    require_whole(stored)
+    kind = dtype or Dtype(config.precision.compute)
+    written = export(stored, config, folder, kind, largest, _progress(as_json))
+    if as_json:
+        print_json(asdict(written) | {"folder": str(folder)})
+        return
+    size = f"{written.bytes / 2**20:,.1f} MiB in {kind}"
+    typer.echo(f"{stored.path.name} is {folder}, {size}, {len(written.files)} files of weights")
+    if not written.tokenizer:
+        typer.echo("  without a tokenizer: data.tokenizer names none for the tokens of this run")
+
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")
+
+
+def _bytes(text: str) -> int:
+    """`5GB` and the like; KB are 1000 bytes, KiB 1024."""
+    from nanoscale.errors import UserError
+
+    parts = _SIZE.fullmatch(text.strip())
+    size = 0
+    if parts is not None:
+        base = 1024 if parts[3] else 1000
+        size = int(float(parts[1]) * base ** " KMGT".index(parts[2].upper() or " "))
+    if size < 1:
+        raise UserError(
+            "usage", f"--max-shard-size {text}: must be a size, as in 500MB, 5GB or 4GiB"
+        )
+    return size
+
+
+def _progress(as_json: bool) -> Any:
+    """A line that counts the tensors, on a terminal."""
+    shown = sys.stderr.isatty() and not as_json
+
+    def note(name: str, number: int, count: int) -> None:
+        if shown:
+            end = "\n" if number == count else ""
+            print(f"\r\x1b[K{number} of {count}  {name}", end=end, file=sys.stderr, flush=True)
+
+    return note
 
 
 def _open(run: str) -> RunDirectory:

@@ -70,7 +70,10 @@ def submit(
 
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
     variants = expand(overrides or [])
-    requests = [_request(list(one.words), config, config_dir, options) for one in variants]
+    requests = [
+        _request(list(one.words), config, config_dir, options, fetch=not dry_run)
+        for one in variants
+    ]
     if not dry_run:
         requests = [planned(request, force=force) for request in requests]
     batch = _batch(requests, at_once)
@@ -92,9 +95,14 @@ def submit(
 
 
 def _request(
-    words: list[str], config: Path | None, config_dir: Path | None, options: dict[str, Setting]
+    words: list[str],
+    config: Path | None,
+    config_dir: Path | None,
+    options: dict[str, Setting],
+    *,
+    fetch: bool,
 ) -> Request:
-    """One run, checked against as many nodes as SLURM will be asked for."""
+    """One run, checked against as many nodes as SLURM will be asked for; `fetch` as in `with_weights`."""
     from dataclasses import replace
 
     from nanoscale.config.compose import Setting, compose
@@ -104,6 +112,7 @@ def _request(
     from nanoscale.launch.allocation import wanted_nodes
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.prepare import Request
+    from nanoscale.launch.weights import with_weights
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
@@ -111,6 +120,7 @@ def _request(
     devices, hosts = detect(), wanted_nodes(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
+    checked = with_weights(composed, checked, fetch=fetch)
     resolved = replace(
         checked,
         launcher=replace(checked.launcher, devices=hosts[0].slots),

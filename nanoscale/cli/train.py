@@ -58,7 +58,7 @@ def train(
     from nanoscale.launch.signals import Signals
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    request = compose_request(overrides or [], config, config_dir, options)
+    request = compose_request(overrides or [], config, config_dir, options, fetch=not dry_run)
     request = planned(request, force=force or dry_run)
     if dry_run:
         show_plan(request.run, request, 1, as_json)
@@ -72,18 +72,25 @@ def compose_request(
     config: Path | None = None,
     config_dir: Path | None = None,
     options: dict[str, Setting] | None = None,
+    *,
+    fetch: bool = True,
 ) -> Request:
-    """What the words and options ask for, checked against the machines, with the run's name."""
+    """What the words and options ask for, checked against the machines, with the run's name.
+
+    `fetch`: the weights of a model that is given by its name are fetched, if they are not here.
+    """
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.hosts import read_hosts
     from nanoscale.launch.prepare import Request, name_run
+    from nanoscale.launch.weights import with_weights
 
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
     devices, hosts = detect(), read_hosts(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
     named = name_run(composed, checked, repeats=config is not None)
+    named = with_weights(composed, named, fetch=fetch)
     return Request(composed, named, devices, repeats=config, hosts=hosts)

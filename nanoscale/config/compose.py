@@ -9,18 +9,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nanoscale.config import reference
+from nanoscale.config import pretrained, reference
 from nanoscale.config.convert import convert
 from nanoscale.config.library import RECIPE, ROOT, Library, is_path, misplaced
-from nanoscale.config.provenance import COMMAND_LINE, DEFAULT, History, Layer, Setting, trace
+from nanoscale.config.provenance import (
+    COMMAND_LINE,
+    DEFAULT,
+    History,
+    Layer,
+    Setting,
+    record,
+    trace,
+)
 from nanoscale.config.report import refuse, shown
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, RopeScaling
 from nanoscale.config.suggest import nearest_key
 from nanoscale.errors import Violation
 
@@ -96,6 +104,34 @@ def compose(
     composed = Composed(Config(), history, _recipe_name(library), tuple(words), unasked)
     config, mistyped = convert(raw, composed.source)
     if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
+        refuse(violations)
+    composed = replace(composed, config=config)
+    frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
+    if config.model.init_from is None or frozen:  # a frozen file has the shape, complete
+        return composed
+    return _with_pretrained_shape(composed, merged)
+
+
+def _with_pretrained_shape(composed: Composed, merged: Any) -> Composed:
+    """The same with the shape of `model.init_from`, which the values of other keys may refer to."""
+    from omegaconf import open_dict
+
+    found = pretrained.read(composed)
+    values = pretrained.take_shape(composed, found)
+    source = str(found.folder / "config.json")
+    with open_dict(merged):
+        for name, value in values.items():
+            plain = asdict(value) if isinstance(value, RopeScaling) else value
+            if value != getattr(composed.config.model, name):
+                leaves = (
+                    {f".{k}": v for k, v in plain.items()} if plain is not value else {"": value}
+                )
+                for path, leaf in leaves.items():
+                    record(composed.history, f"model.{name}{path}", Setting(leaf, source))
+            merged["model"][name] = plain
+    raw, _ = _resolve(merged, composed.history)
+    config, violations = convert(raw, composed.source)
+    if violations:
         refuse(violations)
     return replace(composed, config=config)
 

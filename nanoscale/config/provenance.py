@@ -40,13 +40,13 @@ def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> H
     for layer in layers:
         for path, value in _leaves(layer.document.content, "", layer.section):
             key = f"{layer.section}.{path}" if layer.section else path
-            _write(history, key, Setting(value, layer.document.source(path)))
+            record(history, key, Setting(value, layer.document.source(path)))
     for key, setting in settings:
         mapping = reference.mapping_around(key)
         if mapping is not None:
             nested = _nested(key.removeprefix(f"{mapping}."), setting.value)
             setting, key = replace(setting, value=nested), mapping
-        _write(history, key, setting)
+        record(history, key, setting)
     return history
 
 
@@ -65,7 +65,7 @@ def _leaves(content: Mapping[str, Any], prefix: str, section: str) -> Iterator[t
             yield f"{prefix}{name}", value
 
 
-def _write(history: History, key: str, setting: Setting) -> None:
+def record(history: History, key: str, setting: Setting) -> None:
     """Record a writer. Null on a section empties it; a key within a null section revives it."""
     parent = key.rpartition(".")[0]
     if parent in history:

@@ -33,18 +33,30 @@ def initialise(model: nn.Module, shape: Model, seed: int) -> None:
 
 
 def own_shard(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as `like` is, without asking any other rank.
+    """This rank's part of a whole tensor, cut as `like` is."""
+    offsets, sizes = own_box(like)
+    return whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))]
+
+
+def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of this rank's part in the whole tensor, without asking any other rank.
 
     The axes of a mesh cut from the last to the first: tensor parallelism first, then FSDP what it has left.
     """
-    part = whole
+    offsets, sizes = [0] * like.ndim, list(like.shape)
     for axis in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[axis]
         if isinstance(placement, Shard | _StridedShard):
-            rank, size = like.device_mesh.get_local_rank(axis), like.device_mesh.size(axis)
-            chunks = part.chunk(size, placement.dim)
-            part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
+            rank, ranks, dim = (
+                like.device_mesh.get_local_rank(axis),
+                like.device_mesh.size(axis),
+                placement.dim,
+            )
+            chunk = -(-sizes[dim] // ranks)  # as torch.chunk has it: the last ones may be empty
+            start = min(rank * chunk, sizes[dim])
+            offsets[dim] += start
+            sizes[dim] = min(chunk, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
 
 
 def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.device) -> Tensor:

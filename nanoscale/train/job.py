@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
-from nanoscale.errors import UserError
+from nanoscale.errors import UserError, Violation
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
@@ -83,6 +85,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
     if not ranks.from_first(store.list_checkpoints(context.run.checkpoints)):
+        begin(engine, config=context.config, note=note)
         return Progress()  # before any optimizer state is made
     state = engine.empty_state()
     loaded = sharded.load_newest(context.workspace, state)
@@ -99,6 +102,23 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
     return Progress(step, consumed)
+
+
+def begin(engine: Engine, config: Config, note: Note) -> None:
+    """Read the weights that the model begins with, where it does not begin with random ones.
+
+    Raises:
+        UserError: the folder is not here, or not what it was at the launch.
+    """
+    folder = config.model.init_from
+    if folder is None:
+        return
+    try:
+        engine.begin_with(Path(folder))
+    except BadFileError as error:
+        found = Violation("model.init_from", folder, "", str(error))
+        raise UserError("model", f"model.init_from={folder}: {error}", [found]) from error
+    note("loaded", f"weights read from {folder}")
 
 
 def show_sample(training: Training, data: Dataset) -> None:

@@ -20,8 +20,8 @@ from tests.jobs import make_config, write_tokens
 from tests.ranks import run_ranks
 from tests.train.test_equivalence import GPT2, SHALLOW
 
-NAMES = {"model.name", "backend.name"}
-"""what only says what something is called, and what chose the engine"""
+NAMES = {"model.name", "backend.name", "model.sliding_window"}
+"""what only says what something is called, what chose the engine, and what a law keeps sequences within"""
 
 ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
 JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -28,6 +28,8 @@ LAWS = [
     ([DS, "optimizer=adamw8bit"], CPU, "optimizer.name"),
     ([DS, "parallel.dp=4", "parallel.dp_replicate=2", "zero=stage3"], CPU, "parallel.dp_replicate"),
     ([DS, "parallel.tp=2"], CPU, "parallel.sequence_parallel"),
+    ([DS, "parallel.tp=2", "parallel.sequence_parallel=false", "model.qk_norm=true"], CPU,
+     "model.qk_norm"),
     ([DS, "parallel.pp=2", "parallel.schedule=gpipe"], CPU, "parallel.schedule"),
     ([DS, "parallel.pp=2", "parallel.schedule=zbv"], CPU, "parallel.schedule"),
     ([DS, "parallel.pp=2", "zero=stage2"], CPU, "zero.stage"),

@@ -65,6 +65,8 @@ def violations(*words: str, on: Devices = CPU, kind: str | None = None) -> list[
 LAWS = [
     # words, where, the key that is named
     (["parallel.dp=3"], CPU, "train.global_batch"),
+    (["model.sliding_window=32"], CPU, "train.seq_len"),
+    (["model.bias=true", "model.qkv_bias=true"], CPU, "model.qkv_bias"),
     (["train.global_batch=6", "parallel.dp=4"], CPU, "train.global_batch"),
     (["parallel.dp=2", "train.micro_batch=3"], CPU, "train.global_batch"),
     (["parallel.dp=4", "launcher.devices=2"], CPU, "parallel.dp"),

@@ -55,7 +55,8 @@ class DeepSpeedEngine(Engine):
         if self.pipelined:
             self.engine.timers = pipeline.no_timers()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
-        self._initialise()
+        if config.model.init_from is None:  # else all weights are read
+            self._initialise()
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())

@@ -122,7 +122,7 @@ DEEPSPEED = [
         "model.qk_norm",
         lambda config: config.parallel.tp == 1 or not config.model.qk_norm,
         "with tp = 1",
-        "has weights that the heads of all ranks share, and DeepSpeed's layers would not add up their gradients",
+        "has weights that all ranks' heads share, and DeepSpeed's layers would not add up their gradients",
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
     ),
     Limit(

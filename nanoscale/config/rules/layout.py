@@ -177,7 +177,9 @@ def _tensor(case: Case, model: Model) -> bool:
         return True
     kv_heads = model.kv_heads or model.heads
     parts = {"model.heads": model.heads, "model.kv_heads": kv_heads, "model.ffn": model.ffn}
-    common = math.gcd(*parts.values())
+    loaded = model.init_from is not None  # then no rows can be added
+    rows = [number for _, number, _ in _rows(model)] if loaded else []
+    common = math.gcd(*parts.values(), *rows)
     broken = [f"{key}={number}" for key, number in parts.items() if number % tp]
     if broken:
         why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
@@ -187,12 +189,14 @@ def _tensor(case: Case, model: Model) -> bool:
     for key, number, what in _rows(model):
         if number % tp:
             smaller = near_divisors(math.gcd(common, number), tp)[0]
+            more = f"rows that no {what} uses may be added"
+            if loaded:
+                more = "to a model that is loaded (model.init_from) none can be added"
             case.refuse(
                 "layout",
                 key,
-                f"must be a multiple of parallel.tp={tp}, which divides its rows; rows that no "
-                f"{what} uses may be added",
-                f"{key}={_padded(key, number, tp)}",
+                f"must be a multiple of parallel.tp={tp}, which divides its rows; {more}",
+                None if loaded else f"{key}={_padded(key, number, tp)}",
                 _with_degree(case, "tp", smaller),
             )
     return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nanoscale.config.pretrained import is_folder
 from nanoscale.config.rules.case import Case, near_divisors
+from nanoscale.config.rules.files import absolute
 from nanoscale.config.schema import Model
 
 
@@ -38,7 +40,10 @@ def resolve_model(case: Case) -> Model:
     _positions(case, model)
     if model.bias:
         case.refuse_idle("config", "model.qkv_bias", "model.bias=true")
-    return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim))
+    init_from = model.init_from
+    if init_from is not None and is_folder(init_from):
+        init_from = absolute(init_from)
+    return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim), init_from=init_from)
 
 
 def _positions(case: Case, model: Model) -> None:

@@ -1,0 +1,170 @@
+"""A checkpoint of any layout and backend as the folder of a Hugging Face model, tensor by tensor.
+
+It is written beside its place and appears there by one rename, when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from nanoscale.checkpoint import store
+from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.checkpoint.tensor_files import (
+    INDEX,
+    WIDTH,
+    Shapes,
+    divide,
+    file_names,
+    write_file,
+)
+from nanoscale.config.huggingface import UnsupportedError, write_shape
+from nanoscale.config.schema import Config, Model
+from nanoscale.data import vocabulary
+from nanoscale.errors import UserError
+from nanoscale.models.huggingface import Place, places, shapes, theirs
+
+TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+Note = Callable[[str, int, int], None]
+"""called before each tensor: its name, its number from 1, and how many there are"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    step: int
+    dtype: str
+    files: list[str]
+    bytes: int
+    tokenizer: bool
+
+
+def export(
+    stored: StoredCheckpoint, config: Config, out: Path, dtype: str, largest: int, note: Note
+) -> Exported:
+    """Write a checkpoint that `require_whole` has found whole.
+
+    Args:
+        dtype: fp32, bf16, fp16 or fp64.
+        largest: bytes of a file, at most, unless one tensor has more.
+
+    Raises:
+        UserError: no family of transformers has this shape, `out` is there, or the disk is full.
+    """
+    if out.exists():
+        raise UserError("usage", f"{out} exists already; name another folder with --out")
+    kind, wanted = TYPES[dtype], theirs(config.model)
+    files = divide(wanted, kind, largest)
+    names = file_names(len(files))
+    size = sum(WIDTH[kind] * math.prod(shape) for shape in wanted.values())
+    about = _config(config.model, kind)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    store.require_space(out.parent, size)
+    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    aside.mkdir()
+    try:
+        about |= vocabulary.write(aside, config)
+        _write_weights(_Source(stored.path, config.model, kind, note), files, names, aside, size)
+        _write_json(aside / "config.json", about)
+        store.sync_folder(aside)
+        aside.rename(out)
+        store.sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
+    return Exported(out, stored.step, dtype, names, size, has_tokenizer)
+
+
+def require_whole(stored: StoredCheckpoint) -> None:
+    """Read every byte of it. Raises UserError where one is not what was written."""
+    damage = store.find_damage(stored.path)
+    if damage:
+        raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
+
+
+def _config(model: Model, kind: str) -> dict[str, Any]:
+    try:
+        return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
+    except UnsupportedError as error:
+        raise UserError("model", f"transformers has no such model: {error}") from error
+
+
+def _write_weights(
+    source: _Source, files: list[Shapes], names: list[str], folder: Path, size: int
+) -> None:
+    for name, tensors in zip(names, files, strict=True):
+        write_file(folder / name, tensors, source.kind, source.bytes_of(tensors))
+    if len(names) > 1:
+        where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def _write_json(file: Path, document: dict[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+class _Source:
+    """Their tensors, made of those of a checkpoint one after another."""
+
+    def __init__(self, path: Path, model: Model, kind: str, note: Note) -> None:
+        self.kind = kind
+        self._note = note
+        self._reader = _Reader(path)
+        self._ours = shapes(model)
+        self._parts: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in places(model).items():
+            self._parts.setdefault(place.name, []).append((name, place))
+        self._done = 0
+
+    def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
+        for name in tensors:
+            self._done += 1
+            self._note(name, self._done, len(self._parts))
+            for part in self._whole(name):
+                numbers: Any = part.contiguous().view(-1).view(torch.uint8).numpy()
+                yield memoryview(numbers)
+
+    def _whole(self, name: str) -> Iterator[Tensor]:
+        """One of theirs; several of ours side by side make one, along its last dimension."""
+        made = []
+        for ours, place in self._parts[name]:
+            value = self._read(f"model.{ours}", self._ours[ours]).to(_DTYPES[self.kind])
+            made.append(value.T if place.transposed else value)
+        yield made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        about: Any = self._reader.read_metadata().state_dict_metadata[name]
+        value = torch.empty(shape, dtype=about.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+            dcp.load({name: value}, storage_reader=self._reader, no_dist=True)
+        return value
+
+
+class _Reader(FileSystemReader):
+    """Reads what a checkpoint says of itself once, not once for every tensor."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata

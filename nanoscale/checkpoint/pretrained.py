@@ -1,0 +1,125 @@
+"""The weights of a Hugging Face folder: held against a shape from their headers, and read into shards.
+
+A rank reads the part of each tensor that it has, one tensor after another, whatever its layout and backend:
+to it they are the tensors of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.checkpoint.tensor_files import WIDTH, BadFileError, Stored, read_folder
+from nanoscale.config.huggingface import UnsupportedError, read_shape
+from nanoscale.config.schema import Model
+from nanoscale.models.huggingface import PREFIXES, is_needless, places, shapes, theirs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoscale.checkpoint.flat import Box
+
+_SHOWN = 4
+
+
+def find(folder: Path, model: Model) -> dict[str, Stored]:
+    """Where each tensor of the shape is, by Hugging Face's names. Reads headers only, and imports no torch.
+
+    Raises:
+        BadFileError: files or tensors are missing, of other shapes, or more than the shape has places for.
+    """
+    wanted, held = theirs(model), read_folder(folder)
+    stored = {name: there for name in wanted if (there := _named(held, name)) is not None}
+    if "lm_head.weight" in wanted.keys() - stored.keys() and _is_tied(folder):
+        stored["lm_head.weight"] = stored[places(model)["embed.weight"].name]
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += [
+        f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
+        for name, there in stored.items()
+        if there.shape != wanted[name]
+    ]
+    problems += [
+        f"{name} is {there.dtype}, and only {', '.join(WIDTH)} are read"
+        for name, there in stored.items()
+        if there.dtype not in WIDTH
+    ]
+    used = {there.name for there in stored.values()}
+    problems += [
+        f"{name} has no place in the shape"
+        for name in held
+        if name not in used and not is_needless(name, model)
+    ]
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
+        raise BadFileError("; ".join(problems[:_SHOWN]) + more)
+    return stored
+
+
+def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
+    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's part of a tensor.
+
+    Raises:
+        BadFileError: as `find`, or a file is damaged otherwise.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    stored, whole = find(folder, model), shapes(model)
+    wanted = [(place, name) for name, place in places(model).items() if f"model.{name}" in state]
+    by_file = sorted(wanted, key=lambda pair: str(stored[pair[0].name].file))
+    with ExitStack() as held, torch.no_grad():
+        file, opened = None, None
+        for place, name in by_file:
+            there = stored[place.name]
+            try:
+                if there.file != file:
+                    held.close()
+                    file, opened = there.file, held.enter_context(safe_open(there.file, "pt"))
+                for box, memory in _boxes(state[f"model.{name}"]):
+                    slices = place.slices(whole[name], box.offsets, box.sizes)
+                    part = read_part(opened, there.name, slices)
+                    memory.copy_(part.T if place.transposed else part)
+            except (SafetensorError, OSError) as error:
+                raise BadFileError(f"{there.file.name} cannot be read: {error}") from error
+
+
+def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    """These elements of a tensor, and no others, from an open file."""
+    part: Tensor = opened.get_slice(name)[slices]
+    return part
+
+
+def _boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The parts of a whole tensor that are this rank's, each with the memory to fill."""
+    from torch.distributed.tensor import DTensor
+
+    from nanoscale.checkpoint.flat import Box, FlatShard
+    from nanoscale.models.initialization import own_box
+
+    if isinstance(target, FlatShard):
+        yield from target.boxes()
+    elif not isinstance(target, DTensor):
+        yield Box.whole(tuple(target.shape)), target
+    elif target.to_local().numel():
+        yield Box(*own_box(target)), target.to_local()
+
+
+def _named(held: dict[str, Stored], name: str) -> Stored | None:
+    """Files of a model without its head lack the prefix that its trunk has."""
+    for prefix in ("", *PREFIXES):
+        if name.startswith(prefix) and name.removeprefix(prefix) in held:
+            return held[name.removeprefix(prefix)]
+    return None
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        return read_shape(folder).tie_embeddings
+    except UnsupportedError:
+        return False
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,92 @@
+"""The tokenizer of a run as the files that stand beside the weights of a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config.schema import Config
+from nanoscale.data import corpus
+from nanoscale.data.tokenizer import END, ByteTokenizer, load
+
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write(folder: Path, config: Config) -> dict[str, Any]:
+    """Write the tokenizer's files, as far as it is known; the special tokens' numbers for config.json.
+
+    It is that of `data.tokenizer`, or that of the model which the run began with. Of token files whose
+    tokenizer nobody named, none is known.
+    """
+    data, begun = config.data, config.model.init_from
+    if data.tokenizer not in ("byte", "bpe"):
+        _copy(Path(data.tokenizer).parent, folder)
+        shutil.copyfile(data.tokenizer, folder / "tokenizer.json")
+        return _end(load(data.tokenizer).eos) | _special(Path(data.tokenizer).parent)
+    if begun is not None and Path(begun).is_dir():
+        _copy(Path(begun), folder)
+        return _end(None) | _special(Path(begun))
+    if data.source != "stdlib":
+        return _end(None)
+    prepared = corpus.prepare(data)
+    if data.tokenizer == "bpe":
+        shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
+    else:
+        _write_bytes(folder / "tokenizer.json")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    return _end(prepared.tokenizer().eos)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    for name in _FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _special(source: Path) -> dict[str, Any]:
+    """What a model's config.json says of special tokens."""
+    try:
+        document = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        return {name: document[name] for name in _SPECIAL if name in document}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _end(number: int | None) -> dict[str, Any]:
+    return {"bos_token_id": None, "eos_token_id": number}
+
+
+def _write_bytes(file: Path) -> None:
+    """`ByteTokenizer` as a tokenizer.json: a BPE without merges, whose letters stand for bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    native = Tokenizer(models.BPE(vocab=dict(zip(_letters(), range(256), strict=True)), merges=[]))
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    native.decoder = decoders.ByteLevel()
+    native.add_special_tokens([AddedToken(END, special=True)])
+    assert native.token_to_id(END) == ByteTokenizer.eos
+    native.save(str(file))
+
+
+def _letters() -> list[str]:
+    """The letter of each byte in byte-level vocabularies.
+
+    Printable bytes stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2).
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(b) if b in printable else chr(0x100 + others.index(b)) for b in range(256)]

@@ -1,0 +1,150 @@
+"""The tensors of a shape, by our names and by Hugging Face's. Imports no torch.
+
+| ours | theirs |
+|---|---|
+| a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
+| queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
+
+Rotary pairs are (i, i + head_dim / 2) on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoscale.config.schema import Model
+
+Shape = tuple[int, ...]
+PREFIXES = ("model.", "transformer.")
+"""which files written without the head leave out"""
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""no parameters: old versions of transformers saved them too"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our tensors stands in theirs."""
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    """which of the `parts` equal ones, along the last dimension of theirs"""
+    parts: int = 1
+
+    def shape(self, ours: Shape) -> Shape:
+        """Of their tensor as a whole."""
+        theirs = ours[::-1] if self.transposed else ours
+        return (*theirs[:-1], theirs[-1] * self.parts)
+
+    def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+        """Where a box of our tensor lies in theirs."""
+        order = range(len(ours))[:: -1 if self.transposed else 1]
+        start = [offsets[axis] for axis in order]
+        length = [sizes[axis] for axis in order]
+        start[-1] += self.part * ours[order[-1]]
+        return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
+
+
+def shapes(model: Model) -> dict[str, Shape]:
+    """Every parameter of `models.transformer.Transformer`, in its order."""
+    found: dict[str, Shape] = {"embed.weight": (model.vocab, model.hidden)}
+    if model.position == "learned":
+        found["positions.weight"] = (model.max_seq_len, model.hidden)
+    for layer in range(model.layers):
+        found |= {f"layers.{layer}.{name}": size for name, size in _block(model).items()}
+    found |= _norm("norm", model)
+    if not model.tie_embeddings:
+        found["head.weight"] = (model.vocab, model.hidden)
+    return found
+
+
+def places(model: Model) -> dict[str, Place]:
+    """Where each parameter stands in a file of the model's family."""
+    if model.position == "learned":
+        root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
+        return _places(model, "transformer.", "h", root, _GPT2)
+    root = {"embed": "embed_tokens", "norm": "norm"}
+    return _places(model, "model.", "layers", root, _LLAMA)
+
+
+def theirs(model: Model) -> dict[str, Shape]:
+    """Their tensors and the shapes of them, in our order."""
+    ours = shapes(model)
+    return {place.name: place.shape(ours[name]) for name, place in places(model).items()}
+
+
+def is_needless(name: str, model: Model) -> bool:
+    """Whether a tensor of a file is none that the model lacks a place for."""
+    return name.endswith(_BUFFERS) or (model.tie_embeddings and name == "lm_head.weight")
+
+
+def _block(model: Model) -> dict[str, Shape]:
+    head_dim = model.head_dim or model.hidden // model.heads
+    q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
+    gate = [("mlp.gate", model.ffn, model.hidden)] if model.mlp == "swiglu" else []
+    linears = [
+        ("attention.wq", q, model.hidden),
+        ("attention.wk", kv, model.hidden),
+        ("attention.wv", kv, model.hidden),
+        ("attention.wo", model.hidden, q),
+        *gate,
+        ("mlp.up", model.ffn, model.hidden),
+        ("mlp.down", model.hidden, model.ffn),
+    ]
+    found: dict[str, Shape] = _norm("attention_norm", model) | _norm("mlp_norm", model)
+    for name, outputs, inputs in linears:
+        found[f"{name}.weight"] = (outputs, inputs)
+        if model.bias or (model.qkv_bias and name.endswith(("wq", "wk", "wv"))):
+            found[f"{name}.bias"] = (outputs,)
+    if model.qk_norm:
+        found |= {f"attention.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return found
+
+
+def _norm(name: str, model: Model) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (model.hidden,)}
+    return weight | ({f"{name}.bias": (model.hidden,)} if model.norm == "layernorm" else {})
+
+
+_LLAMA = {
+    "attention_norm": Place("input_layernorm"),
+    "attention.wq": Place("self_attn.q_proj"),
+    "attention.wk": Place("self_attn.k_proj"),
+    "attention.wv": Place("self_attn.v_proj"),
+    "attention.wo": Place("self_attn.o_proj"),
+    "attention.q_norm": Place("self_attn.q_norm"),
+    "attention.k_norm": Place("self_attn.k_norm"),
+    "mlp_norm": Place("post_attention_layernorm"),
+    "mlp.gate": Place("mlp.gate_proj"),
+    "mlp.up": Place("mlp.up_proj"),
+    "mlp.down": Place("mlp.down_proj"),
+}
+_GPT2 = {
+    "attention_norm": Place("ln_1"),
+    "attention.wq": Place("attn.c_attn", True, 0, 3),
+    "attention.wk": Place("attn.c_attn", True, 1, 3),
+    "attention.wv": Place("attn.c_attn", True, 2, 3),
+    "attention.wo": Place("attn.c_proj", True),
+    "mlp_norm": Place("ln_2"),
+    "mlp.up": Place("mlp.c_fc", True),
+    "mlp.down": Place("mlp.c_proj", True),
+}
+
+
+def _places(
+    model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, Place]
+) -> dict[str, Place]:
+    found = {}
+    for name in shapes(model):
+        module, _, kind = name.rpartition(".")
+        if module == "head":
+            found[name] = Place(f"lm_head.{kind}")
+        elif module in root:
+            found[name] = Place(f"{prefix}{root[module]}.{kind}")
+        else:
+            _, layer, within = module.split(".", 2)
+            there = block[within]
+            transposed = there.transposed and kind == "weight"
+            full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
+            found[name] = Place(full, transposed, there.part, there.parts)
+    return found

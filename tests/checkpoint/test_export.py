@@ -1,0 +1,197 @@
+"""A checkpoint as the folder of a Hugging Face model, as transformers reads it, and the way back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.export import export
+from nanoscale.checkpoint.pretrained import load
+from nanoscale.config.huggingface import read_shape
+from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.errors import UserError
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs import fence
+from nanoscale.runs.directory import RunDirectory
+from tests.jobs import SEQ_LEN, make_config, make_run, read_metrics, train
+from tests.models.huggingface import FAMILIES, logits, save, tokens
+
+ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
+GPT2 = Model(
+    layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=48, vocab=64, max_seq_len=32,
+    norm="layernorm", mlp="gelu", position="learned", bias=True,
+)  # fmt: skip
+
+
+def quiet(_name: str, _number: int, _count: int) -> None: ...
+
+
+def from_pretrained(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def checkpoint_of(model: Transformer, folder: Path) -> store.StoredCheckpoint:
+    run = RunDirectory.create(folder, "run")
+    fence.begin(run, 1)
+    state = {f"model.{name}": value for name, value in model.named_parameters()}
+    path = sharded.save(run.workspace(1), state, ABOUT)
+    return store.StoredCheckpoint(path, 7)
+
+
+def random_model(shape: Model) -> Transformer:
+    model = Transformer(replace(shape, init_std=0.2))
+    initialise(model, model.shape, seed=4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2 untied"])
+def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
+    if family == "gpt2 untied":
+        shape = GPT2
+    else:
+        save(family, tmp_path / "origin")
+        shape = read_shape(tmp_path / "origin")
+    model = random_model(shape)
+    stored = checkpoint_of(model, tmp_path)
+    config = Config(model=replace(shape, init_from=None), data=Data(source="megatron"))
+    written = export(stored, config, tmp_path / "out", "fp32", 20_000, quiet)
+    assert len(written.files) > 2 and not written.tokenizer
+    assert all((tmp_path / "out" / name).stat().st_size < 25_000 for name in written.files)
+    theirs = from_pretrained(tmp_path / "out")
+    expected, found = model(tokens()), logits(theirs, tokens())
+    assert expected.std() > 0.1
+    assert (expected - found).abs().max() <= 1e-5 * expected.abs().max()
+    again = Transformer(read_shape(tmp_path / "out"))
+    state = {f"model.{name}": parameter for name, parameter in again.named_parameters()}
+    load(tmp_path / "out", again.shape, state)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, again.get_parameter(name)), name
+
+
+def test_types_and_one_file(tmp_path: Path) -> None:
+    model = random_model(GPT2)
+    stored, config = (
+        checkpoint_of(model, tmp_path),
+        Config(model=GPT2, data=Data(source="megatron")),
+    )
+    written = export(stored, config, tmp_path / "out", "bf16", 10**9, quiet)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", *written.files]
+    held = load_file(tmp_path / "out" / "model.safetensors")
+    expected = torch.cat(
+        [getattr(model.layers["1"].attention, w).weight for w in ("wq", "wk", "wv")]
+    )
+    assert torch.equal(held["transformer.h.1.attn.c_attn.weight"], expected.T.bfloat16())
+    assert from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_whole_or_absent(tmp_path: Path) -> None:
+    stored = checkpoint_of(random_model(GPT2), tmp_path)
+    config = Config(model=GPT2, data=Data(source="megatron"))
+
+    def stop(_name: str, number: int, _count: int) -> None:
+        if number == 9:
+            raise KeyboardInterrupt
+
+    (tmp_path / "there").mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        export(stored, config, tmp_path / "out", "fp32", 20_000, stop)
+    with pytest.raises(UserError, match="exists already"):
+        export(stored, config, tmp_path / "there", "fp32", 20_000, quiet)
+    odd = replace(config, model=replace(GPT2, norm="rmsnorm"))
+    with pytest.raises(UserError, match=r"model\.norm is not as there"):
+        export(stored, odd, tmp_path / "out", "fp32", 20_000, quiet)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_byte_tokenizer_as_a_file(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from nanoscale.data.vocabulary import _write_bytes
+
+    _write_bytes(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), ByteTokenizer()
+    text = "def f():\n\treturn 'Größe \u4e16\u754c \U0001f600'\x00"
+    assert theirs.encode(text) == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert theirs.decode([256], skip_special_tokens=True) == ""
+
+
+# --- there and on ---------------------------------------------------------------------------------
+
+VALID_SAMPLES = 8
+
+
+def write_documents(folder: Path) -> None:
+    """A corpus of two documents, the second for validation, and one of the second alone."""
+    numbers = np.random.default_rng(3).integers(0, 64, (2, VALID_SAMPLES * SEQ_LEN + 1))
+    for name, documents in (("tokens", numbers), ("second", numbers[1:])):
+        writer = IndexedWriter(folder / name, np.uint16)
+        for document in documents:
+            writer.add_document(document.astype(np.uint16))
+        writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "deepspeed"),
+    [
+        (Model(qk_norm=True), {"dp": 2, "tp": 2, "stage": 3}, False),
+        (Model(qkv_bias=True), {"dp": 2, "stage": 3}, True),
+    ],
+    ids=["qwen3, dp 2 · tp 2", "qwen2, deepspeed stage 3"],
+)
+def test_training_goes_on_from_an_export(
+    shape: Model, layout: dict[str, Any], deepspeed: bool, tmp_path: Path
+) -> None:
+    write_documents(tmp_path)
+    shape = replace(
+        shape, layers=2, hidden=32, heads=8, kv_heads=4, head_dim=4, ffn=48, vocab=64,
+        max_seq_len=32, init_std=0.2,
+    )  # fmt: skip
+    degrees = {key: value for key, value in layout.items() if key == "tp"}
+    base = make_config(
+        tmp_path, dp=2, stage=layout["stage"], model=shape, precision="fp32", parallel=degrees
+    )
+    base = replace(
+        base,
+        backend=Backend(name="deepspeed" if deepspeed else "native"),
+        data=replace(base.data, valid_fraction=0.5),
+        checkpoint=Checkpoint(),
+        train=replace(base.train, steps=6, micro_batch=2, eval_every=6, eval_samples=VALID_SAMPLES),
+    )
+    first = make_run(base, "first")
+    train(first, base)
+    (stored,) = store.list_checkpoints(first.checkpoints)
+    out = first.path / "hf"
+    export(stored, base, out, "fp32", 20_000, quiet)
+    second = make_config(tmp_path, dp=2, model=replace(shape, init_from=str(out)), precision="fp32")
+    second = replace(second, data=replace(second.data, path=str(tmp_path / "second")))
+    if deepspeed:
+        second = replace(second, backend=Backend(name="deepspeed"))
+    second = replace(second, train=replace(second.train, steps=1))
+    run = make_run(second, "second")
+    train(run, second)
+    assert read_metrics(first)[-1]["eval_loss"] < read_metrics(first)[0]["loss"] * 1.5
+    assert read_metrics(run)[0]["loss"] == pytest.approx(
+        read_metrics(first)[-1]["eval_loss"], rel=1e-6
+    )

@@ -1,0 +1,140 @@
+"""`model.init_from` and `checkpoints export` from the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from nanoscale.cli.main import run as nanoscale
+from tests.models import huggingface
+from tests.models.huggingface import COMMON, FAMILIES
+
+WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Llama with room for bytes, beside us."""
+    monkeypatch.chdir(tmp_path)
+    settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64}
+    monkeypatch.setitem(FAMILIES, "llama", ("Llama", settings))
+    huggingface.save("llama", tmp_path / "small", shard="40KB")
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert nanoscale(["config", "show", *words]) == 0
+    found: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)["model"]
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert nanoscale(["train", *WORDS, *words]) == 2
+    assert not Path("runs").exists(), "nothing was written"
+    return capsys.readouterr().err
+
+
+def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = shown(capsys, *WORDS, "model.init_from=small")
+    assert (model["layers"], model["hidden"], model["kv_heads"]) == (2, 32, 4)
+    assert (model["name"], model["vocab"]) == ("small", 257)
+    assert nanoscale(["config", "explain", "model.layers", *WORDS, "model.init_from=small"]) == 0
+    assert "small/config.json" in capsys.readouterr().out
+
+
+def test_what_is_said_otherwise_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, "model.init_from=small", "model.layers=4", "model.rope_theta=1e4")
+    assert "model.layers=4: is 2 in" in text and "small/config.json" in text
+    assert "type instead: model.layers=2" in text and "rope_theta" not in text
+    text = refused(capsys, "model.init_from=small", "model=tiny")
+    assert "model.hidden=192: is 32 in" in text and "~model" in text
+    Path("mine.yaml").write_text("model: {init_from: small, layers: 3}")
+    text = refused(capsys, "recipe=./mine.yaml")
+    assert "model.layers=3: is 2 in" in text and "mine.yaml:1" in text
+    kept = shown(
+        capsys, *WORDS, "model.init_from=small", "model.name=mine", "model.max_seq_len=128",
+        "model.layers=2",
+    )  # fmt: skip
+    assert (kept["name"], kept["max_seq_len"], kept["layers"]) == ("mine", 128, 2)
+    assert shown(capsys, *WORDS, "model=tiny", "~model", "model.init_from=small")["layers"] == 2
+
+
+def test_what_is_no_model_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "is no folder, and no name" in refused(capsys, "model.init_from=./nowhere")
+    (folder / "empty").mkdir()
+    assert "config.json cannot be read" in refused(capsys, "model.init_from=empty")
+    shutil.copytree("small", "bert")
+    Path("bert/config.json").write_text('{"model_type": "bert"}')
+    assert "model_type=bert is none of" in refused(capsys, "model.init_from=bert")
+    shutil.copytree("small", "lost")
+    lost = sorted(Path("lost").glob("model-*"))[1]
+    lost.unlink()
+    assert f"{lost.name}, which is not there" in refused(capsys, "model.init_from=lost")
+    window = json.loads(Path("small/config.json").read_text())
+    window |= {"model_type": "mistral", "sliding_window": 16}
+    text = refused(capsys, "model.init_from=small", "parallel.tp=2")
+    assert "model.vocab=257: must be a multiple" in text and "none can be added" in text
+    assert "type instead: parallel.tp=1\n" in text
+    shutil.copytree("small", "window")
+    Path("window/config.json").write_text(json.dumps(window))
+    assert "model.sliding_window=16" in refused(capsys, "model.init_from=window")
+
+
+def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = [*WORDS, "model.init_from=small", "run.name=tuned", "optimizer.lr=0", "--json"]
+    assert nanoscale(["train", *words]) == 0
+    frozen = yaml.safe_load(Path("runs/tuned/config.yaml").read_text())["model"]
+    assert frozen["init_from"] == str(folder / "small") and frozen["hidden"] == 32
+    capsys.readouterr()
+    words = ["checkpoints", "export", "tuned", "--format", "hf", "--max-shard-size", "50KB"]
+    assert nanoscale([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    out = Path("runs/tuned/hf/step-00000002")
+    assert document["folder"] == str(out.absolute()) and len(document["files"]) > 1
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    before = AutoModelForCausalLM.from_pretrained("small")
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[name]), "a rate of 0 moves nothing"
+    # Without the folder that it began with: what is frozen is complete.
+    shutil.move("small", "away")
+    assert nanoscale(["resume", "tuned", "train.steps=3", "--json"]) == 0
+    assert nanoscale(words) == 0
+    assert AutoTokenizer.from_pretrained("runs/tuned/hf/step-00000003").encode("ab") == [97, 98]
+    assert nanoscale(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert nanoscale([*words, "--out", "other", "--max-shard-size", "5 apples"]) == 2
+
+
+def test_a_name_is_looked_up_in_the_cache(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    commit = "0" * 40
+    cached = folder / "hub" / "models--our--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    Path("small").rename(cached / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = shown(capsys, *WORDS, "model.init_from=our/small")
+    assert (model["hidden"], model["name"]) == (32, "small")
+    assert "the hub does not give it" in refused(capsys, "model.init_from=our/large")
+    words = ["train", *WORDS, "model.init_from=our/small", "--dry-run", "--json"]
+    assert nanoscale(words) == 0
+    assert json.loads(capsys.readouterr().out)["derived"]["parameters"] > 0

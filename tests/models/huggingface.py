@@ -1,0 +1,84 @@
+"""Tiny models of transformers with random weights, one of each family, and folders of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", COMMON | {"rms_norm_eps": 1e-3}),
+    "llama tied, llama3": ("Llama", COMMON | {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "llama biased": ("Llama", COMMON | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", COMMON | {"sliding_window": None, "head_dim": 6}),
+    "mistral, window": ("Mistral", COMMON | {"sliding_window": 24}),
+    "qwen2": ("Qwen2", COMMON | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", COMMON | {"head_dim": 8}),
+    "gpt2": (
+        "GPT2",
+        {
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 8,
+            "n_positions": 32,
+            "initializer_range": 0.2,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+}  # fmt: skip
+
+
+def make(family: str, seed: int = 0) -> Any:
+    """A model in fp32 whose norms and biases are random too."""
+    import transformers
+
+    name, settings = FAMILIES[family]
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}{head}")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def save(family: str, folder: Path, shard: str = "5GB", dtype: torch.dtype | None = None) -> Any:
+    """The same in a folder, in files of at most `shard`; the model."""
+    model = make(family)
+    if dtype is not None:
+        model.to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """`[batch, seq, vocab]` of `[batch, seq]`."""
+    with torch.no_grad():
+        found: torch.Tensor = model(tokens).logits
+    return found
+
+
+def tokens(seq: int = 20) -> torch.Tensor:
+    return torch.randint(0, 64, (2, seq), generator=torch.Generator().manual_seed(5))

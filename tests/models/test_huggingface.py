@@ -1,0 +1,138 @@
+"""Models of transformers in our words, and ours in theirs: the same logits of the same random weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from nanoscale.checkpoint import pretrained
+from nanoscale.config.huggingface import UnsupportedError, read_shape, write_shape
+from nanoscale.config.schema import Model
+from nanoscale.models.huggingface import shapes
+from nanoscale.models.transformer import Transformer
+from nanoscale.plan.model_math import parameters
+from tests.models.huggingface import COMMON, FAMILIES, logits, save, tokens
+
+BOUND = 1e-5
+
+
+def ours_of(folder: Path) -> Transformer:
+    shape = read_shape(folder)
+    model = Transformer(shape)
+    state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    pretrained.load(folder, shape, state)
+    return model
+
+
+def assert_equal_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert theirs.std() > 0.1, "random weights of any use"
+    assert (ours - theirs).abs().max() <= BOUND * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    theirs = save(family, tmp_path, shard="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2, "several files"
+    ours = ours_of(tmp_path)
+    assert_equal_logits(ours(tokens()), logits(theirs, tokens()))
+    assert {name: tuple(p.shape) for name, p in ours.named_parameters()} == shapes(ours.shape)
+    assert parameters(ours.shape) == sum(p.numel() for p in theirs.parameters())
+    assert read_back(ours.shape, tmp_path / "again") == replace(ours.shape, name="again")
+
+
+def read_back(shape: Model, folder: Path) -> Model:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(write_shape(shape)))
+    return read_shape(folder)
+
+
+def test_a_file_in_bf16_is_read(tmp_path: Path) -> None:
+    save("llama", tmp_path, dtype=torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+def test_the_older_words_for_rotation(tmp_path: Path) -> None:
+    theirs = save("llama tied, llama3", tmp_path)
+    file = tmp_path / "config.json"
+    document = json.loads(file.read_text())
+    rope = document.pop("rope_parameters")
+    document |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    file.write_text(json.dumps(document))
+    assert read_shape(tmp_path).rope_scaling is not None
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+def test_names_without_the_prefix_of_the_trunk(tmp_path: Path) -> None:
+    """As in the files of the published GPT-2, with its masks."""
+    theirs = save("gpt2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    held |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
+    save_file(held, file)
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+def test_a_tied_head_can_begin_a_life_of_its_own(tmp_path: Path) -> None:
+    theirs = save("qwen2", tmp_path)
+    shape = replace(read_shape(tmp_path), tie_embeddings=False)
+    model = Transformer(shape)
+    pretrained.load(tmp_path, shape, {f"model.{n}": p for n, p in model.named_parameters()})
+    assert_equal_logits(model(tokens()), logits(theirs, tokens()))
+
+
+def test_a_window_is_kept(tmp_path: Path) -> None:
+    save("mistral, window", tmp_path)
+    assert read_shape(tmp_path).sliding_window == 24
+    save("mistral", tmp_path / "all")
+    assert read_shape(tmp_path / "all").sliding_window is None
+
+
+LLAMA = COMMON | {"model_type": "llama"}
+
+
+@pytest.mark.parametrize(
+    ("document", "word"),
+    [
+        ({"model_type": "bert"}, "model_type=bert"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act=gelu"),
+        (LLAMA | {"attention_bias": True}, "mlp_bias"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type=linear"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "quantised"),
+        (LLAMA | {"hidden_size": "wide"}, "model.hidden=wide"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "no vocab_size"),
+        (LLAMA | {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function=relu"),
+    ],
+)
+def test_what_we_cannot_compute_is_refused(
+    document: dict[str, Any], word: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    with pytest.raises(UnsupportedError, match=word):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"mlp": "gelu"}, "model.mlp=gelu"),
+        ({"position": "learned"}, "model.norm"),
+        ({"qk_norm": True, "bias": True}, "model.bias and model.qk_norm"),
+        ({"qkv_bias": True, "sliding_window": 8}, "model.sliding_window"),
+    ],
+)
+def test_what_transformers_cannot_compute_is_refused(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(UnsupportedError, match=word):
+        write_shape(Model(**changes))
