@@ -28,19 +28,19 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def write(folder: Path, config: Config) -> dict[str, Any]:
     """Write the tokenizer's files, as far as it is known; the special tokens' numbers for config.json.
 
-    It is that of `data.tokenizer`, or that of the model which the run began with. Of token files whose
-    tokenizer nobody named, none is known.
+    It is that of `data.tokenizer`; where token files are all that was named, that of the model which the run
+    began with, and else none is known.
     """
     data, begun = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
         _copy(Path(data.tokenizer).parent, folder)
         shutil.copyfile(data.tokenizer, folder / "tokenizer.json")
         return _end(load(data.tokenizer).eos) | _special(Path(data.tokenizer).parent)
-    if begun is not None and Path(begun).is_dir():
+    if data.source != "stdlib":
+        if begun is None or not Path(begun).is_dir():
+            return _end(None)
         _copy(Path(begun), folder)
         return _end(None) | _special(Path(begun))
-    if data.source != "stdlib":
-        return _end(None)
     prepared = corpus.prepare(data)
     if data.tokenizer == "bpe":
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")

@@ -19,6 +19,7 @@ from nanoscale.config.huggingface import read_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.data.vocabulary import _write_bytes
 from nanoscale.errors import UserError
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
@@ -101,6 +102,23 @@ def test_types_and_one_file(tmp_path: Path) -> None:
     assert from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_the_tokenizer_is_the_one_of_the_tokens(tmp_path: Path) -> None:
+    """That of `data.tokenizer`, or of the model that the run began with."""
+    stored = checkpoint_of(random_model(GPT2), tmp_path)
+    for name, eos in (("own", 9), ("begun", 7)):
+        (tmp_path / name).mkdir()
+        _write_bytes(tmp_path / name / "tokenizer.json")
+        (tmp_path / name / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+        (tmp_path / name / "merges.txt").write_text(name)
+    shape = replace(GPT2, init_from=str(tmp_path / "begun"))
+    named = Data(source="megatron", tokenizer=str(tmp_path / "own" / "tokenizer.json"))
+    for data, name, eos in ((Data(source="megatron"), "begun", 7), (named, "own", 9)):
+        out = tmp_path / f"out-{name}"
+        written = export(stored, Config(model=shape, data=data), out, "fp32", 10**9, quiet)
+        assert written.tokenizer and (out / "merges.txt").read_text() == name
+        assert json.loads((out / "config.json").read_text())["eos_token_id"] == eos
+
+
 def test_whole_or_absent(tmp_path: Path) -> None:
     stored = checkpoint_of(random_model(GPT2), tmp_path)
     config = Config(model=GPT2, data=Data(source="megatron"))
@@ -123,8 +141,6 @@ def test_whole_or_absent(tmp_path: Path) -> None:
 
 def test_the_byte_tokenizer_as_a_file(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
-
-    from nanoscale.data.vocabulary import _write_bytes
 
     _write_bytes(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(

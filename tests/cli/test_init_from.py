@@ -109,6 +109,7 @@ def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFix
     before = AutoModelForCausalLM.from_pretrained("small")
     for name, value in before.state_dict().items():
         assert torch.equal(value, theirs.state_dict()[name]), "a rate of 0 moves nothing"
+    assert AutoTokenizer.from_pretrained(out).encode("ab") == [97, 98]
     # Without the folder that it began with: what is frozen is complete.
     shutil.move("small", "away")
     assert nanoscale(["resume", "tuned", "train.steps=3", "--json"]) == 0
