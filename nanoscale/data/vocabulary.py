@@ -9,11 +9,11 @@ from typing import Any
 
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
-from nanoscale.data.tokenizer import END, ByteTokenizer, load
+from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, load
 
 _FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -35,7 +35,9 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     if data.tokenizer not in ("byte", "bpe"):
         _copy(Path(data.tokenizer).parent, folder)
         shutil.copyfile(data.tokenizer, folder / "tokenizer.json")
-        return _end(load(data.tokenizer).eos) | _special(Path(data.tokenizer).parent)
+        tokenizer = load(data.tokenizer)
+        _describe(folder, tokenizer.name_of(tokenizer.eos))
+        return _end(tokenizer.eos) | _special(Path(data.tokenizer).parent)
     if data.source != "stdlib":
         if begun is None or not Path(begun).is_dir():
             return _end(None)
@@ -46,9 +48,16 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
     else:
         _write_bytes(folder / "tokenizer.json")
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    _describe(folder, END)
     return _end(prepared.tokenizer().eos)
+
+
+def _describe(folder: Path, end: str) -> None:
+    """Name the token that ends a document, where nothing does yet: transformers would know of none."""
+    file = folder / CONFIG
+    if not file.exists():
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        file.write_text(json.dumps(about, indent=2) + "\n")
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -17,6 +17,7 @@ from nanoscale.checkpoint.export import export
 from nanoscale.checkpoint.pretrained import load
 from nanoscale.config.huggingface import read_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model
+from nanoscale.data import vocabulary
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer
 from nanoscale.data.vocabulary import _write_bytes
@@ -151,6 +152,22 @@ def test_the_byte_tokenizer_as_a_file(tmp_path: Path) -> None:
     assert theirs.encode(text) == ours.encode(text)
     assert theirs.decode(ours.encode(text)) == text
     assert theirs.decode([256], skip_special_tokens=True) == ""
+
+
+def test_transformers_knows_the_end_of_a_document_of_a_bare_tokenizer_file(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    given = tmp_path / "given"
+    given.mkdir()
+    _write_bytes(given / "tokenizer.json")
+    config = Config(
+        model=GPT2, data=Data(source="megatron", tokenizer=str(given / "tokenizer.json"))
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    said = vocabulary.write(out, config)
+    theirs = AutoTokenizer.from_pretrained(out)
+    assert said["eos_token_id"] == theirs.eos_token_id == 256
 
 
 # --- there and on ---------------------------------------------------------------------------------
