@@ -50,27 +50,45 @@ def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int])
     itself says more.
     """
     layout, rank = setting.config.parallel, _rank(setting, stages)
+    edges = _edges(setting, stages)
+    keeps = [_kept(setting, *pair) for pair in zip(stages, edges, strict=True)]
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
-        return [_fly(setting, stages, in_flight, None)]
+        return [_fly(setting, keeps, in_flight, None)]
     assert isinstance(layout.virtual_stages, int)
     found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
-    return [_fly(setting, stages, moment.held, moment) for moment in found[rank]]
+    return [_fly(setting, keeps, moment.held, moment) for moment in found[rank]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes of a stage that one micro batch keeps, whatever the moment."""
+
+    stage: Stage
+    edge: Boundary
+    blocks: StageActivations
+    waits: int
+    held: int
+    ends: int
+
+
+def _kept(setting: Setting, stage: Stage, edge: Boundary) -> _Kept:
+    layout = setting.config.parallel
+    blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, setting.keep)
+    return _Kept(stage, edge, blocks, _waits(setting, stage, blocks), *_ends(setting, stage))
 
 
 def _fly(
-    setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int], moment: Moment | None
+    setting: Setting, keeps: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
 ) -> Flying:
     """`moment`: which pass is computed; None: any full backward pass."""
     shape, run = setting.shape, setting.run
     activations = extra = last = freed = logits = gone = loss = stranded = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
     number = shape.tokens * setting.vocabulary
-    edges = _edges(setting, stages)
-    for place, (stage, flying, edge) in enumerate(zip(stages, in_flight, edges, strict=True)):
-        blocks = stage_activations(stage.layers, shape, run, setting.config.parallel, setting.keep)
-        waits = _waits(setting, stage, blocks) if moment else 0
+    for place, (kept_here, flying) in enumerate(zip(keeps, in_flight, strict=True)):
+        stage, edge, blocks = kept_here.stage, kept_here.edge, kept_here.blocks
+        waits, held, ends = kept_here.waits, kept_here.held, kept_here.ends
         waiting = moment.between[place] if moment else 0
-        held, ends = _ends(setting, stage)
         activations += flying * (blocks.kept + held + ends) + waiting * waits
         offloaded += flying * blocks.host
         # Of the first stage torch divides nothing: what is for its weights is all.

@@ -8,7 +8,7 @@ products with weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -85,31 +85,43 @@ def moments(
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
+    """Those that no other in the same pass covers; stages of a rank are about alike, so that sums are compared."""
     stages = sorted({action.stage for action in actions})
-    held, between, forward, backward = ([0] * len(stages) for _ in range(4))
+    places = {stage: place for place, stage in enumerate(stages)}
+    held = between = 0
+    fronts: dict[tuple[Kind, int], list[tuple[int, int, int]]] = {}
+    for number, action in enumerate(actions):
+        held += action.kind == "F"
+        between -= action.kind == "W"
+        front = fronts.setdefault((action.kind, places[action.stage]), [])
+        # Of two that hold the same the later: more has been sent by then.
+        front[:] = [other for other in front if other[0] > held or other[1] > between]
+        if not any(one >= held and two >= between for one, two, _ in front):
+            front.append((held, between, number))
+        between += action.kind == "I"
+        held -= action.kind in ("B", "W")
+    chosen = [number for front in fronts.values() for _, _, number in front]
+    there = dict(_walk(actions, places, set(chosen), few, more))
+    return tuple(there[number] for number in chosen)
+
+
+def _walk(
+    actions: Sequence[Action], places: dict[int, int], wanted: set[int], few: int, more: int
+) -> Iterator[tuple[int, Moment]]:
+    """The moments of these numbers."""
+    held, between, forward, backward = ([0] * len(places) for _ in range(4))
 
     def counts(done: list[int]) -> tuple[int, ...]:
         return tuple(number + more * (2 * number > few) for number in done)
 
-    seen: dict[tuple[Kind, int], list[Moment]] = {}
-    for action in actions:
-        place = stages.index(action.stage)
+    for number, action in enumerate(actions):
+        place = places[action.stage]
         held[place] += action.kind == "F"
         forward[place] += action.kind == "F"
         between[place] -= action.kind == "W"
-        now = tuple(held), tuple(between), counts(forward), counts(backward)
-        moment = Moment(*now, action.kind, place)
-        others = seen.setdefault((action.kind, place), [])
-        # Of two that hold the same the later: more has been sent by then.
-        others[:] = [other for other in others if not _covers(moment, other)]
-        if not any(_covers(other, moment) for other in others):
-            others.append(moment)
+        if number in wanted:
+            now = tuple(held), tuple(between), counts(forward), counts(backward)
+            yield number, Moment(*now, action.kind, place)
         between[place] += action.kind == "I"
         backward[place] += action.kind in ("B", "I")
         held[place] -= action.kind in ("B", "W")
-    return tuple(moment for found in seen.values() for moment in found)
-
-
-def _covers(one: Moment, other: Moment) -> bool:
-    """Stages of a rank are about alike: what counts is how many micro batches they hold together."""
-    return sum(one.held) >= sum(other.held) and sum(one.between) >= sum(other.between)
