@@ -85,7 +85,7 @@ def moments(
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
-    """Those that no other in the same pass covers; stages of a rank are about alike, so that sums are compared."""
+    """Those that no other in the same pass covers, by sums: stages of a rank are about alike."""
     stages = sorted({action.stage for action in actions})
     places = {stage: place for place, stage in enumerate(stages)}
     held = between = 0
