@@ -7,10 +7,12 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 from nanoscale.models.initialization import initialise
+from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 
@@ -31,6 +33,10 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
     batch = torch.tensor(np.stack(windows))
     model = Transformer(shape).to(dtype)
     initialise(model, shape, seed=3)
+    mixtures = [layer.mlp for layer in model.layers.values()] if shape.experts else []
+    mixtures = [EveryExpert(mixture, shape) for mixture in mixtures]
+    for layer, mixture in zip(model.layers.values(), mixtures, strict=False):
+        layer.mlp = mixture
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -51,9 +57,45 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
         for parameter in model.parameters():
             parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))  # as torch does
         update.step()
+        for mixture in mixtures:
+            mixture.rebalance()
         lr = update.param_groups[0]["lr"]
         curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
+
+
+class EveryExpert(nn.Module):
+    """A mixture of experts, of which every token passes through all, and all but a few count nothing."""
+
+    def __init__(self, mixture: MixtureOfExperts, shape: Model) -> None:
+        super().__init__()
+        self.router = mixture.router.weight
+        self.gate, self.up, self.down = mixture.experts.parameters()
+        self.taken, self.biased, self.rate = (
+            shape.experts_per_token,
+            shape.balance == "bias",
+            shape.balance_rate,
+        )
+        self.preference = [0.0] * shape.experts
+        self.load = [0] * shape.experts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(hidden @ self.router.T, dim=-1)
+        preferred = scores.detach() + torch.tensor(self.preference, dtype=scores.dtype)
+        rank = (preferred.unsqueeze(-2) > preferred.unsqueeze(-1)).sum(-1)  # how many are better
+        kept = torch.where(rank < self.taken, scores, 0)
+        self.load = [a + b for a, b in zip(self.load, (kept > 0).sum((0, 1)).tolist(), strict=True)]
+        inner = torch.einsum("bsh,efh->bsef", hidden, self.up)
+        inner = inner * F.silu(torch.einsum("bsh,efh->bsef", hidden, self.gate))
+        found = torch.einsum("bsef,ehf->bseh", inner, self.down)
+        return torch.einsum("bse,bseh->bsh", kept / kept.sum(-1, keepdim=True), found)
+
+    def rebalance(self) -> None:
+        mean = sum(self.load) / len(self.load)
+        for expert, load in enumerate(self.load):
+            if self.biased and load != mean:
+                self.preference[expert] += self.rate if load < mean else -self.rate
+        self.load = [0] * len(self.load)
 
 
 def worst(ours: CURVE, reference: CURVE) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint import pretrained
 from nanoscale.config.derive import Derived, derive
@@ -48,6 +49,8 @@ class Engine(ABC):
     """this rank's stages of the model by number"""
     scaling: LossScale | None
     """with fp16"""
+    balance: Balance | None = None
+    """with experts"""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
@@ -69,9 +72,9 @@ class Engine(ABC):
     def state(self) -> dict[str, Tensor]:
         """Every tensor that training goes on from, by name.
 
-        They are `model.<parameter>`, `optimizer.<parameter>.<moment>` and `loss_scale.<…>`, in fp32 or fp64 and
-        with the shapes of the whole model, in whatever shards, so that every layout of either backend can go
-        on from them.
+        They are `model.<parameter>`, `optimizer.<parameter>.<moment>`, `loss_scale.<…>` and `balance.<layer>`,
+        the former two in fp32 or fp64 and with the shapes of the whole model, in whatever shards, so that every
+        layout of either backend can go on from them.
         """
 
     @abstractmethod
@@ -93,8 +96,19 @@ class Engine(ABC):
         """Go on from what was loaded into the tensors of `empty_state`."""
 
     def figures(self) -> dict[str, float]:
-        """What a logged step shows beside the loss; fp16 has a loss scale."""
-        return self.scaling.figures() if self.scaling is not None else {}
+        """What a logged step shows beside the loss: with fp16 the loss scale, with experts their loads."""
+        kept = [it for it in (self.scaling, self.balance) if it is not None]
+        return {name: figure for it in kept for name, figure in it.figures().items()}
+
+    def _small_state(self) -> dict[str, Tensor]:
+        """What training goes on from beside parameters and moments."""
+        state = {"loss_scale": self.scaling, "balance": self.balance}
+        return {
+            f"{name}.{key}": value
+            for name, it in state.items()
+            if it is not None
+            for key, value in it.state().items()
+        }
 
     @property
     def scale_is_exhausted(self) -> bool:
@@ -146,6 +160,11 @@ class Engine(ABC):
         if dist.is_initialized():
             dist.all_reduce(found)
         return found
+
+    def _make_balance(self) -> Balance | None:
+        """To be called when all parts are there."""
+        shape = self.config.model
+        return Balance(shape, list(self.parts.values()), self.device) if shape.experts else None
 
     @property
     def _counts(self) -> bool:

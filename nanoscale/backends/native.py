@@ -35,6 +35,7 @@ class NativeEngine(Engine):
         self.layout = lay_out(config, device.type)
         self.place = self.layout.place
         self.parts = build_parts(config, self.layout, device)
+        self.balance = self._make_balance()
         self.pipeline = self._make_pipeline()
         self.optimizer = make_optimizer(self.parameters(), config.optimizer)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -56,17 +57,15 @@ class NativeEngine(Engine):
             set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.balance is not None:
+            self.balance.settle(self._counts, skipped)
         return StepResult(self._loss_sum * self._counts, grad_norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters()}
         moments = named_state(self.parameters(), self.optimizer)
-        scaling = self.scaling.state() if self.scaling is not None else {}
-        return (
-            model
-            | {f"optimizer.{name}": value for name, value in moments.items()}
-            | {f"loss_scale.{name}": value for name, value in scaling.items()}
-        )
+        optimizer = {f"optimizer.{name}": value for name, value in moments.items()}
+        return model | optimizer | self._small_state()
 
     def empty_state(self) -> dict[str, Tensor]:
         fill_state(self.optimizer)

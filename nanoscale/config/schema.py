@@ -66,7 +66,23 @@ class Model:
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)
     head_dim: int | None = key(None, "width of a head; null: hidden / heads", at_least=1)
-    ffn: int = key(128, "width inside the feed-forward block", at_least=1)
+    ffn: int = key(128, "width inside the feed-forward block, of each expert", at_least=1)
+    experts: int = key(
+        0,
+        "feed-forward blocks of which each token takes some (mixture of experts); 0: one for all",
+        at_least=0,
+    )
+    experts_per_token: int = key(2, "with experts: how many of them a token takes", at_least=1)
+    balance: Literal["none", "bias"] = key(
+        "none",
+        "with experts: what keeps their loads alike; bias: after every step, those with less than the "
+        "mean are preferred a little more",
+    )
+    balance_rate: float = key(
+        1e-3,
+        "balance=bias: how far a step moves a preference, in units of the router's softmax",
+        at_least=0,
+    )
     vocab: int = key(320, "rows of the embedding", unit="tokens", at_least=2)
     max_seq_len: int = key(
         2048, "longest sequence the model admits", unit="tokens", at_least=1, scaled="binary"
@@ -107,6 +123,11 @@ class Parallel:
     tp: int = key(1, "tensor-parallel degree", at_least=1)
     pp: int = key(1, "pipeline-parallel degree; each rank has virtual_stages stages", at_least=1)
     cp: int = key(1, "context-parallel degree", at_least=1)
+    ep: int = key(
+        1,
+        "expert-parallel degree: ranks of dp (one copy's) and cp that share the experts out",
+        at_least=1,
+    )
     sequence_parallel: bool = key(
         True, "with tp: also divide the sequence between the blocks (norms, residual stream)"
     )

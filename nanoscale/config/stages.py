@@ -82,4 +82,7 @@ def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) 
 def _block_cost(model: Model) -> int:
     width = model.head_dim or model.hidden // model.heads
     attention = 2 * width * (model.heads + (model.kv_heads or model.heads))
-    return model.hidden * (attention + (3 if model.mlp == "swiglu" else 2) * model.ffn)
+    ffn = (3 if model.mlp == "swiglu" else 2) * model.ffn
+    if model.experts:
+        ffn = model.experts + model.experts_per_token * ffn
+    return model.hidden * (attention + ffn)

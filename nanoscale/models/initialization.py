@@ -17,12 +17,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from nanoscale.config.schema import Model
 
-RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "mlp.experts.down")
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, shape: Model, seed: int) -> None:
-    """Fill every parameter of a materialised model, sharded (DTensor) or not."""
+    """Fill every parameter of a materialised model, sharded (DTensor) or not; counters begin at 0."""
+    for counter in model.buffers():
+        counter.zero_()
     for name, parameter in model.named_parameters():
         device = parameter.device
         whole = draw(name, torch.Size(parameter.shape), shape, seed, device).to(parameter.dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.models.moe import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor] | None
 """cosine and sine `[seq, head_dim / 2]` of every position's angles; None where positions are learned"""
@@ -99,7 +100,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(shape)
         self.attention = Attention(shape)
         self.mlp_norm = make_norm(shape)
-        self.mlp = SwiGLU(shape) if shape.mlp == "swiglu" else GeluMLP(shape)
+        self.mlp = make_mlp(shape)
 
     def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
@@ -174,6 +175,12 @@ class GeluMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(hidden), approximate="tanh"))
+
+
+def make_mlp(shape: Model) -> nn.Module:
+    if shape.experts:
+        return MixtureOfExperts(shape)
+    return SwiGLU(shape) if shape.mlp == "swiglu" else GeluMLP(shape)
 
 
 def make_norm(shape: Model) -> nn.Module:

@@ -6,7 +6,7 @@ from torch.distributed import ProcessGroup
 
 from nanoscale.config.schema import Config
 from nanoscale.models.transformer import Attention, Transformer
-from nanoscale.parallel import activation, compile, context, data, tensor
+from nanoscale.parallel import activation, compile, context, data, expert, tensor
 from nanoscale.parallel.mesh import Layout
 
 
@@ -19,9 +19,11 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
     parallel = config.parallel
     if layout.tensor is not None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
+    if config.model.experts:
+        expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
     prepare_blocks(model, config, layout.context, layout.place.cp)
     if layout.data is not None:
-        data.shard(model, config, layout.data)
+        data.shard(model, config, layout.data, layout.experts)
 
 
 def prepare_blocks(

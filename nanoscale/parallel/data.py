@@ -18,15 +18,25 @@ are all-reduced once a step in every stage.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import Shard
 
 from nanoscale.config.schema import Config, Precision
+from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.expert import shard_dimension
+from nanoscale.parallel.mesh import ExpertLayout
 
 DTYPES = {
     "fp32": torch.float32,
@@ -36,8 +46,13 @@ DTYPES = {
 }
 
 
-def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
-    """Shard the parameters of a stage on the meta device in place over all of `mesh`."""
+def shard(
+    model: Transformer, config: Config, mesh: DeviceMesh, experts: ExpertLayout | None
+) -> None:
+    """Shard the parameters of a stage on the meta device in place over all of `mesh`.
+
+    With ep, those of the experts over the ranks that have the same ones.
+    """
     # A block divided by tp gives a view of a DTensor's data; nothing in our models writes into it.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
@@ -46,13 +61,37 @@ def shard(model: Transformer, config: Config, mesh: DeviceMesh) -> None:
         "reshard_after_forward": config.zero.stage == 3 and config.parallel.pp == 1,
     }
     for layer in model.layers.values():
-        fully_shard(layer, **options)
+        fully_shard(layer, **options, shard_placement_fn=_experts_apart(layer, mesh, experts))
     if model.first and not model.shape.tie_embeddings:
         fully_shard(model.embed, **options)
     if model.last and not model.shape.tie_embeddings:
         # The backward begins with these two: gathering them again at once would be wasted.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
+
+
+def _experts_apart(
+    block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
+) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None:
+    """Over which ranks, and along which dimension, the matrices of experts are cut; everything else by its rows.
+
+    They are the block's to gather, as all of its parameters: a unit of their own would gather within what
+    activation checkpointing runs twice.
+    """
+    if not isinstance(block.mlp, MixtureOfExperts):
+        return None
+    spread = mesh if layout is None else layout.data
+    ranks = spread.size(spread.ndim - 1)
+    cuts = {
+        parameter: Shard(shard_dimension(name, parameter, ranks))
+        for name, parameter in block.mlp.experts.named_parameters()
+    }
+    if layout is None:
+        return cuts.get
+    where = FSDPMeshInfo(spread, shard_mesh_dim=0)
+    if spread.ndim == 2:
+        where = HSDPMeshInfo(spread, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return {parameter: ShardPlacementResult(cut, where) for parameter, cut in cuts.items()}.get
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:

@@ -9,7 +9,19 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanoscale.config.layout import Coordinates, coordinates
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, Parallel
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Where the experts are. Ranks of ep are neighbours in dp_shard · cp, and each has other experts."""
+
+    data: DeviceMesh
+    """as that of the layout, of the ranks that have the same experts"""
+    divided: DeviceMesh
+    """`[ep, tp]`, or ep alone"""
+    group: ProcessGroup
+    """of ep"""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,8 @@ class Layout:
     tensor: DeviceMesh | None
     context: ProcessGroup | None
     pipeline: ProcessGroup | None
+    experts: ExpertLayout | None = None
+    """with ep"""
 
 
 def lay_out(config: Config, device_type: str) -> Layout:
@@ -30,23 +44,52 @@ def lay_out(config: Config, device_type: str) -> Layout:
     if not dist.is_initialized():
         return Layout(Coordinates(0, 0, 0, 0), None, None, None, None)
     parallel = config.parallel
-    assert isinstance(parallel.dp, int), "the launcher freezes a number"
-    copies = parallel.dp_replicate if config.zero.stage else parallel.dp * parallel.cp
+    ranks = _data_ranks(parallel)
+    copies = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
         device_type,
         pp=parallel.pp,
         dp_replicate=copies,
-        dp_shard=parallel.dp * parallel.cp // copies,
+        dp_shard=ranks // copies,
         tp=parallel.tp,
     )
-    spread = mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
     return Layout(
         place=coordinates(dist.get_rank(), parallel),
-        data=spread,
+        data=_spread(mesh, copies),
         tensor=mesh["tp"] if parallel.tp > 1 else None,
         context=context_group(config, device_type),
         pipeline=mesh["pp"].get_group() if parallel.pp > 1 else None,
+        experts=_lay_out_experts(config, device_type) if parallel.ep > 1 else None,
     )
+
+
+def _lay_out_experts(config: Config, device_type: str) -> ExpertLayout:
+    parallel = config.parallel
+    ranks = _data_ranks(parallel) // parallel.ep
+    copies = parallel.dp_replicate if config.zero.stage else ranks
+    mesh = _mesh(
+        device_type,
+        pp=parallel.pp,
+        dp_replicate=copies,
+        dp_shard=ranks // copies,
+        ep=parallel.ep,
+        tp=parallel.tp,
+    )
+    return ExpertLayout(
+        data=_spread(mesh, copies),
+        divided=mesh["ep", "tp"] if parallel.tp > 1 else mesh["ep"],
+        group=mesh["ep"].get_group(),
+    )
+
+
+def _data_ranks(parallel: Parallel) -> int:
+    """Ranks that have other tokens and, before anything is sharded, the same parameters."""
+    assert isinstance(parallel.dp, int), "the launcher freezes a number"
+    return parallel.dp * parallel.cp
+
+
+def _spread(mesh: DeviceMesh, copies: int) -> DeviceMesh:
+    return mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
 
 
 def _mesh(device_type: str, **degrees: int) -> DeviceMesh:

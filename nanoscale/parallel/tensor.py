@@ -47,18 +47,19 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
         "attention_norm": norm,
         "attention": gather,
         "mlp_norm": norm,
-        "mlp": gather_one,
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": RowwiseParallel(output_layouts=stream),
         "attention.wo": RowwiseParallel(output_layouts=stream),
     }
     block |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-    if model.shape.mlp == "swiglu":
-        block["mlp.gate"] = ColwiseParallel()
     if model.shape.qk_norm:
         # A rank has some of the heads and all of the weights that they share, whose gradients add up.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         block |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    if not model.shape.experts:  # those are `expert`'s
+        block["mlp"] = gather_one
+        block["mlp.up"] = ColwiseParallel()
+        block["mlp.down"] = RowwiseParallel(output_layouts=stream)
+        if model.shape.mlp == "swiglu":
+            block["mlp.gate"] = ColwiseParallel()
     for layer in model.layers.values():
         parallelize_module(layer, mesh, block)
     parallelize_module(model, mesh, _ends(model, stream, norm, gather))

@@ -22,8 +22,17 @@ def parameters(model: Model) -> int:
 
 
 def matmul_parameters(model: Model) -> int:
-    """The parameters that multiply every token: blocks and head, not the input embedding."""
-    return model.layers * _block_matrices(model) + model.hidden * model.vocab
+    """The parameters that multiply every token: blocks and head, not the input embedding.
+
+    Of experts, as many as a token takes.
+    """
+    return model.layers * _block_products(model) + model.hidden * model.vocab
+
+
+def _block_products(model: Model) -> int:
+    """Those of a block."""
+    taken = model.experts_per_token if model.experts else 1
+    return _attention_matrices(model) + _router(model) + taken * _feed_forward(model)
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:
@@ -56,9 +65,23 @@ def _kv_width(model: Model) -> int:
 
 
 def _block_matrices(model: Model) -> int:
-    """Query, key, value and output; two matrices of the feed-forward, three where it is gated."""
-    attention = model.hidden * (2 * _heads_width(model) + 2 * _kv_width(model))
-    return attention + (3 if model.mlp == "swiglu" else 2) * model.hidden * model.ffn
+    return (
+        _attention_matrices(model) + _router(model) + max(1, model.experts) * _feed_forward(model)
+    )
+
+
+def _attention_matrices(model: Model) -> int:
+    """Query, key, value and output."""
+    return model.hidden * (2 * _heads_width(model) + 2 * _kv_width(model))
+
+
+def _feed_forward(model: Model) -> int:
+    """Two matrices, three where it is gated; of one expert."""
+    return (3 if model.mlp == "swiglu" else 2) * model.hidden * model.ffn
+
+
+def _router(model: Model) -> int:
+    return model.experts * model.hidden
 
 
 def _block_vectors(model: Model) -> int:

@@ -54,6 +54,7 @@ class DeepSpeedEngine(Engine):
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
             self.engine.timers = pipeline.no_timers()
+        self.balance = self._make_balance()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
         if config.model.init_from is None:  # else all weights are read
             self._initialise()
@@ -74,6 +75,8 @@ class DeepSpeedEngine(Engine):
                 self.engine.step()
         norm = self._norm if self.stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
+        if self.balance is not None:
+            self.balance.settle(self._counts, skipped)
         return StepResult(self._loss_sum * self._counts, norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
@@ -82,9 +85,7 @@ class DeepSpeedEngine(Engine):
             with pieces.in_memory(mine, self.engine.optimizer) as swapped:
                 for name, tensor_ in self._tensors(mine):
                     state[name] = _copied(tensor_) if swapped else tensor_
-        if self.scaling is not None:
-            state |= {f"loss_scale.{name}": value for name, value in self.scaling.state().items()}
-        return state
+        return state | self._small_state()
 
     def empty_state(self) -> dict[str, Tensor]:
         optimizer = self._stepped_optimizer()
@@ -134,6 +135,8 @@ class DeepSpeedEngine(Engine):
     def _initialise(self) -> None:
         """Write the initial weights, which depend on names and shapes alone, where they are updated."""
         model, seed = self.config.model, self.config.train.seed
+        for counter in self.model.buffers():
+            counter.zero_()
         for mine in pieces.by_home(self.pieces):
             with pieces.in_memory(mine, self.engine.optimizer):
                 for piece in mine:

@@ -13,6 +13,7 @@ from nanoscale.config.report import refuse
 from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
+from nanoscale.config.rules.experts import check_experts
 from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
@@ -51,6 +52,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     launcher = resolve_launcher(case)
     model = resolve_model(case)
     layout = resolve_layout(case, model)
+    check_experts(case, layout.dp)
     virtual_stages = resolve_virtual_stages(case, model)
     check_recomputation(case)
     compiled = resolve_compile(case, layout.device)

@@ -192,6 +192,19 @@ DEEPSPEED = [
         why="is FSDP2's; DeepSpeed shards over all ranks of dp, and its ZeRO++ within a part of them",
         instead=("parallel.dp_replicate=1", "backend=native"),
     ),
+    _only(
+        "parallel.ep",
+        1,
+        why="shares out experts, which DeepSpeed's engine would take for copies of each other",
+        instead=("parallel.ep=1", "backend=native"),
+    ),
+    Limit(
+        "model.experts",
+        lambda config: config.parallel.tp == 1 or config.model.experts == 0,
+        "with tp = 1",
+        "cannot be divided by DeepSpeed's tensor-parallel layers",
+        ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
+    ),
     Limit(
         "zero.offload_optimizer",
         lambda config: config.zero.offload_optimizer == "none" or config.zero.stage > 0,

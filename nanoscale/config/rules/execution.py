@@ -42,8 +42,9 @@ def resolve_compile(case: Case, device: Literal["cpu", "cuda"]) -> Literal["on",
     """Whether blocks are compiled."""
     layout, asked = case.config.parallel, case.config.backend.compile
     split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
+    experts = case.config.model.experts > 0
     if asked == "auto":
-        possible = device == "cuda" and not split and not layout.offload_activations
+        possible = device == "cuda" and not (split or layout.offload_activations or experts)
         return "on" if possible else "off"
     if asked == "on" and split:
         case.refuse(
@@ -62,5 +63,13 @@ def resolve_compile(case: Case, device: Literal["cpu", "cuda"]) -> Literal["on",
             "itself",
             "backend.compile=off",
             "parallel.offload_activations=false",
+        )
+    if asked == "on" and experts:
+        case.refuse(
+            "layout",
+            "backend.compile",
+            f"cannot hold with model.experts={case.config.model.experts}: how many tokens an expert has is "
+            "known only when a block runs",
+            "backend.compile=off",
         )
     return asked

@@ -1,0 +1,70 @@
+"""Laws of mixtures of experts and of the ranks that share the experts out."""
+
+from __future__ import annotations
+
+import math
+
+from nanoscale.config.rules.case import Case, counted, near_divisors
+
+_KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
+
+
+def check_experts(case: Case, dp: int) -> None:
+    model, layout = case.config.model, case.config.parallel
+    if model.experts == 0:
+        for key in (*_KEYS, "parallel.ep"):
+            case.refuse_idle("config", key, "model.experts=0")
+        return
+    if model.balance == "none":
+        case.refuse_idle("config", "model.balance_rate", "model.balance=none")
+    _check_shape(case)
+    if layout.ep > 1:
+        _check_degree(case, dp)
+
+
+def _check_shape(case: Case) -> None:
+    model = case.config.model
+    if model.experts_per_token > model.experts:
+        case.refuse(
+            "config",
+            "model.experts_per_token",
+            f"is more than model.experts={model.experts}",
+            f"model.experts_per_token={min(2, model.experts)}",
+            f"model.experts={model.experts_per_token}",
+        )
+    if model.mlp != "swiglu":
+        message = "is the block of a dense model; experts are gated"
+        case.refuse("config", "model.mlp", message, "model.mlp=swiglu", "model.experts=0")
+    if model.bias:
+        message = "gives every linear layer a bias, and experts have none"
+        case.refuse("config", "model.bias", message, "model.bias=false", "model.experts=0")
+    if case.config.precision.fp8:
+        message = "would leave the experts' products, most of all there are, in 16 bits"
+        case.refuse("config", "precision.fp8", message, "precision=bf16")
+
+
+def _check_degree(case: Case, dp: int) -> None:
+    model, layout = case.config.model, case.config.parallel
+    ep, ranks = layout.ep, dp // layout.dp_replicate * layout.cp
+    common = math.gcd(model.experts, ranks)
+    if model.experts % ep == 0 and ranks % ep == 0:
+        return
+    wrong = []
+    if model.experts % ep:
+        wrong.append(f"model.experts={model.experts}")
+    if ranks % ep:
+        copies = (
+            f"/dp_replicate = {dp}/{layout.dp_replicate}" if layout.dp_replicate > 1 else f" = {dp}"
+        )
+        wrong.append(
+            f"the {counted(ranks, 'rank')} of dp{copies} times cp={layout.cp}, which it is taken from"
+        )
+    case.refuse(
+        "layout",
+        "parallel.ep",
+        f"must divide {' and '.join(wrong)}",
+        *(f"parallel.ep={n}" for n in near_divisors(common, ep)),
+        f"parallel.dp={ep * layout.dp_replicate}"
+        if ranks % ep and model.experts % ep == 0
+        else None,
+    )
