@@ -31,7 +31,7 @@ class Balance:
 
     @torch.no_grad()
     def settle(self, counts: bool, skipped: bool) -> None:
-        """End a step. `counts`: whether no other rank has counted the same tokens; `skipped`: it was not taken."""
+        """End a step. `counts`: no other rank counts the same tokens; `skipped`: the step was not taken."""
         self._loads.zero_()
         for number, router in self.routers.items():
             if counts:

@@ -1,8 +1,8 @@
 """A feed-forward block of many experts, of which each token takes a few. Code for one device, as `transformer`.
 
 Routing is that of Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Qwen3: the softmax over all
-experts, of which the largest are kept and made to add up to 1, which is the softmax over the kept ones. No token
-is dropped: an expert takes as many as come.
+experts, of which the largest are kept and made to add up to 1; that is the softmax over the kept ones alone. No
+token is dropped: an expert takes as many as come.
 
 Shapes: tokens `[tokens, hidden]`; a choice is a token with one of its experts, and there are tokens ·
 experts_per_token of them. load `[experts]` counts the choices of each expert.

@@ -3,12 +3,11 @@
 Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside. What is
 recomputed is compiled with it, and its compiler then sees forward and recomputation in one.
 
-What it cannot do: a backward pass in two halves, for inputs and for weights (zero-bubble schedules), and
-activations offloaded to the host, since a compiled block keeps its own; mixtures of experts, whose shapes depend
-on the data; `config.rules` refuses all three. Results
-differ from the eager ones by rounding, since operations are fused: law 1 between layouts holds with compilation
-in all or in none of them. Every new shape (a shorter batch in an evaluation, a prompt) and the switch between
-training and evaluation compile again.
+What it cannot do: a backward pass in two halves, for inputs and for weights (zero-bubble schedules);
+activations offloaded to the host, since a compiled block keeps its own; and mixtures of experts, whose shapes
+follow from the data. `config.rules` refuses all three. Results differ from the eager ones by rounding, since
+operations are fused: law 1 between layouts holds with compilation in all or in none of them. Every new shape (a
+shorter batch in an evaluation, a prompt) and the switch between training and evaluation compile again.
 """
 
 from __future__ import annotations

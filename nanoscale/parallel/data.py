@@ -73,7 +73,7 @@ def shard(
 def _experts_apart(
     block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
 ) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None:
-    """Over which ranks, and along which dimension, the matrices of experts are cut; everything else by its rows.
+    """Over which ranks and along which dimension the matrices of experts are cut; everything else by its rows.
 
     They are the block's to gather, as all of its parameters: a unit of their own would gather within what
     activation checkpointing runs twice.

@@ -51,7 +51,7 @@ def apply(
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
-    """Along which dimension FSDP cuts gate, up or down: whole experts, or `hidden` where those do not go round."""
+    """The dimension along which FSDP cuts gate, up or down: whole experts, or `hidden` where they are too few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
     other = _HIDDEN[name]
     return other if local.shape[0] % ranks and local.shape[other] % ranks == 0 else 0
@@ -114,7 +114,7 @@ def _run_own(experts: Experts, share: int, tokens: Tensor, load: Tensor) -> Tens
 def _own(weight: Tensor, share: int) -> Tensor:
     """This rank's part of a matrix.
 
-    Its gradient comes from the tokens of all ranks of ep, as a sum; FSDP then takes the mean over those that are
+    Its gradient is the sum over the tokens of all ranks of ep. FSDP then takes the mean over the ranks that are
     left, and what everything else has is the mean over all of them.
     """
     assert isinstance(weight, DTensor)

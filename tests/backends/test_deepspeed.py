@@ -21,7 +21,7 @@ from tests.conftest import Deviations
 from tests.jobs import STEPS, KillBefore, StopBefore, make_config, make_run, train, write_tokens
 from tests.ranks import run_ranks
 from tests.reference import assert_equal_curves, plain_loop, worst
-from tests.train.test_equivalence import GPT2, SHALLOW, record_all, train_all
+from tests.train.test_equivalence import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
 
 OFFLOAD = {"offload_optimizer": "cpu"}
@@ -109,6 +109,14 @@ def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, A
     config = config_for(tmp_path, stage, model=GPT2, **changes)
     (ours,) = run_ranks(train_all, 2, [config])[0]
     assert_equal_curves(ours, plain_loop("fp32", shape=GPT2), "fp32")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, model=MOE, dp=2)
+    (ours,) = run_ranks(train_all, 2, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=MOE), "fp32")
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)

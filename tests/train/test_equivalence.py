@@ -63,7 +63,7 @@ class Row:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """In fp32 two experts can be as good as each other to the last bits, and another layout takes the other."""
+        """In fp32 a token's second and third expert can come so near that layouts choose differently."""
         return ("fp64",) if self.shape.experts else ("fp64", "fp32")
 
 

@@ -1,0 +1,89 @@
+"""Mixtures of experts on one device. That they are what they should be is `test_equivalence`'s to say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from nanoscale.models import moe
+from nanoscale.models.initialization import initialise
+from nanoscale.models.moe import MixtureOfExperts
+from tests.jobs import SHAPE
+
+MOE = replace(SHAPE, experts=4, experts_per_token=2, ffn=24, balance="bias", balance_rate=0.5)
+
+
+def mixture(**changes: object) -> MixtureOfExperts:
+    shape = replace(MOE, **changes)
+    made = MixtureOfExperts(shape)
+    initialise(made, shape, seed=3)
+    return made
+
+
+def tokens(rows: int = 12) -> Tensor:
+    return torch.randn(1, rows, SHAPE.hidden, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize("load", [[3, 0, 4, 5], [0, 0, 12, 0], [0, 0, 0, 0]])
+def test_the_grouped_kernel_computes_what_the_loop_does(load: list[int]) -> None:
+    """The kernel is a GPU's; PyTorch has a slow one for the CPU."""
+    rows, experts = tokens(sum(load))[0], mixture().experts
+    results = []
+    for run in (moe._run_grouped, moe.run_experts):
+        x = rows.clone().requires_grad_()
+        found = run(x, torch.tensor(load), experts.gate, experts.up, experts.down)
+        gradients = torch.autograd.grad((found**2).sum(), [x, *experts.parameters()])
+        results.append((found, *gradients))
+    for grouped, looped in zip(*results, strict=True):
+        torch.testing.assert_close(grouped, looped)
+
+
+def test_every_expert_has_a_gradient_also_one_without_tokens() -> None:
+    made = mixture()
+    made.router.lean += torch.tensor([9, 9, 0, 0])
+    made(tokens()).sum().backward()
+    assert made.router.load.tolist() == [12, 12, 0, 0]
+    for parameter in made.experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad[:2].any() and not parameter.grad[2:].any()
+
+
+def test_a_preference_changes_the_choice_and_not_the_weights() -> None:
+    made, x = mixture(experts_per_token=1), tokens()
+    usual, chosen = made.router(x)
+    made.router.lean[2] += 9
+    weights, preferred = made.router(x)
+    assert (chosen != 2).any() and (preferred == 2).all()
+    assert torch.equal(weights, usual) and (weights == 1).all()
+    made = mixture(balance="none")
+    made.router.lean[2] += 9
+    assert torch.equal(made.router(x)[1], mixture().router(x)[1])
+
+
+def test_recomputation_and_evaluation_are_not_counted() -> None:
+    made, x = mixture(), tokens()
+    with torch.no_grad():
+        made(x)
+    assert not made.router.load.any()
+    out: Tensor = checkpoint(made, x, use_reentrant=False)  # type: ignore[assignment]
+    out.sum().backward()
+    assert made.router.load.sum() == 12 * 2
+
+
+def test_the_router_computes_in_fp32_in_a_narrow_model() -> None:
+    made, x = mixture(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights, _ = made.router(x)
+        assert made(x).dtype == torch.bfloat16
+    assert torch.equal(weights, made.router(x)[0])
+
+
+def test_what_is_taken_gives_back_its_gradient() -> None:
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    order, back = moe.sort(torch.tensor([2, 0, 1, 1, 0, 2, 2, 0]))
+    assert order.tolist() == [1, 4, 7, 2, 3, 0, 5, 6]
+    assert torch.autograd.gradcheck(lambda x: moe.take(x, order // 2, back), x)
