@@ -51,7 +51,7 @@ def apply(
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
-    """The dimension along which FSDP cuts gate, up or down: whole experts, or `hidden` where they are too few."""
+    """Along which dimension FSDP cuts a matrix: whole experts, or `hidden` where they are too few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
     other = _HIDDEN[name]
     return other if local.shape[0] % ranks and local.shape[other] % ranks == 0 else 0
