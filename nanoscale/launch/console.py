@@ -173,6 +173,8 @@ def figures(record: Object) -> dict[str, str]:
     if record.get("loss_scale") is not None:
         shown["loss scale"] = f"{record['loss_scale']:g}"
         shown["skipped"] = _steps(record.get("skipped_steps") or 0)
+    if record.get("moe_imbalance") is not None:
+        shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
     if record.get("eval_loss") is not None:
         shown["eval loss"] = f"{record['eval_loss']:.4f}"
     return shown

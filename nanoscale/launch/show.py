@@ -82,6 +82,11 @@ def settings(config: Config) -> dict[str, str]:
         words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
     if layout.cp > 1:
         words["context"] = layout.cp_method
+    if config.model.experts:
+        where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
+        words["experts"] = (
+            f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
+        )
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words

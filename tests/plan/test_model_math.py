@@ -19,6 +19,7 @@ PUBLISHED = {
     "llama-405b": 405_853_388_800,
     "llama-1b": 1_235_814_400,
     "llama-3b": 3_212_749_824,
+    "mixtral-8x7b": 46_702_792_704,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -40,6 +41,15 @@ def test_matmul_parameters_leave_the_input_embedding_and_the_norms_out():
     model = compose(["model=llama-8b"]).config.model
     norms = (2 * 32 + 1) * 4096
     assert matmul_parameters(model) == PUBLISHED["llama-8b"] - 128_256 * 4096 - norms
+
+
+def test_a_token_multiplies_the_experts_that_it_takes():
+    """Mixtral's 12.9 B "active" parameters (arXiv:2401.04088, table 1) count the input embedding, too."""
+    model = compose(["model=mixtral-8x7b"]).config.model
+    assert matmul_parameters(model) + 32_000 * 4096 == pytest.approx(12.9e9, rel=0.005)
+    qwen = compose(["model=qwen3-30b-a3b"]).config.model
+    assert parameters(qwen) == pytest.approx(30.5e9, rel=0.002)
+    assert matmul_parameters(qwen) + 151_936 * 2048 == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_a_tied_head_multiplies_all_the_same():

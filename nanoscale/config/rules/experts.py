@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from nanoscale.config.rules.case import Case, counted, near_divisors
+from nanoscale.config.rules.case import Case, counted, listed, near_divisors
 
 _KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
 
@@ -34,37 +34,32 @@ def _check_shape(case: Case) -> None:
         )
     if model.mlp != "swiglu":
         message = "is the block of a dense model; experts are gated"
-        case.refuse("config", "model.mlp", message, "model.mlp=swiglu", "model.experts=0")
+        case.refuse("config", "model.mlp", message, "model.mlp=swiglu")
     if model.bias:
         message = "gives every linear layer a bias, and experts have none"
-        case.refuse("config", "model.bias", message, "model.bias=false", "model.experts=0")
+        case.refuse("config", "model.bias", message, "model.bias=false")
     if case.config.precision.fp8:
         message = "would leave the experts' products, most of all there are, in 16 bits"
-        case.refuse("config", "precision.fp8", message, "precision=bf16")
+        case.refuse("config", "precision.fp8", message, "precision.fp8=false")
 
 
 def _check_degree(case: Case, dp: int) -> None:
     model, layout = case.config.model, case.config.parallel
     ep, ranks = layout.ep, dp // layout.dp_replicate * layout.cp
-    common = math.gcd(model.experts, ranks)
     if model.experts % ep == 0 and ranks % ep == 0:
         return
-    wrong = []
+    laws = []
     if model.experts % ep:
-        wrong.append(f"model.experts={model.experts}")
+        laws.append(f"model.experts={model.experts}")
     if ranks % ep:
-        copies = (
-            f"/dp_replicate = {dp}/{layout.dp_replicate}" if layout.dp_replicate > 1 else f" = {dp}"
-        )
-        wrong.append(
-            f"the {counted(ranks, 'rank')} of dp{copies} times cp={layout.cp}, which it is taken from"
-        )
+        laws.append(f"the {counted(ranks, 'rank')} that it is taken from, (dp/dp_replicate)·cp")
+    enough = ep * layout.dp_replicate
     case.refuse(
         "layout",
         "parallel.ep",
-        f"must divide {' and '.join(wrong)}",
-        *(f"parallel.ep={n}" for n in near_divisors(common, ep)),
-        f"parallel.dp={ep * layout.dp_replicate}"
-        if ranks % ep and model.experts % ep == 0
+        f"must divide {listed(laws)}",
+        *(f"parallel.ep={n}" for n in near_divisors(math.gcd(model.experts, ranks), ep)),
+        f"parallel.dp={enough}"
+        if model.experts % ep == 0 and case.config.train.global_batch % enough == 0
         else None,
     )
