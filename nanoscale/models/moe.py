@@ -105,10 +105,16 @@ def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Te
     if torch.is_autocast_enabled(kind):
         narrow = torch.get_autocast_dtype(kind)
         tokens, gate, up, down = (x.to(narrow) for x in (tokens, gate, up, down))
-    if kind == "cuda" and tokens.dtype == torch.bfloat16:
+    if kind == "cuda" and _suits_the_kernel(tokens, gate):
         return _run_grouped(tokens, load, gate, up, down)
     parts = zip(tokens.split(load.tolist()), gate, up, down, strict=True)
     return torch.cat([_swiglu(F.linear, *part) for part in parts])
+
+
+def _suits_the_kernel(tokens: Tensor, gate: Tensor) -> bool:
+    """It takes bf16 in rows of whole 16 bytes, and at least one of them."""
+    aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
+    return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
 
 
 def _run_grouped(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
 from tests.jobs import make_config, write_tokens
 from tests.ranks import run_ranks
-from tests.train.test_equivalence import GPT2, SHALLOW
+from tests.train.test_equivalence import GPT2, MOE, SHALLOW
 
 NAMES = {"model.name", "backend.name", "model.sliding_window"}
 """what only says what something is called, what chose the engine, and what a law keeps sequences within"""
@@ -28,6 +28,7 @@ JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # make_config's arguments, whole sections
     ({"model": ROPE}, {}),
     ({"model": GPT2}, {"optimizer": Optimizer("sgd", 1e-2)}),
+    ({"model": MOE}, {}),
     ({"parallel": {"pp": 2}}, {"zero": Zero(1)}),
     ({"parallel": {"tp": 2, "sequence_parallel": False}}, {}),
     ({"parallel": {"cp": 2}}, {}),

@@ -114,3 +114,10 @@ def test_v_shaped_schedules_have_two_stages_a_rank(schedule):
     parts = [stage(index, 6, 2) for index in (0, 2, 4)]
     with pytest.raises(ValueError, match="exactly 2"), contextlib.redirect_stdout(io.StringIO()):
         getattr(schedules, CLASSES[schedule])(parts, 8, loss_fn=max)
+
+
+def test_a_block_of_experts_costs_what_a_token_takes():
+    """The head of the last stage then weighs as much as three blocks, and the stage has three blocks fewer."""
+    taken = 4 * 8 * 8 + 4 * 8 + 2 * 3 * 8 * 16
+    mixture = model(9, vocab=3 * taken // 8, experts=4, experts_per_token=2)
+    assert stage_layers(mixture, 2, None) == [6, 3]
