@@ -52,7 +52,7 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
         logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
         update.zero_grad()
-        loss.backward()
+        (loss + sum(mixture.penalty for mixture in mixtures)).backward()
         norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
         for parameter in model.parameters():
             parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))  # as torch does
@@ -76,6 +76,8 @@ class EveryExpert(nn.Module):
             shape.balance == "bias",
             shape.balance_rate,
         )
+        self.penalised = shape.balance == "aux"
+        self.penalty: torch.Tensor | float = 0.0
         self.preference = [0.0] * shape.experts
         self.load = [0] * shape.experts
 
@@ -85,6 +87,9 @@ class EveryExpert(nn.Module):
         rank = (preferred.unsqueeze(-2) > preferred.unsqueeze(-1)).sum(-1)  # how many are better
         kept = torch.where(rank < self.taken, scores, 0)
         self.load = [a + b for a, b in zip(self.load, (kept > 0).sum((0, 1)).tolist(), strict=True)]
+        if self.penalised:
+            often = (kept > 0).to(scores.dtype).mean(1) * (len(self.load) / self.taken)
+            self.penalty = self.rate * (often * scores.mean(1)).sum(-1).mean()
         inner = torch.einsum("bsh,efh->bsef", hidden, self.up)
         inner = inner * F.silu(torch.einsum("bsh,efh->bsef", hidden, self.gate))
         found = torch.einsum("bsef,ehf->bseh", inner, self.down)

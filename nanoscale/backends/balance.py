@@ -1,6 +1,6 @@
 """The loads of the experts, over the whole global batch, and the balancing that follows from them.
 
-Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load
+A loss of each sequence (`aux`) is the routers' own, which are told its weight here. The bias is of Wang et al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load
 is preferred by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch do
 not depend on the layout, and being whole numbers they are the same on every rank to the last bit.
 """
@@ -21,6 +21,7 @@ class Balance:
 
     def __init__(self, shape: Model, parts: list[Transformer], device: torch.device) -> None:
         self.biased = shape.balance == "bias"
+        self.loss_rate = shape.balance_rate if shape.balance == "aux" else 0.0
         self.routers: dict[int, Router] = {
             int(number): layer.mlp.router
             for part in parts
@@ -28,6 +29,11 @@ class Balance:
             if isinstance(layer.mlp, MixtureOfExperts)
         }
         self._loads = torch.zeros(shape.layers, shape.experts, dtype=torch.int64, device=device)
+
+    def begin(self, weight: float) -> None:
+        """Begin a step. `weight`: of a sequence's loss in what this rank's backward passes begin with."""
+        for router in self.routers.values():
+            router.penalty = weight * self.loss_rate
 
     @torch.no_grad()
     def settle(self, counts: bool, skipped: bool) -> None:

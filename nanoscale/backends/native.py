@@ -46,6 +46,10 @@ class NativeEngine(Engine):
 
     def train_step(self, micro_batches: list[np.ndarray], lr: float) -> StepResult:
         self._loss_sum.zero_()
+        if self.balance is not None:
+            # Ranks of tp each have the loss of the whole sequence, and their gradients add up.
+            per_sequence = self._scale / self.sizes.global_batch
+            self.balance.begin(per_sequence / self.config.parallel.tp)
         with self._loss_context():
             if self.pipeline is not None:
                 self.pipeline.step(*self._divide(np.concatenate(micro_batches)))
@@ -103,10 +107,13 @@ class NativeEngine(Engine):
         """What the backward pass of a micro batch begins with."""
         micro_sum = self._token_losses(logits, targets).sum()
         self._loss_sum += micro_sum.detach()
-        # FSDP averages over its ranks; the loss is a mean over all tokens.
+        return micro_sum * (self._scale / self.sizes.tokens_per_step)
+
+    @property
+    def _scale(self) -> float:
+        """What a sum over the global batch begins its backward pass with: FSDP averages over its ranks."""
         ranks = self.config.parallel.cp * self.sizes.dp
-        scale = self.scaling.scale if self.scaling is not None else 1.0
-        return micro_sum * (ranks * scale / self.sizes.tokens_per_step)
+        return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
 
     def _loss_context(self) -> AbstractContextManager[None]:
         """Losses of logits that are divided along the vocabulary, without ever gathering them."""

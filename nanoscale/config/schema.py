@@ -73,14 +73,14 @@ class Model:
         at_least=0,
     )
     experts_per_token: int = key(2, "with experts: how many of them a token takes", at_least=1)
-    balance: Literal["none", "bias"] = key(
+    balance: Literal["none", "bias", "aux"] = key(
         "none",
         "with experts: what keeps their loads alike; bias: after every step, those with less than the "
-        "mean are preferred a little more",
+        "mean are preferred a little more; aux: a further loss of each sequence",
     )
     balance_rate: float = key(
         1e-3,
-        "balance=bias: how far a step moves a preference, in units of the router's softmax",
+        "bias: how far a step moves a preference, in units of the router's softmax; aux: weight of the loss",
         at_least=0,
     )
     vocab: int = key(320, "rows of the embedding", unit="tokens", at_least=2)

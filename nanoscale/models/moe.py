@@ -10,6 +10,7 @@ experts_per_token of them. load `[experts]` counts the choices of each expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,10 @@ class Router(nn.Module):
         super().__init__()
         self.experts, self.taken = shape.experts, shape.experts_per_token
         self.rate = shape.balance_rate if shape.balance == "bias" else 0.0
+        self.penalty = 0.0
+        """what the balancing loss of a sequence counts in the loss that goes backward"""
+        self.whole: Callable[[Tensor], Tensor] = _as_it_is
+        """counts of this rank's part of each sequence, to those of all of it"""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
         # Whole numbers: no cast of the model to a narrow type touches them, and they add up in any order.
         for name in ("load", "lean"):
@@ -73,10 +78,47 @@ class Router(nn.Module):
             scores = F.linear(hidden.flatten(0, 1).to(wide), weight.to(wide)).softmax(-1)
         preferred = scores.detach() + self.rate * self.lean.to(wide)
         chosen = preferred.topk(self.taken).indices
+        if self.penalty and torch.is_grad_enabled():
+            scores = _add_loss(scores, self.penalty * self.uneven(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
         if torch.is_grad_enabled() and not _recomputing():
             self.load += count(chosen, self.experts)
         return weights / weights.sum(-1, keepdim=True), chosen
+
+    def uneven(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
+        """How unevenly sequences use the experts, their sum: Σ f·P over experts, and 1 where all is even.
+
+        P is the mean of an expert's scores and f its share of the choices, times the number of experts. Source:
+        Fedus et al. 2021, arXiv:2101.03961, eq. 4; by sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to
+        20. Of a sequence that is divided, each rank gives the part that its own scores have in it.
+        """
+        rows = torch.stack([count(part, self.experts) for part in chosen.chunk(batch)])
+        counts = self.whole(rows).to(scores.dtype)
+        choices = counts.sum(-1, keepdim=True)
+        share = counts / choices * self.experts
+        mean = scores.view(batch, -1, self.experts).sum(1) * self.taken / choices
+        return (share * mean).sum()
+
+
+def _as_it_is(counts: Tensor) -> Tensor:
+    return counts
+
+
+def _add_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """`x`, and `loss` is added to whatever its backward pass begins with."""
+    same: Tensor = _AddLoss.apply(x, loss)
+    return same
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
 
 
 def _recomputing() -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce
 
 from nanoscale.config.schema import Config
+from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
 from nanoscale.parallel import activation, compile, context, data, expert, tensor
 from nanoscale.parallel.mesh import Layout
@@ -43,3 +47,5 @@ def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, ra
     for module in model.modules():
         if isinstance(module, Attention):
             module.core = context.make_core(method, group)
+        if isinstance(module, Router):
+            module.whole = partial(all_reduce, reduceOp="sum", group=group)

@@ -47,6 +47,7 @@ LAWS = [
     ([DS, "zero=stage3", "zero.quantized_weights=true"], CPU, "zero.quantized_weights"),
     ([DS, "zero=stage3", "zero.quantized_gradients=true"], CPU, "zero.quantized_gradients"),
     ([DS, "model.experts=8", "parallel.dp=2", "parallel.ep=2"], CPU, "parallel.ep"),
+    ([DS, "model.experts=8", "model.balance=aux"], CPU, "model.balance"),
     ([DS, "model.experts=8", "parallel.tp=2", "parallel.sequence_parallel=false"], CPU,
      "model.experts"),
     ([DS, "zero.nvme_path=."], CPU, "zero.nvme_path"),

@@ -51,6 +51,9 @@ QWEN3 = replace(SHALLOW, qk_norm=True)
 MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", balance_rate=0.01)
 
 
+AUX = replace(MOE, balance="aux", balance_rate=0.1)
+
+
 @dataclass(frozen=True)
 class Row:
     """One layout of the matrix."""
@@ -74,7 +77,7 @@ def pipeline(name: str, micro_batch: int = 2, shape: Model = DEEP, **degrees: An
 
 def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any) -> Row:
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
-    return Row(f"MoE, {words}, stage {stage}", degrees, stage, micro_batch, shape)
+    return Row(f"MoE {shape.balance}, {words}, stage {stage}", degrees, stage, micro_batch, shape)
 
 
 def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
@@ -163,6 +166,9 @@ ROWS = [
     mixture(2, 1, dp=4, ep=2, dp_replicate=2),
     mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),
     mixture(2, dp=2, cp=2, ep=4),
+    mixture(0, 4, shape=AUX),
+    mixture(2, dp=2, ep=2, tp=2, cp=2, shape=AUX, activation_checkpointing="full"),
+    mixture(0, dp=2, pp=2, shape=AUX),
     mixture(1, 1, dp=2, ep=2, pp=2, schedule="zbv", virtual_stages=2, shape=replace(MOE, layers=4)),
 ]
 

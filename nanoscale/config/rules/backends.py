@@ -198,6 +198,13 @@ DEEPSPEED = [
         why="shares out experts, which DeepSpeed's engine would take for copies of each other",
         instead=("parallel.ep=1", "backend=native"),
     ),
+    _only(
+        "model.balance",
+        "none",
+        "bias",
+        why="adds a loss inside of the blocks, of whose scale DeepSpeed decides",
+        instead=("model.balance=bias", "backend=native"),
+    ),
     Limit(
         "model.experts",
         lambda config: config.parallel.tp == 1 or config.model.experts == 0,
