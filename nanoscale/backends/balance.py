@@ -1,8 +1,9 @@
 """The loads of the experts, over the whole global batch, and the balancing that follows from them.
 
-A loss of each sequence (`aux`) is the routers' own, which are told its weight here. The bias is of Wang et al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load
-is preferred by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch do
-not depend on the layout, and being whole numbers they are the same on every rank to the last bit.
+A loss of each sequence (`aux`) is the routers' own; they are told its weight here. The bias is that of
+Wang et al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load
+is preferred by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch
+do not depend on the layout, and being whole numbers they are the same on every rank to the last bit.
 """
 
 from __future__ import annotations

@@ -67,6 +67,10 @@ def write_shape(model: Model) -> Json:
     Raises:
         UnsupportedError: no family of theirs has this shape.
     """
+    if model.experts:
+        raise UnsupportedError(
+            f"model.experts={model.experts}: mixtures of experts are not exported"
+        )
     if model.position == "learned":
         return _write_gpt2(model)
     return _write_llama(model)

@@ -127,6 +127,7 @@ def test_what_we_cannot_compute_is_refused(
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
+        ({"experts": 4}, "mixtures of experts"),
         ({"mlp": "gelu"}, "model.mlp=gelu"),
         ({"position": "learned"}, "model.norm"),
         ({"qk_norm": True, "bias": True}, "model.bias and model.qk_norm"),
