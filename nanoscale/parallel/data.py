@@ -25,14 +25,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
 from torch.distributed.tensor import Shard
 
 from nanoscale.config.schema import Config, Precision
+from nanoscale.errors import UserError
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.expert import shard_dimension
@@ -72,11 +68,14 @@ def shard(
 
 def _experts_apart(
     block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
-) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None] | None:
+) -> Callable[[nn.Parameter], Any] | None:
     """Over which ranks and along which dimension the matrices of experts are cut; everything else by its rows.
 
     They are the block's to gather, as all of its parameters: a unit of their own would gather within what
     activation checkpointing runs twice.
+
+    Raises:
+        UserError: this torch is too old for ep.
     """
     if not isinstance(block.mlp, MixtureOfExperts):
         return None
@@ -88,6 +87,15 @@ def _experts_apart(
     }
     if layout is None:
         return cuts.get
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import (
+            FSDPMeshInfo,
+            HSDPMeshInfo,
+            ShardPlacementResult,
+        )
+    except ImportError as error:  # before torch 2.12 all parameters of a unit were spread alike
+        text = f"parallel.ep={layout.group.size()} needs torch 2.12 or newer, and this is {torch.__version__}"
+        raise UserError("layout", text) from error
     where = FSDPMeshInfo(spread, shard_mesh_dim=0)
     if spread.ndim == 2:
         where = HSDPMeshInfo(spread, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -1,7 +1,7 @@
 """Tensors between stages that torch keeps beside the activations in flight, however few of those there are.
 
 `PipelineStage` makes a buffer for the input of every micro batch of a step, and one for the gradient of its
-result, when the first step begins, and keeps them (torch 2.12 and 2.13, `_setup_forward_recv_info` and
+result, when the first step begins, and keeps them (torch 2.11 to 2.13, `_setup_forward_recv_info` and
 `_create_grad_recv_info`). Schedules of several stages a rank, and GPipe backwards, wait for what they have sent
 at the end of the step alone (`send_ops` of `_PipelineScheduleRuntime`), and what is sent is held until then.
 A split backward pass also leaves the gradient of each input on its buffer until the next step begins. Stages

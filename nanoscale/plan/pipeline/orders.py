@@ -5,7 +5,7 @@ that the idle steps which torch writes between actions say nothing more and are 
 
 Sources: GPipe, arXiv:1811.06965; 1F1B and its interleaving, arXiv:2104.04473; looped BFS, arXiv:2211.05953;
 zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. Orders are those
-that torch 2.12 and 2.13 run, which now and then differs from the papers.
+that torch 2.11 to 2.13 runs, which now and then differs from the papers.
 """
 
 from __future__ import annotations
