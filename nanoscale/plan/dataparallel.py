@@ -8,12 +8,13 @@ backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, secti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from nanoscale.config.schema import Config
+from nanoscale.config.schema import Config, Model
 from nanoscale.plan import links, operations
-from nanoscale.plan.blocks import Slice
+from nanoscale.plan.blocks import Slice, linears
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.holdings import Holding, block_parameters
+from nanoscale.plan.shards import Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,20 @@ def shards(config: Config) -> int:
     if config.zero.stage == 0:
         return 1
     return layout.dp * layout.cp // layout.dp_replicate
+
+
+@lru_cache(maxsize=1024)
+def block_parameters(model: Model, tp: int) -> int:
+    """Of one block on a rank of tp, as far as they take time: biases do not; the norms are whole."""
+    return sum(p.inputs * p.outputs for p in linears(model, tp)) + 2 * model.hidden
+
+
+def rank_parameters(model: Model, tp: int, holding: Holding) -> int:
+    """Of a rank before ZeRO, as far as they take time; both ends have one table where they are tied."""
+    table = model.vocab * model.hidden // tp
+    both = holding.first and holding.last and model.tie_embeddings
+    ends = 1 if both else holding.first + holding.last
+    return holding.blocks * block_parameters(model, tp) + ends * table
 
 
 def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
@@ -153,14 +168,14 @@ def cost(
     """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
     blocks, overlap = holding.blocks, hardware.efficiency.overlap
     table = part.model.vocab * part.model.hidden / part.tp / block_parameters(part.model, part.tp)
-    ends = table * (holding.embedding + holding.head)
+    ends = table * (holding.first + holding.last)
     if part.model.tie_embeddings:
         ends = min(ends, table)
     units = blocks + ends
     exposed = hidden = 0.0
     if plan.gathers:
         # The first unit has nothing to hide behind, the others have the block before them.
-        first = plan.gather * (table if holding.embedding else 1)
+        first = plan.gather * (table if holding.first else 1)
         late = max(0.0, plan.gather - forward) * (blocks - 1)
         exposed += plan.gathers * (first + late)
         hidden += plan.gathers * max(0.0, plan.gather * units - first - late)
@@ -174,7 +189,7 @@ def cost(
         shown = whole
         if plan.hidden:
             # The last gradients to be had leave when nothing is left to compute.
-            shown = reduce * (table if holding.embedding else 1)
+            shown = reduce * (table if holding.first else 1)
             shown += max(0.0, again + reduce - backward) * (blocks - 1)
             shown = min(shown, whole)
         exposed += times * shown

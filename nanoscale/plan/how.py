@@ -7,7 +7,7 @@ from nanoscale.config.schema import Config
 from nanoscale.plan import blocks, dataparallel, links, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.holdings import rank_holdings, rank_parameters
+from nanoscale.plan.shards import rank_holdings
 from nanoscale.plan.timing import StepTime
 
 
@@ -134,10 +134,11 @@ def _bubble(config: Config) -> str:
 
 
 def _optimizer(config: Config, hardware: Hardware) -> str:
-    most = max(
-        rank_parameters(config.model, config.parallel.tp, held) for held in rank_holdings(config)
-    )
     shards = dataparallel.shards(config)
+    most = max(
+        dataparallel.rank_parameters(config.model, config.parallel.tp, held)
+        for held in rank_holdings(config, shards)
+    )
     return (
         f"{most / shards / 1e6:.1f} M parameters on a rank ({most / 1e6:.1f} M over {shards}); each is read "
         "and written with its gradient and moments, and clipping reads the gradients twice"

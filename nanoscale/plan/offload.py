@@ -6,7 +6,7 @@ from nanoscale.config.schema import Config
 from nanoscale.plan import dataparallel, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.holdings import Holding, rank_parameters
+from nanoscale.plan.shards import Holding
 
 
 def offloaded(config: Config) -> str:
@@ -27,7 +27,8 @@ def waiting(
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
-        size = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+        size = dataparallel.rank_parameters(config.model, layout.tp, holding)
+        size /= dataparallel.shards(config)
         passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
         seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
     if layout.offload_activations:

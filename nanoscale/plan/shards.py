@@ -60,6 +60,11 @@ class Holding:
     """What a pipeline rank holds of the model, in elements."""
 
     stages: tuple[Stage, ...]
+    blocks: int
+    first: bool
+    """it has the model's first stage, and with it the embedding"""
+    last: bool
+    """it has the last one, and with it the head"""
     numel: int
     """whole, after tp"""
     shard: int
@@ -81,6 +86,17 @@ def rank_holdings(
 ) -> tuple[Holding, ...]:
     """Of every pipeline rank, where `shards` ranks share the weights; `whole_ends` as in `rank_stages`."""
     return _rank_holdings(_key(config, whole_ends), shards)
+
+
+def kinds_of_ranks(config: Config, shards: int) -> tuple[Holding, ...]:
+    """One rank of each kind: ranks of a kind have as much to compute as each other."""
+    return _kinds(_key(config, None), shards)
+
+
+def all_stages(config: Config) -> list[Stage]:
+    """In the model's order."""
+    stages = [stage for rank in rank_stages(config) for stage in rank]
+    return sorted(stages, key=lambda stage: stage.number)
 
 
 def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[Stage, ...], ...]:
@@ -131,6 +147,14 @@ def _rank_holdings(key: _Key, shards: int) -> tuple[Holding, ...]:
     return tuple(_hold(stages, shards, key[0].tie_embeddings) for stages in _rank_stages(*key))
 
 
+@lru_cache(maxsize=4096)
+def _kinds(key: _Key, shards: int) -> tuple[Holding, ...]:
+    kinds: dict[tuple[int, bool, bool], Holding] = {}
+    for held in _rank_holdings(key, shards):
+        kinds.setdefault((held.blocks, held.first, held.last), held)
+    return tuple(kinds.values())
+
+
 def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
     units = [unit for stage in stages for unit in stage.units]
     block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
@@ -140,6 +164,9 @@ def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
     rest = numel.get("rest", 0)
     return Holding(
         stages=stages,
+        blocks=sum(stage.layers for stage in stages),
+        first=stages[0].first,
+        last=stages[-1].last,
         numel=sum(stage.numel for stage in stages),
         shard=sum(stage.shard(shards) for stage in stages),
         block=block.numel,

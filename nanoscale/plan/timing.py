@@ -12,9 +12,9 @@ from nanoscale.config.schema import Config, Model
 from nanoscale.plan import blocks, dataparallel, links, offload, operations
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
-from nanoscale.plan.holdings import Holding, kinds_of_ranks, layers_of_stages, rank_parameters
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal
 from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.shards import Holding, all_stages, kinds_of_ranks
 from nanoscale.plan.work import NOTHING, Passes, Work
 
 
@@ -106,7 +106,8 @@ def step_time(
     share, count = blocks.recomputed_share(config), sizes.accumulation
     forward = one.seconds[0]
     backward = one.seconds[1] + share * one.seconds[2]
-    kinds = kinds_of_ranks(layout.schedule, layout.pp, layers_of_stages(config))
+    shards = dataparallel.shards(config)
+    kinds = kinds_of_ranks(config, shards)
     loads = [(_load(held, forward + backward, ends), held) for held in kinds]
     load, holding = max(loads, key=itemgetter(0))
     busy = _busy(holding, one, ends)
@@ -117,7 +118,7 @@ def step_time(
         idle = waits - late
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = rank_parameters(config.model, layout.tp, holding) / dataparallel.shards(config)
+    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / shards
     parts = Parts(
         matmul=count * busy.matmul,
         attention=count * busy.attention,
@@ -180,10 +181,9 @@ def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, send = blocks.recomputed_share(config), _send(config, hardware, part)
     found = []
-    layers = layers_of_stages(config)
-    for stage, count in enumerate(layers):
-        held = Holding(count, stage == 0, stage == len(layers) - 1)
-        work = [end for end, there in zip(ends, (held.embedding, held.head), strict=True) if there]
+    for stage in all_stages(config):
+        count = stage.layers
+        work = [end for end, there in zip(ends, (stage.first, stage.last), strict=True) if there]
         forward = count * one.forward.total + sum(end.forward.total for end in work)
         backward = count * one.backward.total + sum(end.backward.total for end in work)
         products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
@@ -210,9 +210,9 @@ def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
 def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
     """Seconds of a rank for one micro batch."""
     seconds = holding.blocks * block
-    if holding.embedding:
+    if holding.first:
         seconds += ends[0].seconds[0] + ends[0].seconds[1]
-    if holding.head:
+    if holding.last:
         seconds += ends[1].seconds[0] + ends[1].seconds[1]
     return seconds
 
@@ -220,8 +220,8 @@ def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
 def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
     """Forward and backward of a rank for one micro batch, without what is computed again."""
     number, block = holding.blocks, one.both
-    first = ends[0].both if holding.embedding else NOTHING
-    last = ends[1].both if holding.head else NOTHING
+    first = ends[0].both if holding.first else NOTHING
+    last = ends[1].both if holding.last else NOTHING
     return Work(
         number * block.matmul + first.matmul + last.matmul,
         number * block.attention,

@@ -12,10 +12,10 @@ from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precisi
 from nanoscale.devices import Devices
 from nanoscale.plan import blocks, dataparallel
 from nanoscale.plan.hardware import Hardware, hardware_of
-from nanoscale.plan.holdings import rank_holdings, rank_parameters
 from nanoscale.plan.how import how
 from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, parameters
 from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.shards import rank_holdings
 from nanoscale.plan.timing import Parts, stage_costs, step_time, training
 from tests.config.quick import changed as recipe
 from tests.plan.machines import BF16, changed, job, machine
@@ -167,16 +167,18 @@ def test_ranks_of_a_v_hold_the_first_and_the_last_stage():
     config = job(
         pp=4, dp=2, schedule="zbv", virtual_stages=2, layers_per_stage=[1, 2, 3, 4, 5, 6, 7, 4]
     )
-    held = rank_holdings(config)
+    held = rank_holdings(config, 1)
     assert [rank.blocks for rank in held] == [1 + 4, 2 + 7, 3 + 6, 4 + 5]
-    assert (held[0].embedding, held[0].head, held[3].head) == (True, True, False)
+    assert (held[0].first, held[0].last, held[3].last) == (True, True, False)
 
 
 @pytest.mark.parametrize("name", ["llama-8b", "gpt2", "llama-1b"])
 @pytest.mark.parametrize("pp", [1, 4])
 def test_parameters_of_the_ranks_are_those_of_the_model(name, pp):
     config = job(name, pp=pp, dp=2)
-    together = sum(rank_parameters(config.model, 1, held) for held in rank_holdings(config))
+    together = sum(
+        dataparallel.rank_parameters(config.model, 1, held) for held in rank_holdings(config, 1)
+    )
     twice = (
         config.model.vocab * config.model.hidden if config.model.tie_embeddings and pp > 1 else 0
     )
@@ -341,7 +343,7 @@ def test_the_optimizers_time_is_its_traffic():
     """AdamW without clipping: four numbers read and three written a parameter, 4 bytes each."""
     config = job(dp=1, global_batch=1, optimizer=Optimizer(clip_norm=None))
     hardware = changed(machine(), memory=1.0)
-    count = rank_parameters(config.model, 1, rank_holdings(config)[0])
+    count = dataparallel.rank_parameters(config.model, 1, rank_holdings(config, 1)[0])
     assert step_time(config, hardware).parts.optimizer == pytest.approx(28 * count / 3.35e12)
 
 
