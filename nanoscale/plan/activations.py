@@ -68,6 +68,8 @@ class Execution:
     """the feed-forward's activation and gate are one operation, which keeps its inputs alone"""
     dropout: bool = False
     """masks after the output, the feed-forward and the scores"""
+    offloaded: bool = False
+    """what a block keeps waits on the host; not on a CPU, which has one memory and copies nothing back"""
     keeps_softmax_input: bool = False
     """other software: scores from before the softmax stay too, as in PyTorch before 1.11, whose
     `_softmax_backward_data` asked for them"""
@@ -308,7 +310,7 @@ def stage_activations(
     # The pass for inputs frees nothing, and the gradients of a block are all there when it comes to its end.
     held = 0 if again or run.fused else shape.tokens * shape.ffn * run.compute
     for_inputs = (layers - 1) * one + max(extra + held, one + norm_working(shape, run))
-    if parallel.offload_activations:
+    if run.offloaded:
         return StageActivations(
             0, extra + last, 0, kept, layers * one, for_inputs + last, again + last
         )

@@ -73,6 +73,7 @@ def setting_of(config: Config) -> Setting:
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
         composed_norm=not gpu,
         fused=config.backend.compile == "on",
+        offloaded=layout.offload_activations and gpu,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage

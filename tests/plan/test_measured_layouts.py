@@ -15,6 +15,7 @@ LOGITS = replace(BY_NAME["one process"].shape, vocab=4096, hidden=32, ffn=64, la
 """a model whose logits are most of its memory"""
 CHOSEN = [
     BY_NAME["one process, selective"],
+    BY_NAME["one process, none, offloaded"],
     BY_NAME["dp 2, stage 3, bf16, full"],
     BY_NAME["pp 2, interleaved-1f1b, selective"],
     BY_NAME["pp 2, zero-bubble, full"],

@@ -246,6 +246,15 @@ def test_offloaded_activations_wait_on_the_host():
     assert waiting.bytes > 0.9 * here.part("activations").bytes
 
 
+def test_a_cpu_has_no_other_memory_to_offload_to():
+    here, there = (
+        rank_memory(job("model=llama-1b", device="cpu", offload_activations=offloaded))[0]
+        for offloaded in (False, True)
+    )
+    assert not there.host
+    assert [part.bytes for part in there.parts] == [part.bytes for part in here.parts]
+
+
 # --- whole cases ----------------------------------------------------------------------------------
 
 
