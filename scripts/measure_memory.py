@@ -1,11 +1,16 @@
 """Peak memory of real training on CPUs in our layouts, against the planner.
 
-    python -m scripts.measure_memory [WORDS OF A LAYOUT'S NAME…]
+    python -m scripts.measure_memory [--rss] [WORDS OF A LAYOUT'S NAME…]
 
 Every rank counts the storages that PyTorch holds (`tests.live_memory`) through two steps; the second's peak
 counts, and the worst rank of each pipeline rank is held against the plan. The models are small, but so wide
 and so long that activations, not constants, decide. Prints a table: layouts of ours, then the equivalence
 matrix.
+
+With --rss a few larger models are trained, and the most memory that the process had resident in the second
+step, beyond what it had before the model was built, is shown beside that: it has the allocator's holes, what
+operations need within themselves, and what libraries load and keep. glibc's MALLOC_ARENA_MAX and
+MALLOC_MMAP_THRESHOLD_ (bytes) in the environment say how much of it is the allocator's.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -89,6 +95,7 @@ ROWS = [
     *(Row(f"dp 2, stage {stage}", {"dp": 2}, stage) for stage in range(4)),
     *(Row(f"dp 2, stage {stage}, bf16", {"dp": 2}, stage, precision="bf16") for stage in range(4)),
     Row("dp 2, stage 3, no accumulation", {"dp": 2}, 3, 8),
+    Row("dp 2, bf16, full, no accumulation", {"dp": 2} | recomputed("full"), 0, 8, "bf16"),
     Row("dp 2, stage 3, bf16, full", {"dp": 2} | recomputed("full"), 3, precision="bf16"),
     Row("tp 2", {"tp": 2}),
     Row("tp 2, bf16", {"tp": 2}, precision="bf16"),
@@ -165,10 +172,25 @@ ROWS = [
         for row in MATRIX
     ),
 ]
+LARGE = replace(SHAPE, layers=4, hidden=512, head_dim=64, ffn=1408, vocab=4096)
+RESIDENT = [
+    Row("one process, large", shape=LARGE, micro_batch=8),
+    Row("dp 2, stage 3, large", {"dp": 2}, 3, micro_batch=8, shape=LARGE),
+    Row("tp 2, large", {"tp": 2}, micro_batch=8, shape=LARGE),
+]
 
 
 def main() -> None:
-    rows = [row for row in ROWS if not sys.argv[1:] or any(w in row.name for w in sys.argv[1:])]
+    words = [word for word in sys.argv[1:] if word != "--rss"]
+    every = RESIDENT if "--rss" in sys.argv else ROWS
+    rows = [row for row in every if not words or any(word in row.name for word in words)]
+    if every is RESIDENT:
+        show_resident(rows)
+    else:
+        show_live(rows)
+
+
+def show_live(rows: list[Row]) -> None:
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         groups[derive(config_of(row)).world_size].append(row)
@@ -200,6 +222,20 @@ def show(row: Row, config: Config, peaks: list[int]) -> list[float]:
     return errors
 
 
+def show_resident(rows: list[Row]) -> None:
+    """Print what every rank had resident, in live tensors and by the plan, whose error is the last column."""
+    print(f"{'layout':24} {'resident':>10} {'of files':>10} {'live':>10} {'plan':>10}")
+    for row in rows:
+        config = config_of(row)
+        peaks = run_ranks(measure_resident, derive(config).world_size, config)
+        (planned,) = predict(config).memory
+        for sizes in peaks:
+            columns = (f"{size / 2**20:8.1f} M" for size in (*sizes, planned.allocated))
+            print(
+                f"{row.name:24}", *columns, f"{planned.allocated / sizes[0] - 1:+7.1%}", flush=True
+            )
+
+
 def config_of(row: Row) -> Config:
     config = make_config(
         Path(),
@@ -218,21 +254,45 @@ def config_of(row: Row) -> Config:
 
 
 def measure(_rank: int, config: Config) -> int:
-    """The peak on this rank, bytes."""
+    """The peak of live tensors on this rank, bytes."""
+    with LiveMemory() as memory:
+        train_two_steps(config, memory.reset_peak)
+        return memory.peak
+
+
+def measure_resident(_rank: int, config: Config) -> tuple[int, int, int]:
+    """The peak of what this rank has resident beyond its base, how much of it are pages of files (the code of
+    libraries, read when it is first run), and the peak of live tensors, bytes; Linux."""
+    base, files = _resident("VmRSS"), _resident("RssFile")
+    with LiveMemory() as memory:
+
+        def begin() -> None:
+            memory.reset_peak()
+            Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets its highest point
+
+        train_two_steps(config, begin)
+        return _resident("VmHWM") - base, _resident("RssFile") - files, memory.peak
+
+
+def _resident(name: str) -> int:
+    """Bytes, from the kernel's status of this process (man 5 proc_pid_status)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1]) * 2**10
+
+
+def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
+    """`begin` is called before each."""
     sizes = derive(config)
     ranks.join(sizes.world_size, torch.device("cpu"), 60.0)
     random = np.random.default_rng(0)
     shape = sizes.micro_batch, config.train.seq_len + 1
-    with LiveMemory() as memory:
-        engine = make_engine(config, torch.device("cpu"))
-        for _ in range(2):
-            gc.collect()
-            memory.reset_peak()
-            batches = [
-                random.integers(0, config.model.vocab, shape) for _ in range(sizes.accumulation)
-            ]
-            engine.train_step(batches, 1e-3)
-        return memory.peak
+    engine = make_engine(config, torch.device("cpu"))
+    for _ in range(2):
+        gc.collect()
+        begin()
+        batches = [random.integers(0, config.model.vocab, shape) for _ in range(sizes.accumulation)]
+        engine.train_step(batches, 1e-3)
 
 
 if __name__ == "__main__":

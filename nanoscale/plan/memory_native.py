@@ -116,6 +116,11 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     head += compute * held.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
+    needed = compute * (held.block + max(held.embedding, held.rest))
+    # A step's last backward pass frees each unit's copy, and is all that reduces where gradients wait whole.
+    several = setting.micro_batches > 1
+    left = copies if several else min(copies, needed)
+    sent = 0 if several and setting.stage < 2 else reduce * held.block
     # The first block is the last but the embedding to have its gradients; the block before is being reduced.
     done = sharded * (held.numel - held.block - held.embedding) // held.numel
     return (
@@ -168,13 +173,13 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             "backward of the first block",
             (
                 weights,
-                copies,
+                left,
                 max(before, done) + compute * held.largest_product,
                 optimizer,
-                compute * (held.block + max(held.embedding, held.rest)) if apart else 0,
+                needed if apart else 0,
                 fly.last + fly.extra,
                 0,
-                reduce * held.block,
+                sent,
             ),
             pooled=max(before, done) if setting.stage >= 2 else 0,
         ),
