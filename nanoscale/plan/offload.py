@@ -27,8 +27,8 @@ def waiting(
     zero, layout = config.zero, config.parallel
     seconds = 0.0
     if zero.offload_param != "none":
-        size = dataparallel.rank_parameters(config.model, layout.tp, holding)
-        size /= dataparallel.shards(config)
+        whole = dataparallel.rank_parameters(config.model, layout.tp, holding)
+        size = whole / dataparallel.shards(config)
         passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
         seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
     if layout.offload_activations:
