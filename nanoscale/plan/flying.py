@@ -55,8 +55,8 @@ def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int])
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
         return [_fly(setting, keeps, in_flight, None)]
     assert isinstance(layout.virtual_stages, int)
-    found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
-    return [_fly(setting, keeps, moment.held, moment) for moment in found[rank]]
+    found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)
+    return [_fly(setting, keeps, moment.held, moment) for moment in found]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ def test_the_moments_of_a_divided_backward_pass():
     | forward    | 1  | 2  | 2  | 2  | 2  | 2  | | forward    | 1  | 1  | 2  | 2  | 2  | 2  |
     | backward   | 0  | 0  | 0  | 1  | 1  | 2  | | backward   | 0  | 0  | 1  | 1  | 2  | 2  |
     """
-    first, last = moments("zero-bubble", 2, 1, 2)
+    first, last = (moments("zero-bubble", 2, 1, 2, rank) for rank in (0, 1))
     assert first == (
         Moment((2,), (0,), (2,), (0,), "F", 0),
         Moment((2,), (0,), (2,), (0,), "I", 0),
@@ -31,7 +31,7 @@ def test_the_moments_of_a_divided_backward_pass():
 def test_a_rank_of_two_stages_counts_each_apart():
     """ZB-V's first rank, stages 0 and 3: F0 F0' | F3 I3 W3 | F3' I3' W3' | I0 W0 | I0' W0', where a dash is the
     second micro batch: while anything goes through stage 3, stage 0 holds both."""
-    first, _ = moments("zbv", 2, 2, 2)
+    first = moments("zbv", 2, 2, 2, 0)
     held = {(moment.kind, moment.place): (moment.held, moment.backward) for moment in first}
     assert held == {
         ("F", 0): ((2, 0), (0, 0)),
@@ -45,7 +45,7 @@ def test_a_rank_of_two_stages_counts_each_apart():
 
 def test_more_micro_batches_than_are_followed_come_in_the_middle():
     """1F1B's last rank holds one, however many there are; the sixth has five behind it."""
-    _, last = moments("1f1b", 2, 1, 6)
+    last = moments("1f1b", 2, 1, 6, 1)
     assert last == (
         Moment((1,), (0,), (6,), (5,), "F", 0),
         Moment((1,), (0,), (6,), (5,), "B", 0),

@@ -71,17 +71,19 @@ class Moment:
     """which of the rank's stages it goes through"""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def moments(
-    schedule: str, pp: int, virtual_stages: int, micro_batches: int
-) -> tuple[tuple[Moment, ...], ...]:
-    """By rank, the moments of a step of which none holds more than another in the same pass.
+    schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int
+) -> tuple[Moment, ...]:
+    """The moments of a rank's step of which none holds more than another in the same pass.
 
     After 2·pp micro batches a schedule repeats itself: more come in the middle of the step.
     """
     few = min(micro_batches, 2 * pp)
-    ranks = order(schedule, pp, virtual_stages, few)
-    return tuple(_highest(actions, few, micro_batches - few) for actions in ranks)
+    return _highest(_order(schedule, pp, virtual_stages, few)[rank], few, micro_batches - few)
+
+
+_order = lru_cache(maxsize=16)(order)
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
