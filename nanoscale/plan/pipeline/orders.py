@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from nanoscale.config.stages import (
@@ -40,6 +41,7 @@ Order = Sequence[Sequence[Action]]
 """the actions of each pipeline rank"""
 
 
+@lru_cache(maxsize=32)
 def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Order:
     """The actions of all ranks in one optimizer step.
 

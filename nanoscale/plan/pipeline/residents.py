@@ -80,10 +80,7 @@ def moments(
     After 2·pp micro batches a schedule repeats itself: more come in the middle of the step.
     """
     few = min(micro_batches, 2 * pp)
-    return _highest(_order(schedule, pp, virtual_stages, few)[rank], few, micro_batches - few)
-
-
-_order = lru_cache(maxsize=16)(order)
+    return _highest(order(schedule, pp, virtual_stages, few)[rank], few, micro_batches - few)
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
