@@ -114,7 +114,7 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
             virtual_stages=2 if "Interleaved" in row["source"] else 1,
             activation_checkpointing=mode,
         ),
-        precision=replace(base.precision, compute="bf16"),
+        precision=replace(base.precision, compute="bf16", fp8="fp8" in row["precision"]),
         zero=replace(base.zero, stage=stage),
         backend=replace(base.backend, compile="on" if "compile" in row["precision"] else "off"),
         launcher=replace(base.launcher, device="cuda"),
@@ -144,17 +144,20 @@ def under_way(config: Config, micro_batches: int) -> list[list[int]]:
 
 
 def torchtitan(row: Row) -> Prediction:
-    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, and `pred` is
-    deleted.
+    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, `pred` is
+    deleted, and context parallelism gathers keys that are repeated for every head.
 
     Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that
     time.
     """
-    pp = int(row["pp"])
+    stages = int(row["pp"]) * (2 if "Interleaved" in row["source"] else 1)
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
-    micro_batches = pp if pp > 1 else 1
+    micro_batches = stages if stages > 1 else 1
     config = config_of(row, samples // micro_batches, micro_batches, stage=3)
-    setting = replace(setting_of(config), keep=frozenset(("wq", "v", "gate", "down")))
+    setting = setting_of(config)
+    gathered = config.train.micro_batch * config.train.seq_len * (config.parallel.cp > 1)
+    run = replace(setting.run, gathered_keys=gathered)
+    setting = replace(setting, run=run, keep=frozenset(("wq", "v", "gate", "down")))
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 

@@ -70,6 +70,10 @@ class Execution:
     """masks after the output, the feed-forward and the scores"""
     offloaded: bool = False
     """what a block keeps waits on the host; not on a CPU, which has one memory and copies nothing back"""
+    narrow: bool = False
+    """products in 8 bits, of copies that they make for themselves"""
+    gathered_keys: int = 0
+    """other software: tokens whose keys and values context parallelism gathers, repeated for every head"""
     keeps_softmax_input: bool = False
     """other software: scores from before the softmax stay too, as in PyTorch before 1.11, whose
     `_softmax_backward_data` asked for them"""
@@ -231,14 +235,40 @@ def block_memory(
 
 
 def working_memory(shape: Shape, run: Execution) -> int:
-    """Gradients at the backward pass of the feed-forward's activation, less what has been freed by then.
+    """Gradients at the highest point of the feed-forward's backward pass, less what has been freed by then.
 
-    There live the gradients of its output and of its inputs, and that of the residual stream; the input of
-    the last product has gone, unless it was computed again only now.
+    There is always that of the residual stream. At the last product those of its result, which sequence
+    parallelism has gathered, and of its input. At the activation those of its output and of its inputs; the
+    input of the last product has gone, unless it was computed again only now. At the first products those of
+    their results and, once for each of them, of what they had in common; what the activation read has gone too.
+    Beside these there are a product's copies in 8 bits.
     """
     inner = shape.tokens * shape.ffn * run.compute
-    gradients = (3 if shape.gated else 2) * inner - (0 if run.fused else inner)
-    return gradients + shape.tokens // shape.shares * shape.hidden * run.stream
+    whole = shape.tokens * shape.hidden * run.compute
+    first = 2 if shape.gated else 1
+    again = 0 if run.fused else 1
+    apart = again if shape.gated and not run.fused_activation else 0
+    last_product = inner + (whole if shape.shares > 1 else 0)
+    last_product += _copies(shape.hidden, shape.ffn, shape, run)
+    activation = (first + 1 - again) * inner
+    first_products = first * whole + (1 - first - again - apart) * inner
+    first_products += _copies(shape.ffn, shape.hidden, shape, run)
+    stream = shape.tokens // shape.shares * shape.hidden * run.stream
+    highest = max(last_product, activation, first_products) + stream
+    return highest + 2 * run.gathered_keys * shape.q * run.compute
+
+
+def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
+    """Bytes of a product's operands in 8 bits at the pass for its weights' gradients.
+
+    The gradient of its result by rows and by columns, and its input by columns; not compiled, what is to be by
+    columns is there by rows too (torchao.float8: `matmul_with_hp_or_float8_args.backward`, and the copies of
+    `preprocess_addmm`).
+    """
+    if not run.narrow:
+        return 0
+    of_result, of_input = (2, 1) if run.fused else (3, 2)
+    return shape.tokens * (of_result * outputs + of_input * inputs)
 
 
 def between_passes(shape: Shape, run: Execution) -> int:

@@ -74,6 +74,7 @@ def setting_of(config: Config) -> Setting:
         composed_norm=not gpu,
         fused=config.backend.compile == "on",
         offloaded=layout.offload_activations and gpu,
+        narrow=precision.fp8,
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage

@@ -24,9 +24,6 @@ def test_megatron_s_allocated_memory():
 
 
 def test_torchtitan_s_reserved_memory():
-    """Two of its rows are more than 10 % above the plan: a pipeline whose number of micro batches is not
-    stated, and a ring of eight without data parallelism."""
     found = errors("torchtitan")
     assert mean(map(abs, found)) < 0.05
-    assert sum(abs(error) > 0.10 for error in found) <= 2
-    assert max(map(abs, found)) < 0.13
+    assert max(map(abs, found)) < 0.10

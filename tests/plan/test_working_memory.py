@@ -1,0 +1,83 @@
+"""What the backward pass of a feed-forward block needs, against a list of its tensors followed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from nanoscale.config.schema import Config, Model, Parallel
+from nanoscale.plan.activations import Execution, Shape, saved, shape_of, working_memory
+from nanoscale.plan.setting import setting_of
+
+MODEL = Model(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=512, vocab=64)
+TOKENS, HIDDEN, BYTES = 128, 256, 2
+
+
+def block(tp: int, **changes: object) -> tuple[Shape, Execution]:
+    shape = shape_of(MODEL, Parallel(tp=tp), 1, TOKENS)
+    return shape, replace(Execution(compute=2, stream=2, tensor_parallel=tp > 1), **changes)
+
+
+def highest(tp: int) -> int:
+    """Bytes at the highest point beside what was saved: every tensor from its making to its end, one by one."""
+    inner, whole = TOKENS * 512 // tp * BYTES, TOKENS * HIDDEN * BYTES
+    stream = whole // tp
+    live = {
+        "stream": stream,
+        "gate": 0,
+        "up": 0,
+        "activated": 0,
+        "product": 0,
+    }  # those beyond saved
+    peak = 0
+
+    def note(**tensors: int) -> None:
+        nonlocal peak
+        live.update(tensors)
+        peak = max(peak, sum(live.values()))
+
+    note(gathered=whole if tp > 1 else 0, d_product=inner)  # the last product
+    live.update(gathered=0, product=-inner)
+    note(d_activated=inner, d_up=inner)  # gate · up
+    live.update(d_product=0, up=-inner, activated=-inner)
+    note(d_gate=inner)  # silu
+    live.update(d_activated=0, gate=-inner)
+    note(d_in_gate=whole)
+    live.update(d_gate=0)
+    note(d_in_up=whole)
+    return peak
+
+
+@pytest.mark.parametrize("tp", [4, 8])
+def test_with_tensor_parallelism_the_gathered_gradient_is_highest(tp: int) -> None:
+    assert working_memory(*block(tp)) == highest(tp)
+
+
+def test_without_it_the_activation_is() -> None:
+    inner, stream = TOKENS * 512 * BYTES, TOKENS * HIDDEN * BYTES
+    assert working_memory(*block(1)) == 2 * inner + stream
+
+
+@pytest.mark.parametrize(("compiled", "of_result", "of_input"), [(True, 2, 1), (False, 3, 2)])
+def test_products_in_eight_bits_have_copies(compiled: bool, of_result: int, of_input: int) -> None:
+    shape, run = block(8, fused=compiled)
+    inner, whole = TOKENS * 512 // 8 * BYTES, TOKENS * HIDDEN * BYTES
+    last = inner + whole + TOKENS * (of_result * HIDDEN + of_input * 512 // 8)
+    freed = inner * (2 if compiled else 4)
+    first = 2 * whole + inner - freed + TOKENS * (of_result * 512 // 8 + of_input * HIDDEN)
+    narrow = replace(run, narrow=True)
+    assert working_memory(shape, narrow) == max(last, first) + whole // 8
+    assert saved(shape, narrow) == saved(shape, run)
+
+
+def test_eight_bits_are_planned_with_them() -> None:
+    base = Config(model=MODEL, parallel=Parallel(dp=1))
+    base = replace(
+        base,
+        launcher=replace(base.launcher, device="cuda"),
+        train=replace(base.train, steps=1, micro_batch=1, global_batch=1),
+    )
+    wide = replace(base, precision=replace(base.precision, compute="bf16"))
+    assert not setting_of(wide).run.narrow
+    assert setting_of(replace(wide, precision=replace(wide.precision, fp8=True))).run.narrow
