@@ -81,6 +81,7 @@ def _keeping_all() -> Iterator[None]:
         yield
     finally:
         if collects:
+            gc.freeze()  # nor is it worth a look when it is done
             gc.enable()
 
 
