@@ -3,9 +3,9 @@
 Usage: measure_gpu.py [FOLDER] [MINUTES]
 
 Trains every job of a grid for a few steps, each by `nanoscale train`, asks `nanoscale runs report` for the plan
-beside what was measured, and prints a row for each and the mean and largest errors; the same as JSON into FOLDER
-(.) as DATE-gpu.json. A job that does not fit by the plan, or ends otherwise, is told; none is begun after MINUTES
-(8).
+beside what was measured, and prints a row for each and the mean and largest errors; the same as JSON into
+FOLDER (.) as DATE-gpu.json. A job that does not fit by the plan, or ends otherwise, is told; none is begun
+after MINUTES (8).
 """
 
 from __future__ import annotations
