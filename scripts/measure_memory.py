@@ -166,10 +166,13 @@ ROWS = [
                 GPT2 if row.shape == TIED else SHAPE,
                 layers=row.shape.layers,
                 tie_embeddings=row.shape.tie_embeddings,
+                qkv_bias=row.shape.qkv_bias,
+                qk_norm=row.shape.qk_norm,
             ),
             global_batch=8,
         )
         for row in MATRIX
+        if not row.shape.experts  # of which nothing is planned
     ),
 ]
 LARGE = replace(SHAPE, layers=4, hidden=512, head_dim=64, ffn=1408, vocab=4096)
