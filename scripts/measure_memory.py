@@ -7,15 +7,17 @@ counts, and the worst rank of each pipeline rank is held against the plan. The m
 and so long that activations, not constants, decide. Prints a table: layouts of ours, then the equivalence
 matrix.
 
-With --rss a few larger models are trained, and the most memory that the process had resident in the second
-step, beyond what it had before the model was built, is shown beside that: it has the allocator's holes, what
-operations need within themselves, and what libraries load and keep. glibc's MALLOC_ARENA_MAX and
-MALLOC_MMAP_THRESHOLD_ (bytes) in the environment say how much of it is the allocator's.
+With --rss the models are larger, and the most memory that the process had resident in the second step is shown
+beside that, beyond what it had after the small model was trained: so libraries have loaded what they load.
+glibc's malloc is told to give freed memory back (one arena, mmap from 64 KiB on) unless MALLOC_ARENA_MAX and
+MALLOC_MMAP_THRESHOLD_ in the environment say otherwise: else it keeps much of it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from nanoscale.config.derive import derive
 from nanoscale.config.layout import coordinates
@@ -175,19 +178,14 @@ ROWS = [
         if not row.shape.experts  # of which nothing is planned
     ),
 ]
-LARGE = replace(SHAPE, layers=4, hidden=512, head_dim=64, ffn=1408, vocab=4096)
-RESIDENT = [
-    Row("one process, large", shape=LARGE, micro_batch=8),
-    Row("dp 2, stage 3, large", {"dp": 2}, 3, micro_batch=8, shape=LARGE),
-    Row("tp 2, large", {"tp": 2}, micro_batch=8, shape=LARGE),
-]
+LARGE = {"layers": 4, "hidden": 512, "head_dim": 64, "ffn": 1408, "vocab": 4096}
+GIVES_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def main() -> None:
     words = [word for word in sys.argv[1:] if word != "--rss"]
-    every = RESIDENT if "--rss" in sys.argv else ROWS
-    rows = [row for row in every if not words or any(word in row.name for word in words)]
-    if every is RESIDENT:
+    rows = [row for row in ROWS if not words or any(word in row.name for word in words)]
+    if "--rss" in sys.argv:
         show_resident(rows)
     else:
         show_live(rows)
@@ -226,17 +224,24 @@ def show(row: Row, config: Config, peaks: list[int]) -> list[float]:
 
 
 def show_resident(rows: list[Row]) -> None:
-    """Print what every rank had resident, in live tensors and by the plan, whose error is the last column."""
-    print(f"{'layout':24} {'resident':>10} {'of files':>10} {'live':>10} {'plan':>10}")
+    """Print what the ranks had resident, in live tensors and by the plan, whose error is the last column."""
+    os.environ.update(GIVES_BACK | os.environ)
+    errors = []
+    print(f"{'layout':44} {'rank':>4} {'resident':>10} {'live':>10} {'plan':>10} {'error':>7}")
     for row in rows:
-        config = config_of(row)
-        peaks = run_ranks(measure_resident, derive(config).world_size, config)
-        (planned,) = predict(config).memory
-        for sizes in peaks:
-            columns = (f"{size / 2**20:8.1f} M" for size in (*sizes, planned.allocated))
-            print(
-                f"{row.name:24}", *columns, f"{planned.allocated / sizes[0] - 1:+7.1%}", flush=True
-            )
+        config = config_of(replace(row, shape=replace(row.shape, **LARGE)))
+        peaks = run_ranks(measure_resident, derive(config).world_size, config, config_of(row))
+        for planned in predict(config).memory:
+            mine = [
+                p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
+            ]
+            plan = planned.allocated + sum(part.bytes for part in planned.host)
+            resident, live = max(mine)
+            errors.append(plan / resident - 1)
+            columns = " ".join(f"{size / 2**20:8.1f} M" for size in (resident, live, plan))
+            print(f"{row.name:44} {planned.rank:>4} {columns} {errors[-1]:+7.1%}", flush=True)
+    sizes = [abs(error) for error in errors]
+    print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
 
 
 def config_of(row: Row) -> Config:
@@ -263,10 +268,13 @@ def measure(_rank: int, config: Config) -> int:
         return memory.peak
 
 
-def measure_resident(_rank: int, config: Config) -> tuple[int, int, int]:
-    """The peak of what this rank has resident beyond its base, how much of it are pages of files (the code of
-    libraries, read when it is first run), and the peak of live tensors, bytes; Linux."""
-    base, files = _resident("VmRSS"), _resident("RssFile")
+def measure_resident(_rank: int, config: Config, small: Config) -> tuple[int, int]:
+    """The peak of what this rank has resident beyond what training `small` has left, and that of live tensors,
+    bytes; Linux and glibc."""
+    train_two_steps(small, gc.collect)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    base = _resident("VmRSS")
     with LiveMemory() as memory:
 
         def begin() -> None:
@@ -274,7 +282,7 @@ def measure_resident(_rank: int, config: Config) -> tuple[int, int, int]:
             Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets its highest point
 
         train_two_steps(config, begin)
-        return _resident("VmHWM") - base, _resident("RssFile") - files, memory.peak
+        return _resident("VmHWM") - base, memory.peak
 
 
 def _resident(name: str) -> int:
@@ -287,7 +295,8 @@ def _resident(name: str) -> int:
 def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
     """`begin` is called before each."""
     sizes = derive(config)
-    ranks.join(sizes.world_size, torch.device("cpu"), 60.0)
+    if not dist.is_initialized():
+        ranks.join(sizes.world_size, torch.device("cpu"), 60.0)
     random = np.random.default_rng(0)
     shape = sizes.micro_batch, config.train.seq_len + 1
     engine = make_engine(config, torch.device("cpu"))
