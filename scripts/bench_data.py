@@ -23,8 +23,9 @@ from nanoscale.data.loader import Loader, Split
 from nanoscale.data.prepare import Request, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.tokenizer import train_bpe
+from nanoscale.devices import cores
 
-THREADS = len(os.sched_getaffinity(0))
+THREADS = cores()
 TURNS = 3
 TIMES = 4
 """the text is repeated, so that the start of the workers weighs as it does in practice: little"""

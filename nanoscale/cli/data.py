@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.devices import cores
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -97,7 +97,7 @@ def prepare_data(
         separator=_unescaped(separator),
         validation=validation,
         skip_bad=bad == "skip",
-        workers=workers or len(os.sched_getaffinity(0)),
+        workers=workers or cores(),
     )
     with _Screen() as screen:
         try:

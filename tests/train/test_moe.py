@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.reference import assert_equal_curves, plain_loop
 from tests.train.test_equivalence import MOE, mixture, record_all, row_config
 from tests.train.test_resume import (
+    assert_same_training,
     assert_same_weights,
     config_for,
     curve,
@@ -65,12 +66,7 @@ def test_resumed_in_other_degrees(tmp_path: Path) -> None:
     train(run, second, StopBefore(12, first=7))
     train(run, config)
     assert resumed_at(run) == [6, 12]
-    for ours, reference in zip(curve(run), curve(whole), strict=True):
-        assert ours == pytest.approx(reference, rel=1e-9)
-    ours, theirs = final_weights(run), final_weights(whole)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=1e-7, atol=1e-12)
+    assert_same_training(run, whole)
 
 
 def test_a_rank_without_tokens(tmp_path: Path) -> None:
