@@ -32,6 +32,7 @@ IDENTITY = (
     "data.source",
     "data.path",
     "data.valid_path",
+    "data.mixture",
     "data.tokenizer",
     "data.bpe_vocab",
     "data.valid_fraction",
@@ -98,6 +99,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
 
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
+    from nanoscale.config.reference import mapping_around
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.errors import UserError, Violation
@@ -117,8 +119,8 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     violations = [
         Violation(
             key,
-            composed.history[key][-1].value,
-            composed.source(key),
+            was_set[-1].value if (was_set := composed.history.get(declared)) else None,
+            composed.source(declared),
             message,
             (f"nanoscale train --config {run.config} {key}=…",),
         )
@@ -127,6 +129,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
             (other, "cannot be changed by resume: the checkpoints are of the run as it was"),
         )
         for key in keys
+        for declared in [mapping_around(key) or key]
     ]
     if violations:
         raise UserError("run", "that would be another run", violations)

@@ -308,6 +308,11 @@ class Data:
     valid_path: str | None = key(
         None, "files like those of path to validate on; then nothing of path is held out"
     )
+    mixture: dict[str, Any] = key(
+        {},
+        "several sources in place of path, by names of yours, each {path, weight, valid_path}: a weight is "
+        "its part of the samples; none at all: as the sources are large",
+    )
     tokenizer: str = key(
         "byte", "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples"
     )

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanoscale.config.mixture import Source, sources_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
 from nanoscale.data.datatrove import DatatroveTokens
@@ -18,10 +19,22 @@ from nanoscale.data.loader import (
     split_tokens,
     too_small,
 )
+from nanoscale.data.mixture import Mixture
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.errors import UserError, Violation
 
 _CHECKED = 1 << 22
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The samples of one source to validate on."""
+
+    name: str
+    """of the source; empty where it is the only one"""
+    share: float
+    """of the evaluation's samples, and of its loss"""
+    loader: Loader
 
 
 @dataclass(frozen=True)
@@ -30,9 +43,9 @@ class Dataset:
 
     tokenizer: Tokenizer | None
     """None where the tokens come from a file and no tokenizer of theirs is known"""
-    train: Loader
-    valid: Loader | None
-    """None where data.valid_fraction is 0, or too small for a sample and never evaluated"""
+    train: Loader | Mixture
+    valid: tuple[Validation, ...]
+    """empty where data.valid_fraction is 0, or too small for a sample and never evaluated"""
     fingerprint: str
     """equal for equal tokens; a run that resumes with another one continues on other data"""
     description: str
@@ -60,26 +73,32 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
         raise UserError("data", f"model.vocab={vocab}: {what}", [found])
     name = f"Python {prepared.manifest['settings']['python'].split()[0]}'s standard library"
     tokens = IndexedTokens(prepared.prefix)
-    return _dataset(data, train, vocab, tokens, tokenizer, prepared.fingerprint, name)
+    opened = _opened(data, train, vocab, Source(None), tokens, None, name)
+    return _dataset(data, train, [opened], tokenizer, prepared.fingerprint)
 
 
 def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
-    tokens, largest = _open_file(data.source, "path", data.path, vocab)
+    found, fingerprints, largest = [], [], 0
+    for source in sources_of(data):
+        tokens, highest = _open_file(data.source, f"{source.key}.path", source.path, vocab)
+        largest = max(largest, highest)
+        prints, held_out = [_fingerprint(tokens)], None
+        if source.valid_path is not None:
+            key = f"{source.key}.valid_path"
+            held_out, _ = _open_file(data.source, key, source.valid_path, vocab)
+            prints.append(_fingerprint(held_out))
+        fingerprints.append(_both(prints))
+        name = source.name or tokens.path.name
+        found.append(_opened(data, train, vocab, source, tokens, held_out, name))
     tokenizer = _files_tokenizer(data, largest, train.sample_tokens > 0)
-    fingerprint = _fingerprint(tokens)
-    name = tokens.path.name
-    if data.valid_path is None:
-        return _dataset(data, train, vocab, tokens, tokenizer, fingerprint, name)
-    held_out, _ = _open_file(data.source, "valid_path", data.valid_path, vocab)
-    both = hashlib.sha256(f"{fingerprint} {_fingerprint(held_out)}".encode()).hexdigest()
-    return _dataset(data, train, vocab, tokens, tokenizer, both, name, held_out)
+    return _dataset(data, train, found, tokenizer, *fingerprints)
 
 
 def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[TokenFile, int]:
     """A file of tokens, and the largest of its first ones, which are looked at."""
     if path is None:
-        found = Violation(f"data.{key}", None, "", f"data.source={source} needs it")
-        what = f"data.{key} is not set, and data.source={source} needs it"
+        found = Violation(key, None, "", f"data.source={source} needs it")
+        what = f"{key} is not set, and data.source={source} needs it"
         raise UserError("data", what, [found])
     place = Path(path).expanduser().absolute()
     tokens: TokenFile = IndexedTokens(place) if source == "megatron" else DatatroveTokens(place)
@@ -101,32 +120,71 @@ def _files_tokenizer(data: Data, largest: int, needed: bool) -> Tokenizer | None
     return None if data.tokenizer == "byte" else load(data.tokenizer)
 
 
-def _dataset(
+@dataclass(frozen=True)
+class _Opened:
+    """One source, ready to be read."""
+
+    source: Source
+    name: str
+    train: Loader
+    valid: Loader | None
+    description: str
+
+
+def _opened(
     data: Data,
     train: Train,
     vocab: int,
+    source: Source,
     tokens: TokenFile,
-    tokenizer: Tokenizer | None,
-    fingerprint: str,
+    apart: TokenFile | None,
     name: str,
-    apart: TokenFile | None = None,
-) -> Dataset:
+) -> _Opened:
     """`apart` is a file of its own to validate on."""
-    training, held_out = split_tokens(tokens, data.valid_fraction)
+    training, held_out = split_tokens(tokens, 0.0 if apart is not None else data.valid_fraction)
     if apart is not None:
         held_out = Split(0, len(apart.tokens))
     loader = Loader(tokens, training, train.seq_len, train.seed, vocab)
-    valid = _valid_loader(data, train, vocab, apart or tokens, held_out)
+    valid = _valid_loader(data, train, vocab, source, apart or tokens, held_out)
     words = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
     words += f"; {len(loader):,} training samples"
     words += f", {len(valid):,} for validation" if valid else ", none for validation"
     if training.within_document:
         words += " (cut within a document)"
-    return Dataset(tokenizer, loader, valid, fingerprint, f"{words}; {tokens.path}")
+    return _Opened(source, name, loader, valid, f"{words}; {tokens.path}")
+
+
+def _dataset(
+    data: Data,
+    train: Train,
+    found: list[_Opened],
+    tokenizer: Tokenizer | None,
+    *fingerprints: str,
+) -> Dataset:
+    if not data.mixture:
+        (only,) = found
+        valid = (Validation("", 1.0, only.valid),) if only.valid else ()
+        return Dataset(tokenizer, only.train, valid, fingerprints[0], only.description)
+    weights = [it.source.weight or float(len(it.train)) for it in found]
+    mixture = Mixture([it.train for it in found], weights)
+    shares = mixture.shares.tolist()
+    parts = zip(found, shares, strict=True)
+    description = "; ".join(f"{share:.4g} of {it.description}" for it, share in parts)
+    fingerprint = _both([*fingerprints, *map(repr, shares)])
+    return Dataset(tokenizer, mixture, _validations(found, shares), fingerprint, description)
+
+
+def _validations(found: list[_Opened], shares: list[float]) -> tuple[Validation, ...]:
+    """Of the sources that hold samples out, whose shares add up to 1 again."""
+    kept = [(it, share) for it, share in zip(found, shares, strict=True) if it.valid is not None]
+    whole = sum(share for _, share in kept)
+    return tuple(
+        Validation(it.name, share / whole, it.valid) for it, share in kept if it.valid is not None
+    )
 
 
 def _valid_loader(
-    data: Data, train: Train, vocab: int, tokens: TokenFile, split: Split
+    data: Data, train: Train, vocab: int, source: Source, tokens: TokenFile, split: Split
 ) -> Loader | None:
     if len(split) > train.seq_len:
         return Loader(tokens, split, train.seq_len, train.seed, vocab)
@@ -134,11 +192,19 @@ def _valid_loader(
         return None
     error = too_small(tokens, split, train.seq_len)
     what = f"the validation split is too small: {error.violations[0].message}"
-    key = "data.valid_path" if data.valid_path else "data.valid_fraction"
-    value = data.valid_path or data.valid_fraction
-    larger = () if data.valid_path else ("data.valid_fraction=0.1",)
+    apart = source.valid_path is not None
+    key = f"{source.key}.valid_path" if apart else "data.valid_fraction"
+    value = source.valid_path if apart else data.valid_fraction
+    larger = () if apart else ("data.valid_fraction=0.1",)
     found = Violation(key, value, "", what, (*larger, "train.eval_every=0"))
     raise UserError("data", f"{key}={value}: {what}", [found])
+
+
+def _both(fingerprints: list[str]) -> str:
+    """One for several; that of a single one is its own."""
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()
 
 
 def _fingerprint(tokens: TokenFile) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,9 @@ from nanoscale.data.sampler import sample_indices
 from nanoscale.errors import UserError, Violation
 
 _AHEAD = 1024
-"""samples whose numbers are worked out at once"""
+"""samples of a rank whose numbers are worked out at once"""
+_WINDOW = 1 << 20
+"""samples of all ranks that these may be among"""
 
 
 class TokenFile(Protocol):
@@ -72,14 +74,36 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
     return Split(0, border, within), Split(border, total, within)
 
 
-@dataclass(frozen=True)
-class _Ahead:
-    """The order of the steps that follow."""
+class Ahead:
+    """A rank's samples of one step, worked out for many steps at once: a call costs most of it."""
 
-    layout: tuple[int, int, int]
-    consumed: int
-    samples: np.ndarray
-    """int64 [steps, samples of this rank]"""
+    def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
+        """`find`: from int64 places `[…]` in the order to what stands there, `[*, …]`."""
+        self._find = find
+        self._layout = (0, 0, 0)
+        self._consumed = 0
+        self._found = np.empty((0, 0), dtype=np.int64)
+
+    def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
+        """What stands at the `share` places of this rank, `[*, share]`."""
+        layout = (global_batch, dp_rank, share)
+        step, rest = divmod(consumed - self._consumed, global_batch)
+        if self._layout != layout or rest or not 0 <= step < self._found.shape[-2]:
+            many = max(1, min(_AHEAD // share, _WINDOW // global_batch))
+            steps = consumed + global_batch * np.arange(many)
+            places = steps[:, None] + dp_rank * share + np.arange(share)
+            self._layout, self._consumed, self._found = layout, consumed, self._find(places)
+            step = 0
+        found: np.ndarray = self._found[..., step, :]
+        return found
+
+
+def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
+    """A data-parallel rank's samples of an optimizer step, in whole micro batches."""
+    share, rest = divmod(global_batch, dp)
+    if rest or share % micro_batch or not 0 <= dp_rank < dp:
+        raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
+    return share
 
 
 class Loader:
@@ -99,7 +123,7 @@ class Loader:
         self._file = tokens
         self._seed = seed
         self._vocab = vocab
-        self._ahead = _Ahead((0, 0, 0), 0, np.empty((0, 0), dtype=np.int64))
+        self._ahead = Ahead(self.order)
 
     def __len__(self) -> int:
         """Samples in the split; an epoch."""
@@ -131,23 +155,14 @@ class Loader:
         samples are those at places [consumed, consumed + global_batch) of the order, whatever `dp`
         and `micro_batch` are; a rank has a contiguous part of them.
         """
-        share, rest = divmod(global_batch, dp)
-        if rest or share % micro_batch or not 0 <= dp_rank < dp:
-            raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
-        indices = self._order(consumed, global_batch, dp_rank, share)
+        share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
+        indices = self._ahead.step(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
             yield self.batch(indices[start : start + micro_batch])
 
-    def _order(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
-        """A rank's samples of one step, worked out for many steps at once: a call costs most of it."""
-        layout = (global_batch, dp_rank, share)
-        step, rest = divmod(consumed - self._ahead.consumed, global_batch)
-        if self._ahead.layout != layout or rest or not 0 <= step < len(self._ahead.samples):
-            steps = consumed + global_batch * np.arange(max(1, _AHEAD // share))
-            positions = steps[:, None] + dp_rank * share + np.arange(share)
-            samples = sample_indices(self._seed, positions, len(self))
-            self._ahead, step = _Ahead(layout, consumed, samples), 0
-        return self._ahead.samples[step]
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """The samples that stand at these places of the split's endless order."""
+        return sample_indices(self._seed, places, len(self))
 
     def valid_batches(
         self, samples: int, dp_rank: int, dp: int, micro_batch: int

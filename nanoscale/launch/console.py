@@ -177,6 +177,9 @@ def figures(record: Object) -> dict[str, str]:
         shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
     if record.get("eval_loss") is not None:
         shown["eval loss"] = f"{record['eval_loss']:.4f}"
+    for name, loss in record.items():
+        if name.startswith("eval_loss/"):
+            shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
     return shown
 
 

@@ -113,7 +113,8 @@ def _threads(threads: int | str) -> str:
 
 def _data(config: Config) -> str:
     data = config.data
-    source = data.source if data.path is None else f"{data.source} {data.path}"
+    where = ", ".join(data.mixture) if data.mixture else data.path
+    source = data.source if where is None else f"{data.source} {where}"
     return f"{source}, tokens by {data.tokenizer}"
 
 
@@ -177,7 +178,7 @@ def print_plan(
         "parameters": "",
         "global_batch": "samples",
         "micro_batch": "samples a rank",
-        "accumulation": "forward passes a step",
+        "accumulation": "forward and backward passes a step",
         "tokens_per_step": "tokens",
         "steps": "",
     }

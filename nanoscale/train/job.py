@@ -97,7 +97,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         raise UserError(
             "data",
             f"step-{loaded.manifest['step']:08d} was trained on other tokens than those of "
-            f"{data.description}; a resumed run must go on with the same corpus",
+            f"{data.description}; a resumed run must go on with the same sources and weights",
         )
     step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)

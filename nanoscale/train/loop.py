@@ -12,7 +12,7 @@ from nanoscale.backends.base import Engine, StepResult
 from nanoscale.checkpoint import sharded, store
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
-from nanoscale.data.dataset import Dataset
+from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.parallel import ranks
@@ -113,7 +113,7 @@ class Training:
             "time": time.time(),
         }
         if evaluating:
-            record["eval_loss"] = self.evaluate()
+            record |= self.evaluate()
         for sink in self.sinks:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
@@ -124,11 +124,16 @@ class Training:
         if not result.skipped or self.engine.scale_is_exhausted:
             require_finite(self.progress.step, grad_norm=result.grad_norm.item())
 
-    def evaluate(self) -> float:
-        """The mean loss of the validation samples."""
-        assert self.data.valid is not None, "the rules refuse train.eval_every without a split"
-        batches = self.data.valid.valid_batches(
-            self.config.train.eval_samples,
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss of the validation samples, and of each source's where there are several."""
+        found = {part.name: self.evaluate_on(part) for part in self.data.valid}
+        mean = sum(part.share * found[part.name] for part in self.data.valid)
+        each = {f"eval_loss/{name}": loss for name, loss in found.items() if name}
+        return {"eval_loss": mean, **each}
+
+    def evaluate_on(self, part: Validation) -> float:
+        batches = part.loader.valid_batches(
+            max(1, round(part.share * self.config.train.eval_samples)),
             self.engine.dp_rank,
             self.sizes.dp,
             self.sizes.micro_batch,

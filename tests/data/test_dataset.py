@@ -46,8 +46,7 @@ def test_the_embedded_corpus(library):
     batch = next(opened.train.micro_batches(0, 4, 0, 1, 4))
     assert batch.shape == (4, 17)
     assert "value" in opened.tokenizer.decode(opened.train.batch(range(10)).reshape(-1))
-    assert opened.valid is not None
-    assert len(opened.valid) > 3
+    assert len(opened.valid[0].loader) > 3
     for words in ("31 documents", "training samples", "for validation", "tokens.bin"):
         assert words in opened.description
     assert open_data(library, TRAIN, 257).fingerprint == opened.fingerprint
@@ -56,7 +55,8 @@ def test_the_embedded_corpus(library):
 def test_training_and_validation_share_no_document(library):
     opened = open_data(library, TRAIN, 257)
     seen = opened.tokenizer.decode(opened.train.batch(range(len(opened.train))).reshape(-1))
-    held = opened.tokenizer.decode(opened.valid.batch(range(len(opened.valid))).reshape(-1))
+    valid = opened.valid[0].loader
+    held = opened.tokenizer.decode(valid.batch(range(len(valid))).reshape(-1))
     names = {f"def f_{i}(value)" for i in range(30)}
     assert {name for name in names if name in held}
     assert not {name for name in names if name in held and name in seen}
@@ -71,7 +71,7 @@ def test_validation_that_is_too_small_matters_only_if_it_is_asked_for(library):
     for fraction in (0.0, 0.001):
         data = Data(cache_dir=library.cache_dir, valid_fraction=fraction)
         opened = open_data(data, TRAIN, 257)
-        assert opened.valid is None
+        assert not opened.valid
         assert "none for validation" in opened.description
         assert wrong(data, Train(seq_len=16, eval_every=5)).key == "data.valid_fraction"
 
@@ -83,8 +83,8 @@ def test_a_sequence_longer_than_the_corpus(library):
 def test_a_file_of_tokens(tmp_path):
     data = megatron(tmp_path, [list(range(100)), list(range(100))], valid_fraction=0.3)
     opened = open_data(data, TRAIN, 100)
-    assert (len(opened.train), len(opened.valid)) == (6, 6)
-    assert opened.valid.batch([0]).tolist() == [list(range(17))]
+    assert (len(opened.train), len(opened.valid[0].loader)) == (6, 6)
+    assert opened.valid[0].loader.batch([0]).tolist() == [list(range(17))]
     other = megatron(tmp_path, [list(range(100)), [*range(99), 5]], valid_fraction=0.3)
     assert open_data(other, TRAIN, 100).fingerprint != opened.fingerprint
 

@@ -47,7 +47,7 @@ def test_the_folder_says_tokens_validation_and_tokenizer(folder):
     assert len(text) > 1000
     assert "".join(kept).startswith(text)
     assert np.array_equal(
-        opened.valid.batch([0])[0],
+        opened.valid[0].loader.batch([0])[0],
         np.fromfile(folder / "valid.bin", "<u2")[: config.train.seq_len + 1],
     )
     # as a frozen configuration has it
@@ -89,8 +89,8 @@ def test_datatrove_files_are_trained_on(tmp_path):
         flat = [token for one in as_bytes(DOCUMENTS) for token in one]
         assert opened.train.batch([2])[0].tolist() == flat[128:193]
         assert f"{tmp_path}/a.ds" in opened.description
-        assert (opened.valid is not None) is True
-        assert len(opened.valid) > 0
+        assert opened.valid
+        assert len(opened.valid[0].loader) > 0
     with pytest.raises(UserError, match=r"has no .*none\.ds and .*none\.ds\.index"):
         checked("data=datatrove", f"data.path={tmp_path}/none.ds")
 

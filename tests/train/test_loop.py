@@ -59,18 +59,18 @@ def steps_kept(run: RunDirectory) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(run.checkpoints)]
 
 
-def plain_eval_loss(checkpoint: Path, tokens: np.ndarray) -> float:
-    """The mean loss of the validation samples in a plain model with the checkpoint's weights."""
+def plain_eval_loss(checkpoint: Path, held_out: np.ndarray, samples: int) -> float:
+    """The mean loss of the first samples in a plain model with the checkpoint's weights."""
     model = Transformer(SHAPE).double()
     dcp.load(
         {f"model.{n}": p.detach() for n, p in model.named_parameters()},
         checkpoint_id=checkpoint,
         no_dist=True,
     )
-    held_out = torch.tensor(tokens[-129:])
+    tokens = torch.tensor(held_out)
     losses = []
-    for sample in range(EVAL_SAMPLES):
-        window = held_out[sample * SEQ_LEN : (sample + 1) * SEQ_LEN + 1]
+    for sample in range(samples):
+        window = tokens[sample * SEQ_LEN : (sample + 1) * SEQ_LEN + 1]
         losses.append(F.cross_entropy(model(window[None, :-1])[0], window[1:]).item())
     return float(np.mean(losses))
 
@@ -99,7 +99,7 @@ def test_evaluation_is_that_of_the_plain_model_and_changes_nothing(
     )
     run = trained(config, "run")
     stored = list_checkpoints(run.checkpoints)
-    expected = {c.step: plain_eval_loss(c.path, tokens) for c in stored}
+    expected = {c.step: plain_eval_loss(c.path, tokens[-129:], EVAL_SAMPLES) for c in stored}
     found = {r["step"]: r["eval_loss"] for r in records(run) if "eval_loss" in r}
     assert list(found) == [3, 6, 9] and found == pytest.approx(expected, rel=1e-12)
     np.testing.assert_allclose(figures(run), without_evaluation, rtol=1e-9)

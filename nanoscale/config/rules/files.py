@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config import prepared
+from nanoscale.config.mixture import sources_of
 from nanoscale.config.rules.case import Case, near_multiples
+from nanoscale.config.rules.mixture import resolve_mixture
+from nanoscale.config.rules.token_files import look
 from nanoscale.config.schema import Data, Run
 
 BYTE_VOCAB = 257
@@ -18,21 +20,18 @@ def resolve_data(case: Case) -> Data:
     """The data with absolute paths; a prepared folder is taken apart into its files."""
     data = case.config.data
     if data.source == "stdlib":
-        for key in ("path", "valid_path"):
-            if getattr(data, key) is not None:
+        for key in ("path", "valid_path", "mixture"):
+            if getattr(data, key):
                 message = "is read with data.source=megatron or datatrove only"
-                case.refuse("data", f"data.{key}", message, "data=megatron", f"data.{key}=null")
+                case.refuse("data", f"data.{key}", message, "data=megatron")
+        _tokenizer(case, data)
+    elif data.mixture:
+        data = resolve_mixture(case)
+        if all(source.valid_path for source in sources_of(data)):
+            data = _nothing_held_out(case, data, "valid_path of every source")
         _tokenizer(case, data)
     else:
-        folder = prepared.folder_of(data.path) if data.path and data.source == "megatron" else None
-        if folder is not None:
-            data = _taken_apart(case, data, folder)
-        _files(case, "path", data.path)
-        if data.valid_path is not None:
-            _files(case, "valid_path", data.valid_path)
-            data = _nothing_held_out(case, data)
-        if folder is None or data.tokenizer != "byte":
-            _tokenizer(case, data)
+        data = _one_source(case, data)
     return replace(
         data,
         path=absolute(data.path),
@@ -44,49 +43,23 @@ def resolve_data(case: Case) -> Data:
     )
 
 
-def _taken_apart(case: Case, data: Data, folder: Path) -> Data:
-    """A prepared folder's own files, in place of the folder, where no others are asked for."""
-    manifest = prepared.manifest(folder) or {}
-    vocab, needed = case.config.model.vocab, manifest.get("vocabulary", 0)
-    if needed > vocab:
-        enough = f"model.vocab={-(-needed // 64) * 64}"
-        message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
-        case.refuse("data", "model.vocab", message, enough)
-    tokenizer, valid = folder / prepared.TOKENIZER, folder / prepared.VALID
-    if tokenizer.is_file() and data.tokenizer == "byte":
-        data = replace(data, tokenizer=str(tokenizer))
-    asked = Path(data.path or "").expanduser()
-    if asked.absolute() != folder.absolute():
-        return data
-    if data.valid_path is None and Path(f"{valid}.idx").is_file():
-        data = replace(data, valid_path=str(valid))
-    return replace(data, path=str(folder / prepared.TOKENS))
+def _one_source(case: Case, data: Data) -> Data:
+    files = look(case, *sources_of(data))
+    if files.tokenizer is not None and data.tokenizer == "byte":
+        data = replace(data, tokenizer=str(files.tokenizer))
+    data = replace(data, path=files.path, valid_path=files.valid_path)
+    if data.valid_path is not None:
+        data = _nothing_held_out(case, data, f"data.valid_path={data.valid_path}")
+    if not files.prepared or data.tokenizer != "byte":
+        _tokenizer(case, data)
+    return data
 
 
-def _nothing_held_out(case: Case, data: Data) -> Data:
+def _nothing_held_out(case: Case, data: Data, instead: str) -> Data:
     if case.composed.by_hand("data.valid_fraction") and data.valid_fraction > 0:
-        message = f"and data.valid_path={data.valid_path} both say what to validate on"
+        message = f"and {instead} both say what to validate on"
         case.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
     return replace(data, valid_fraction=0.0)
-
-
-def _files(case: Case, name: str, path: str | None) -> None:
-    source, key = case.config.data.source, f"data.{name}"
-    if path is None:
-        what = {
-            "megatron": "a prepared folder, or the files' common path, without .bin and .idx",
-            "datatrove": "the .ds file",
-        }[source]
-        message = f"is needed by data.source={source}: {what}"
-        case.refuse("data", key, message, f"{key}=/path/to/corpus")
-        return
-    ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[source]
-    missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
-    if missing:
-        files = " and ".join(f"{path}{end}" for end in missing)
-        stem = path.removesuffix(".bin").removesuffix(".idx")
-        plain = stem != path and Path(f"{stem}.bin").is_file()
-        case.refuse("data", key, f"has no {files}", f"{key}={stem}" if plain else None)
 
 
 def _tokenizer(case: Case, data: Data) -> None:

@@ -14,7 +14,8 @@ def resolve_train(case: Case, dp: int) -> Train:
     """The batch and the steps."""
     train = _length(case, _batch(case, dp))
     data = case.config.data
-    if train.eval_every and not data.valid_fraction and data.valid_path is None:
+    apart = data.valid_path is not None or data.mixture
+    if train.eval_every and not data.valid_fraction and not apart:
         case.refuse(
             "config",
             "train.eval_every",

@@ -1,0 +1,103 @@
+"""Laws of `data.mixture`: every source has its files, and all have tokens of one vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config.mixture import MEMBERS, Source
+from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.token_files import look, refuse
+from nanoscale.config.schema import Data
+from nanoscale.config.suggest import nearest
+
+KEY = "data.mixture"
+
+
+def resolve_mixture(case: Case) -> Data:
+    """The same data, each source with its own files, and the tokenizer that made all of them."""
+    data = case.config.data
+    for name in ("path", "valid_path"):
+        value = getattr(data, name)
+        if value is not None:
+            message = f"and {KEY} both say where tokens are"
+            refuse(case, f"data.{name}", value, message, f"data.{name}=null")
+    before = len(case.violations)
+    sources = list(_sources(case, data.mixture))
+    if len(case.violations) == before:  # else a mistyped weight would be missed here, too
+        _weights(case, sources)
+    tokenizers: dict[str, Path] = {}
+    resolved: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        files = look(case, source)
+        if files.tokenizer is not None and source.weight != 0:
+            tokenizers[source.name] = files.tokenizer
+        found = replace(source, path=files.path, valid_path=files.valid_path)
+        resolved[source.name] = {key: asdict(found)[key] for key in MEMBERS}
+    tokenizer = data.tokenizer
+    if tokenizers and tokenizer == "byte":
+        _one_tokenizer(case, tokenizers)
+        tokenizer = str(next(iter(tokenizers.values())))
+    return replace(data, mixture=resolved, tokenizer=tokenizer)
+
+
+def _sources(case: Case, mixture: dict[str, Any]) -> Iterator[Source]:
+    for name, entry in mixture.items():
+        key = f"{KEY}.{name}"
+        if not isinstance(entry, dict):
+            example = f"{key}.path={entry}" if isinstance(entry, str) else f"{key}.path=…"
+            message = f"is a section of {listed(list(MEMBERS))}"
+            refuse(case, key, entry, message, example)
+            continue
+        for unknown in entry.keys() - set(MEMBERS):
+            near = nearest(unknown, MEMBERS) or MEMBERS
+            proposals = [f"{key}.{member}={entry[unknown]}" for member in near]
+            refuse(case, f"{key}.{unknown}", entry[unknown], "is no key", *proposals)
+        yield Source(**_typed(case, key, entry), name=name)
+
+
+def _typed(case: Case, key: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a source that have values of the right type."""
+    found: dict[str, Any] = {"path": None}
+    for name in ("path", "valid_path"):
+        value = entry.get(name)
+        if value is None or isinstance(value, str):
+            found[name] = _absolute(value)
+        else:
+            refuse(case, f"{key}.{name}", value, "must be a text or null")
+    weight = entry.get("weight")
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if weight is None or (number and math.isfinite(weight) and weight >= 0):
+        found["weight"] = weight
+    else:
+        refuse(case, f"{key}.weight", weight, "must be a number, at least 0", f"{key}.weight=1")
+    return found
+
+
+def _absolute(path: str | None) -> str | None:
+    return path if path is None else str(Path(path).expanduser().absolute())
+
+
+def _weights(case: Case, sources: list[Source]) -> None:
+    """All of them are given, or none; 0 leaves a source out in either case."""
+    given = [source.name for source in sources if source.weight]
+    missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]
+    if given and missing:
+        message = "has weights for some sources only; without any, sources count by their sizes"
+        refuse(case, KEY, given, message, " ".join(missing))
+    elif not given and not missing:
+        names = [source.name for source in sources]
+        refuse(case, KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1")
+
+
+def _one_tokenizer(case: Case, files: dict[str, Path]) -> None:
+    """The ids of one tokenizer mean nothing to the texts of another."""
+    (first, file), *others = files.items()
+    for name, other in others:
+        if other.read_bytes() != file.read_bytes():
+            message = f"was made by another tokenizer than {KEY}.{first}: {other} is not {file}"
+            alone = f"{KEY}.{name}.weight=0"
+            refuse(case, f"{KEY}.{name}", str(other.parent), message, alone)

@@ -1,0 +1,79 @@
+"""Laws of the files that tokens are read from: they are there, and a prepared folder says which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config import prepared
+from nanoscale.config.mixture import Source
+from nanoscale.config.rules.case import Case
+from nanoscale.errors import Violation
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """What a source is made of."""
+
+    path: str | None
+    valid_path: str | None
+    tokenizer: Path | None = None
+    """of the prepared folder"""
+    prepared: bool = False
+
+
+def look(case: Case, source: Source) -> TokenFiles:
+    """The files of a source, all of which must be there."""
+    found = TokenFiles(source.path, source.valid_path)
+    if source.path and case.config.data.source == "megatron":
+        folder = prepared.folder_of(source.path)
+        if folder is not None:
+            found = _taken_apart(case, source, folder)
+    _present(case, source, "path", found.path)
+    if found.valid_path is not None:
+        _present(case, source, "valid_path", found.valid_path)
+    return found
+
+
+def refuse(case: Case, key: str, value: Any, message: str, *suggestions: str | None) -> None:
+    """As `Case.refuse`, also of a key within `data.mixture`."""
+    where = "data.mixture" if key.startswith("data.mixture") else key
+    proposals = tuple(text for text in suggestions if text)
+    case.add("data", Violation(key, value, case.composed.source(where), message, proposals))
+
+
+def _taken_apart(case: Case, source: Source, folder: Path) -> TokenFiles:
+    """A prepared folder's own files, in place of the folder, where no others are asked for."""
+    manifest = prepared.manifest(folder) or {}
+    vocab, needed = case.config.model.vocab, manifest.get("vocabulary", 0)
+    if needed > vocab:
+        enough = f"model.vocab={-(-needed // 64) * 64}"
+        message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
+        case.refuse("data", "model.vocab", message, enough)
+    path, valid_path = source.path, source.valid_path
+    if Path(path or "").expanduser().absolute() == folder.absolute():
+        path = str(folder / prepared.TOKENS)
+        if valid_path is None and (folder / f"{prepared.VALID}.idx").is_file():
+            valid_path = str(folder / prepared.VALID)
+    tokenizer = folder / prepared.TOKENIZER
+    return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
+
+
+def _present(case: Case, source: Source, name: str, path: str | None) -> None:
+    kind, key = case.config.data.source, f"{source.key}.{name}"
+    if path is None:
+        what = {
+            "megatron": "a prepared folder, or the files' common path, without .bin and .idx",
+            "datatrove": "the .ds file",
+        }[kind]
+        message = f"is needed by data.source={kind}: {what}"
+        refuse(case, key, None, message, f"{key}=/path/to/corpus")
+        return
+    ends = {"megatron": (".bin", ".idx"), "datatrove": ("", ".index")}[kind]
+    missing = [end for end in ends if not Path(f"{path}{end}").expanduser().is_file()]
+    if missing:
+        files = " and ".join(f"{path}{end}" for end in missing)
+        stem = path.removesuffix(".bin").removesuffix(".idx")
+        plain = stem != path and Path(f"{stem}.bin").is_file()
+        refuse(case, key, path, f"has no {files}", f"{key}={stem}" if plain else None)

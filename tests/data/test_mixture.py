@@ -1,0 +1,95 @@
+"""Several sources in fixed shares: exact at every place, and computed from the place alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanoscale.data.indexed import IndexedTokens, IndexedWriter
+from nanoscale.data.loader import Loader, Split
+from nanoscale.data.mixture import Mixture, due
+
+SEQ = 4
+WEIGHTS = [[1.0], [0.7, 0.3], [1, 1, 1], [0.9, 0.05, 0.03, 0.02], [5, 1e-4, 2], [1 / 3, 1e-6, 0.2]]
+
+
+def shares_of(weights: list[float]) -> np.ndarray:
+    return np.array(weights) / np.sum(weights)
+
+
+def one_by_one(weights: list[float], count: int) -> list[tuple[int, int]]:
+    """The same by a queue: whoever falls due first, from the first sample on."""
+    shares = shares_of(weights).tolist()
+    given, found = [0] * len(shares), []
+    for _ in range(count):
+        times = [(n + 0.5) / share for n, share in zip(given, shares, strict=True)]
+        source = times.index(min(times))
+        found.append((source, given[source]))
+        given[source] += 1
+    return found
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.75, 0.25], [1, 1, 1, 1], [0.7, 0.3], [5, 0.01, 2]])
+def test_samples_come_in_the_order_in_which_they_fall_due(weights: list[float]) -> None:
+    sources, numbers = due(shares_of(weights), 0, 2000)
+    assert list(zip(sources.tolist(), numbers.tolist(), strict=True)) == one_by_one(weights, 2000)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("start", [0, 1, 17, 4096, 10**7, 10**12])
+def test_any_window_shows_the_same(weights: list[float], start: int) -> None:
+    shares = shares_of(weights)
+    whole = np.stack(due(shares, start, start + 500))
+    for at in (0, 1, 3, 250, 499):
+        np.testing.assert_array_equal(np.stack(due(shares, start + at, start + 500)), whole[:, at:])
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_share_is_kept_at_every_moment(weights: list[float]) -> None:
+    shares = shares_of(weights)
+    sources, numbers = due(shares, 0, 20_000)
+    bound = (1 + len(shares) * shares) / 2
+    for number, share in enumerate(shares):
+        given = np.cumsum(sources == number)
+        assert np.abs(given - share * np.arange(1, 20_001)).max() <= bound[number]
+        np.testing.assert_array_equal(numbers[sources == number], np.arange(given[-1]))
+
+
+@pytest.fixture
+def loaders(tmp_path) -> list[Loader]:
+    """Of three sources whose tokens tell which they are of."""
+    made = []
+    for number, count in enumerate((400, 90, 30)):
+        with IndexedWriter(tmp_path / str(number), np.int32) as writer:
+            writer.add_document(np.arange(count) + 1000 * number)
+            writer.finish()
+        tokens = IndexedTokens(tmp_path / str(number))
+        made.append(Loader(tokens, Split(0, count), SEQ, 3, 10**6))
+    return made
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 12), (1, 4), (2, 3), (4, 1), (12, 1)])
+@pytest.mark.parametrize("consumed", [0, 12, 30, 10**9])
+def test_every_layout_trains_on_the_same_samples(loaders, dp, micro, consumed):
+    weights = [0.5, 0.3, 0.2]
+    expected = [
+        loaders[source].batch([loaders[source].order(np.array([number]))[0]])[0]
+        for source, number in zip(*due(shares_of(weights), consumed, consumed + 24), strict=True)
+    ]
+    for step in range(2):
+        mixtures = [Mixture(loaders, weights) for _ in range(dp)]
+        seen = [
+            row
+            for rank, mixture in enumerate(mixtures)
+            for batch in mixture.micro_batches(consumed + 12 * step, 12, rank, dp, micro)
+            for row in batch
+        ]
+        np.testing.assert_array_equal(seen, expected[12 * step : 12 * step + 12])
+
+
+def test_an_epoch_of_each_source_has_each_sample_once(loaders):
+    mixture = Mixture(loaders, [1, 1, 1])
+    rows = np.concatenate([next(mixture.micro_batches(12 * i, 12, 0, 1, 12)) for i in range(25)])
+    for number, loader in enumerate(loaders):
+        first = rows[rows[:, 0] // 1000 == number][: len(loader), 0] - 1000 * number
+        assert sorted(first) == [SEQ * i for i in range(len(loader))]

@@ -1,0 +1,82 @@
+"""Several sources through a training: stopped, resumed in another layout, evaluated source by source."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.schema import Config
+from nanoscale.data.indexed import IndexedWriter
+from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS, StopBefore, make_run, read_metrics, train
+from tests.train.test_loop import plain_eval_loss
+from tests.train.test_resume import assert_same_training, config_for, never_stopped, resumed_at
+
+SHARES = {"web": 0.7, "code": 0.25, "maths": 0.05}
+HELD_OUT = 0.5
+
+
+def write_source(folder: Path, name: str, samples: int) -> np.ndarray:
+    """Two documents; half of all tokens are held out."""
+    seed = list(SHARES).index(name)
+    tokens = np.random.default_rng(seed).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
+    with IndexedWriter(folder / name, np.uint16) as writer:
+        for document in np.array_split(tokens.astype(np.uint16), 2):
+            writer.add_document(document)
+        writer.finish()
+    return tokens
+
+
+def mixture(folder: Path, shares: dict[str, float] = SHARES, **changes: object) -> Config:
+    config = config_for(folder, **changes)
+    entries = {
+        name: {"path": str(folder / name), "weight": 7 * share, "valid_path": None}
+        for name, share in shares.items()
+    }
+    data = replace(config.data, path=None, mixture=entries, valid_fraction=HELD_OUT)
+    return replace(
+        config, data=data, train=replace(config.train, eval_every=10, eval_samples=SAMPLES)
+    )
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> dict[str, np.ndarray]:
+    return {
+        name: write_source(tmp_path, name, n) for name, n in zip(SHARES, (80, 40, 8), strict=True)
+    }
+
+
+def test_resumed_in_another_layout(tmp_path: Path, tokens: dict[str, np.ndarray]) -> None:
+    whole = never_stopped(tmp_path, mixture(tmp_path))
+    run = make_run(mixture(tmp_path))
+    train(run, mixture(tmp_path, dp=2, stage=3), StopBefore(6))
+    with pytest.raises(RuntimeError, match="same sources and weights"):
+        train(run, mixture(tmp_path, SHARES | {"code": 0.5}))
+    train(run, mixture(tmp_path, parallel={"pp": 2}), StopBefore(12, first=7))
+    train(run, mixture(tmp_path))
+    assert resumed_at(run) == [6, 12]
+    assert_same_training(run, whole)
+    shown = next(record for record in read_metrics(whole) if record["step"] == STEPS)
+    assert f"eval_loss/{next(iter(SHARES))}" in shown
+
+
+def test_each_source_is_evaluated(tmp_path: Path, tokens: dict[str, np.ndarray]) -> None:
+    run = make_run(mixture(tmp_path, dp=2))
+    train(run, mixture(tmp_path, dp=2))
+    found = read_metrics(run)[-1]
+    expected = {
+        name: plain_eval_loss(
+            list_checkpoints(run.checkpoints)[-1].path,
+            tokens[name][len(tokens[name]) // 2 :],
+            max(1, round(share * SAMPLES)),
+        )
+        for name, share in SHARES.items()
+    }
+    assert {name: found[f"eval_loss/{name}"] for name in SHARES} == pytest.approx(
+        expected, rel=1e-12
+    )
+    mean = sum(SHARES[name] * loss for name, loss in expected.items())
+    assert found["eval_loss"] == pytest.approx(mean, rel=1e-12)
