@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.data.indexed import damaged
+from nanoscale.config.token_headers import bytes_a_token, read_ends
+from nanoscale.data.indexed import damaged, readable
 from nanoscale.errors import UserError, Violation
 
 _BLOCK = 1 << 20
@@ -39,7 +40,9 @@ class DatatroveTokens:
             if not file.is_file():
                 found = Violation("data.path", str(path), "", "there is no such file")
                 raise UserError("data", f"missing token file: {file}", [found])
-        self._ends = _mapped(index, np.dtype("<u8"))
+        with readable():
+            read_ends(index)
+        self._ends = np.asarray(np.memmap(index, dtype="<u8", mode="r"))
         self._check_ends(index)
         self.tokens = self._map(index)
         self._check_metadata(Path(f"{path}.metadata"))
@@ -76,12 +79,8 @@ class DatatroveTokens:
 
     def _map(self, index: Path) -> np.ndarray:
         size, count = self.path.stat().st_size, int(self._ends[-1])
-        if count == 0 or size == 0:
-            raise damaged(self.path, "it holds no token", "no tokens to train on")
-        dtype = _TYPES.get(size // count) if size % count == 0 else None
-        if dtype is None:
-            what = f"it holds {size} bytes where {index.name} says {count} tokens of 2 or 4 bytes"
-            raise damaged(self.path, what)
+        with readable():
+            dtype = _TYPES[bytes_a_token(self.path, index, size, count)]
         return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))
 
     def _check_metadata(self, path: Path) -> None:
@@ -96,10 +95,3 @@ class DatatroveTokens:
         if len(lines) > 1 and lines[1].isdecimal() and int(lines[1]) != len(self.tokens):
             what = f"it says {lines[1]} tokens, and {self.path.name} has {len(self.tokens)}"
             raise damaged(path, what)
-
-
-def _mapped(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    size = path.stat().st_size
-    if size == 0 or size % dtype.itemsize:
-        raise damaged(path, f"it holds {size} bytes, which are no ends of documents")
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

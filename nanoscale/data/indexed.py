@@ -1,29 +1,31 @@
 """Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` says where each text is.
 
-The `.idx`, little-endian: magic, version (u64), type code (u8), number of sequences (u64), number
-of entries of the document index (u64), then the length of each sequence in tokens (i32), its place
-in the `.bin` in bytes (i64), and for each document the sequence it begins with (i64), with the
-number of sequences at the end.
+What stands in the `.idx` is said in `config.token_headers`.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
+from nanoscale.config.token_headers import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    DamagedError,
+    check_sizes,
+    read_index,
+)
 from nanoscale.errors import UserError, Violation
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
@@ -35,7 +37,6 @@ TYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in TYPES.items()}
-HEADER = struct.Struct("<9sQBQQ")
 
 _LONGEST = np.iinfo(np.int32).max
 _BLOCK = 1 << 20
@@ -155,7 +156,9 @@ class IndexedTokens:
         for path in (idx, tokens):
             if not path.is_file():
                 raise _missing(path, self.prefix)
-        self._dtype, sequences = _read_header(idx)
+        with readable():
+            header = read_index(idx)
+        self._dtype, sequences = TYPES[header.code], header.sequences
         raw = np.asarray(np.memmap(idx, mode="r"))
         starts = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences])
         self._lengths = raw[starts[0] : starts[1]].view("<i4")
@@ -212,37 +215,19 @@ class IndexedTokens:
                 raise damaged(path, "its documents are not in order")
 
     def _map(self, path: Path, idx: Path) -> np.ndarray:
-        size = path.stat().st_size
-        if size < self._bytes:
-            raise damaged(path, f"it holds {size} bytes where {idx.name} says {self._bytes}")
-        if size > self._bytes:
-            raise damaged(idx, f"it describes {self._bytes} bytes where {path.name} holds {size}")
-        if size == 0:
-            raise damaged(path, "it holds no token", "no tokens to train on")
+        with readable():
+            check_sizes(path, idx, self._bytes)
         # a plain array over the mapping: np.memmap's own slicing costs microseconds
         return np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
 
 
-def _read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """Type of the tokens and number of sequences, after a look at the length of the file."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        raw = stream.read(HEADER.size)
-    if not raw.startswith(MAGIC):
-        raise damaged(path, "it does not begin as an .idx does", "not a Megatron index")
-    if len(raw) < HEADER.size:
-        raise damaged(path, f"it ends within its header, after {size} bytes")
-    _, version, code, sequences, documents = HEADER.unpack(raw)
-    if version != VERSION:
-        raise damaged(path, f"its version is {version}, not {VERSION}")
-    if code not in TYPES or TYPES[code].kind == "f":
-        raise damaged(path, f"its type code {code} is no type of tokens")
-    expected = HEADER.size + 12 * sequences + 8 * documents
-    if size == expected + sequences and sequences > 0:
-        raise damaged(path, "it holds a mode for each sequence, as multimodal data does")
-    if size != expected or documents < 1:
-        raise damaged(path, f"it holds {size} bytes where its header promises {expected}")
-    return TYPES[code], sequences
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raise a UserError for files that are not what they should be."""
+    try:
+        yield
+    except DamagedError as error:
+        raise damaged(error.path, error.what, error.kind) from None
 
 
 def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserError:

@@ -36,9 +36,19 @@ def write_tokens(prefix: Path) -> None:
         writer.finish()
 
 
+def data_of(*words: str) -> Data:
+    return check(compose(["recipe=debug", "data=megatron", *words]), Devices("cpu", 1)).data
+
+
+def refused(*words: str) -> str:
+    """What is said of them, in one text."""
+    with pytest.raises(UserError) as caught:
+        data_of(*words)
+    return " ".join(f"{it.key}={it.value}: {it.message}" for it in caught.value.violations)
+
+
 def checked(*words: str) -> Data:
-    mixture = [f"data.mixture.{word}" if word[0] != "+" else word[1:] for word in words]
-    return check(compose(["recipe=debug", "data=megatron", *mixture]), Devices("cpu", 1)).data
+    return data_of(*(f"data.mixture.{word}" if word[0] != "+" else word[1:] for word in words))
 
 
 def test_folders_are_taken_apart_and_share_their_tokenizer(folder: Path) -> None:

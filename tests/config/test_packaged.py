@@ -13,6 +13,7 @@ from nanoscale.config.convert import value_of
 from nanoscale.config.library import RECIPE, Library, packaged
 from nanoscale.config.reference import declared, defaults, is_mapping, sections
 from nanoscale.config.rules import Devices, check
+from tests.config.test_mixture import write_tokens
 
 CPU = Devices("cpu", 2)
 GPUS = Devices("cuda", 8, ("NVIDIA H100",) * 8)
@@ -80,8 +81,9 @@ def _default(key: str) -> object:
 def test_every_option_is_legal_and_complete(group, option):
     words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]
     if option in ("megatron", "datatrove"):
-        for end in (".bin", ".idx", "", ".index"):
-            Path(f"corpus{end}").touch()
+        write_tokens(Path("corpus"))
+        Path("corpus").write_bytes(bytes(2))
+        Path("corpus.index").write_bytes((1).to_bytes(8, "little"))
         words.append("data.path=corpus")
     composed = compose(words)
     check(composed, ON.get((group, option), CPU))

@@ -14,6 +14,7 @@ from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from tests.config.quick import changed
+from tests.config.test_mixture import write_tokens
 
 CPU = Devices("cpu", 2)
 
@@ -278,7 +279,7 @@ def test_missing_data_is_named(tmp_path):
     Path("corpus.bin").touch()
     (missing,) = violations("data=megatron", "data.path=corpus", kind="data")
     assert "corpus.bin" not in missing.message and "corpus.idx" in missing.message
-    Path("corpus.idx").touch()
+    write_tokens(Path("corpus"))
     assert checked("data=megatron", "data.path=corpus").data.path == str(tmp_path / "corpus")
     (ending,) = violations("data=megatron", "data.path=corpus.bin", kind="data")
     assert ending.suggestions == ("data.path=corpus",)

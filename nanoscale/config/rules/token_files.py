@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 from nanoscale.config import prepared
 from nanoscale.config.mixture import Source
 from nanoscale.config.rules.case import Case
+from nanoscale.config.token_headers import (
+    DamagedError,
+    glance_at_datatrove,
+    glance_at_megatron,
+)
 from nanoscale.errors import Violation
 
 
@@ -77,3 +83,21 @@ def _present(case: Case, source: Source, name: str, path: str | None) -> None:
         stem = path.removesuffix(".bin").removesuffix(".idx")
         plain = stem != path and Path(f"{stem}.bin").is_file()
         refuse(case, key, path, f"has no {files}", f"{key}={stem}" if plain else None)
+        return
+    _glance(case, key, str(Path(path).expanduser()))
+
+
+def _glance(case: Case, key: str, path: str) -> None:
+    """What a launch would find out a minute later: files of other pairs, cut short, of larger vocabularies."""
+    look = {"megatron": glance_at_megatron, "datatrove": glance_at_datatrove}
+    try:
+        largest = look[case.config.data.source](path)
+    except (DamagedError, OSError) as error:
+        refuse(case, key, path, str(error))
+        return
+    vocab = case.config.model.vocab
+    if largest >= vocab and not any(it.key == "model.vocab" for it in case.violations):
+        held = f"token {largest}" if largest < sys.maxsize else "a negative token"
+        enough = f"model.vocab={largest + 1}" if largest < sys.maxsize else None
+        message = f"has too few tokens for {path}, which holds {held}: ids lie in [0, {vocab})"
+        case.refuse("data", "model.vocab", message, enough)

@@ -1,0 +1,73 @@
+"""Files of tokens that cannot be trained on are refused by a glance at them, before the launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoscale.config import token_headers
+from nanoscale.data.indexed import IndexedWriter
+from tests.config.test_mixture import refused
+
+
+def write(prefix: Path, dtype: str, *documents: list[int]) -> None:
+    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.finish()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
+def test_whole_files_of_every_type(tmp_path: Path, dtype: str) -> None:
+    write(tmp_path / "a", dtype, [1, 2, 100], [], [7], [])
+    assert token_headers.glance_at_megatron(str(tmp_path / "a")) == 100
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_whole_files_of_datatrove(tmp_path: Path, width: int) -> None:
+    path = tmp_path / "a.ds"
+    path.write_bytes(np.array([1, 40_000, 5], f"<u{width}").tobytes())
+    Path(f"{path}.index").write_bytes(np.array([2, 3], "<u8").tobytes())
+    assert token_headers.glance_at_datatrove(str(path)) == 40_000
+
+
+def cut(name: str, by: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-by])
+
+    return damage
+
+
+def exchange(folder: Path) -> None:
+    (folder / "a.idx").write_bytes((folder / "b.idx").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut("a.bin", 2), "a.bin: it holds 398 bytes where a.idx says 400"),
+        (cut("a.idx", 1), "where its header promises"),
+        (cut("a.idx", 10**6), "not a Megatron index"),
+        (exchange, "it describes 200 bytes where a.bin holds 400"),
+        (lambda folder: write(folder / "a", "i4", [1, -1, 5]), "a negative token"),
+        (lambda folder: write(folder / "a", "i4", [1, 320, 5]), "which holds token 320"),
+        (lambda folder: write(folder / "a", "i4", []), "no tokens to train on"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, damage: Callable[[Path], None], words: str) -> None:
+    write(tmp_path / "a", "u2", list(range(200)))
+    write(tmp_path / "b", "u2", list(range(100)))
+    damage(tmp_path)
+    for key in ("data.path", "data.valid_path", "data.mixture.x.path"):
+        given = [f"data.path={tmp_path}/b"] if key == "data.valid_path" else []
+        assert words in refused(*given, f"{key}={tmp_path}/a")
+
+
+def test_a_datatrove_file_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "a.ds"
+    path.write_bytes(bytes(9))
+    Path(f"{path}.index").write_bytes(np.array([2, 4], "<u8").tobytes())
+    assert "4 tokens of 2 or 4 bytes" in refused("data=datatrove", f"data.path={path}")
