@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 
 from nanoscale.data import corpus
 from nanoscale.data.indexed import IndexedTokens, bin_path
-from nanoscale.data.loader import Loader, Split
+from nanoscale.data.loader import Loader
 from nanoscale.data.prepare import Request, prepare
 from nanoscale.data.sampler import sample_indices
+from nanoscale.data.samples import Split
 from nanoscale.data.tokenizer import train_bpe
 from nanoscale.devices import cores
 

@@ -108,9 +108,9 @@ class Plain:
                 self.step * batch, batch, 0, 1, micro_batch
             )
             for samples in micro_batches:
-                tokens = torch.from_numpy(samples)
-                logits = self.model(tokens[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                inputs, targets = map(torch.from_numpy, (samples.inputs, samples.targets))
+                logits = self.model(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
                 (loss * len(samples) / batch).backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()

@@ -34,6 +34,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Backend, Config, Model, Optimizer, Zero
 from nanoscale.config.stages import SPLIT_BACKWARD
+from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.plan.predict import predict
 from nanoscale.train.job import make_engine
@@ -303,7 +304,10 @@ def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
     for _ in range(2):
         gc.collect()
         begin()
-        batches = [random.integers(0, config.model.vocab, shape) for _ in range(sizes.accumulation)]
+        batches = [
+            Batch.of_rows(random.integers(0, config.model.vocab, shape))
+            for _ in range(sizes.accumulation)
+        ]
         engine.train_step(batches, 1e-3)
 
 

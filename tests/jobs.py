@@ -64,6 +64,29 @@ def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
     return tokens
 
 
+DOCUMENTS = (17, 11, 7, 10, 6, 13, 4, 24, 9, 9, 5, 1, 12)
+"""tokens of the documents of `write_documents`, which fill SAMPLES sequences, some of them not to the end"""
+
+
+def write_documents(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A token file of several documents, and which tokens are answers; both by document."""
+    dice = np.random.default_rng(7)
+    documents = [dice.integers(0, SHAPE.vocab, length) for length in DOCUMENTS]
+    answers = [dice.random(length) < 0.6 for length in DOCUMENTS]
+    with IndexedWriter(folder / "tokens", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document.astype(np.uint16))
+        writer.finish()
+    (folder / "tokens.answers").write_bytes(np.concatenate(answers).astype(np.uint8).tobytes())
+    return documents, answers
+
+
+def packed_data(folder: Path) -> Data:
+    """To train on the answers of these documents, each of them seen alone."""
+    where = {"source": "megatron", "path": str(folder / "tokens"), "valid_fraction": 0.0}
+    return Data(**where, packing="whole", document_mask=True, loss_on="answers")
+
+
 def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> Config:
     """A resolved configuration: 20 steps of 8 samples, with accumulation and with clipping active.
 

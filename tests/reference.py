@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -27,10 +28,44 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
 
     The corpus holds as many samples as a global batch, so that every order of samples gives the same batches.
     """
-    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     tokens = np.random.default_rng(7).integers(0, shape.vocab, SAMPLES * SEQ_LEN + 1)
     windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(SAMPLES)]
     batch = torch.tensor(np.stack(windows))
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        logits = model(batch[:, :-1])
+        return F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
+
+    return _train(loss_of, precision, optimizer, shape)
+
+
+def documents_alone(
+    precision: str, shape: Model, documents: list[np.ndarray], answers: list[np.ndarray]
+) -> CURVE:
+    """The same of documents that go through the model alone, in pieces of a sequence those that are longer.
+
+    The loss is the mean over their answers.
+    """
+    pieces = [
+        (torch.tensor(document[at : at + SEQ_LEN + 1]), torch.tensor(marks[at : at + SEQ_LEN + 1]))
+        for document, marks in zip(documents, answers, strict=True)
+        for at in range(0, len(document) - 1, SEQ_LEN)
+    ]
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        losses = []
+        for tokens, counted in pieces:
+            found = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none")
+            losses.append(found[counted[1:]])
+        return torch.cat(losses).mean()
+
+    return _train(loss_of, precision, "adamw", shape)
+
+
+def _train(
+    loss_of: Callable[[nn.Module], torch.Tensor], precision: str, optimizer: str, shape: Model
+) -> CURVE:
+    dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = Transformer(shape).to(dtype)
     initialise(model, shape, seed=3)
     mixtures = [layer.mlp for layer in model.layers.values()] if shape.experts else []
@@ -49,8 +84,7 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
         falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (STEPS - 3))) / 2
         for group in update.param_groups:
             group["lr"] = 1e-2 * (step / 3 if step < 3 else falling)
-        logits = model(batch[:, :-1])
-        loss = F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
+        loss = loss_of(model)
         update.zero_grad()
         (loss + sum(mixture.penalty for mixture in mixtures)).backward()
         norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))

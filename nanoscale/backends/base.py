@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import Coordinates
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import stage_layers
+from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.transformer import Transformer
 
 
@@ -32,6 +32,8 @@ class StepResult:
     loss_sum: Tensor
     """this rank's share of the global batch: the sum of its tokens' losses, fp64, scalar; over all ranks each
     token counts once"""
+    tokens: Tensor | int
+    """how many tokens of the global batch have a loss, but at least 1, the same on every rank"""
     grad_norm: Tensor
     """of the whole model before clipping, the same on every rank, scalar"""
     skipped: bool = False
@@ -51,6 +53,8 @@ class Engine(ABC):
     """with fp16"""
     balance: Balance | None = None
     """with experts"""
+    _tokens: Tensor | int = 1
+    """what `_count` found for the step under way"""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
@@ -65,8 +69,11 @@ class Engine(ABC):
         return self.place.dp
 
     @abstractmethod
-    def train_step(self, micro_batches: list[np.ndarray], lr: float) -> StepResult:
-        """One update from this rank's micro batches, each `[micro_batch, seq + 1]` of token ids."""
+    def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
+        """One update from this rank's micro batches, each of `[micro_batch, seq]` token ids.
+
+        The loss is the mean over the tokens of the whole global batch that have one; where none has, it is 0.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -116,7 +123,7 @@ class Engine(ABC):
         return self.scaling is not None and self.scaling.exhausted
 
     @abstractmethod
-    def _forward(self, inputs: Tensor) -> Tensor | None:
+    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
         """Logits of `[batch, seq / cp]` token ids; None where another rank has the last stage."""
 
     def _after_forward(self) -> None:  # noqa: B027
@@ -127,24 +134,24 @@ class Engine(ABC):
         return nullcontext()
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tuple[np.ndarray, int]]) -> tuple[float, int]:
-        """The sum of the losses and the number of this rank's validation tokens.
+    def evaluate(self, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
+        """The sum of the losses and the number of this rank's validation tokens that have one.
 
-        A batch is token ids `[micro_batch, seq + 1]` and how many of its rows count.
+        A batch comes with how many of its rows count.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        count = 0
-        for tokens, rows in batches:
-            inputs, targets = self._divide(tokens)
-            logits = self._forward(inputs)
+        count = torch.zeros((), dtype=torch.int64, device=self.device)
+        for batch, rows in batches:
+            inputs, targets, documents = self._divide(batch)
+            logits = self._forward(inputs, documents)
             if logits is None:
                 continue
             with self._loss_context():
                 losses = self._token_losses(logits, targets)[:rows]
             loss_sum += losses.double().sum() * self._counts
-            count += losses.numel() * self._counts
+            count += (targets[:rows] != IGNORED).sum() * self._counts
         self._after_forward()
-        return loss_sum.item(), count
+        return loss_sum.item(), int(count.item())
 
     @torch.no_grad()
     def next_token_logits(self, tokens: list[int]) -> Tensor:
@@ -179,14 +186,37 @@ class Engine(ABC):
             losses = losses.to_local()
         return losses.view(targets.shape)
 
-    def _divide(self, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`, on the device."""
-        host = torch.from_numpy(tokens)
-        inputs, targets = host[:, :-1], host[:, 1:]
+    def _mean(self, loss_sum: Tensor, weight: float) -> Tensor:
+        """What a sum of losses adds to `weight` times the mean over the tokens of the step, `self._tokens`."""
+        factor = weight / self._tokens
+        return loss_sum * (factor.to(loss_sum.dtype) if isinstance(factor, Tensor) else factor)
+
+    def _count(self, micro_batches: list[Batch]) -> Tensor | int:
+        """The tokens of the global batch that have a loss; ranks are asked only where that is not known."""
+        if self.sizes.every_token_counts:
+            return self.sizes.tokens_per_step
+        parallel = self.config.parallel
+        count = sum(batch.counted() for batch in micro_batches)
+        # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
+        counted = self._to_device(torch.tensor(count, dtype=torch.float64))
+        if dist.is_initialized():
+            dist.all_reduce(counted)  # of all ranks, as many of which have the same rows:
+            counted /= parallel.tp * parallel.pp * parallel.cp
+        return counted.clamp(min=1)
+
+    def _divide(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """On the device: inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
+
+        And of the whole sequence the documents `[batch, seq]`.
+        """
+        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        documents = None
+        if batch.documents is not None:
+            documents = self._to_device(torch.from_numpy(batch.documents))
         if self.config.parallel.cp > 1:
             position = self._positions(inputs.shape[1]).cpu()
             inputs, targets = inputs[:, position], targets[:, position]
-        return self._to_device(inputs), self._to_device(targets)
+        return self._to_device(inputs), self._to_device(targets), documents
 
     def _positions(self, seq: int) -> Tensor:
         """The positions `[seq / cp]` of a sequence that this rank has."""

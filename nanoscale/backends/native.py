@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
@@ -19,6 +18,7 @@ from nanoscale.backends.optimizer import (
     set_lr,
 )
 from nanoscale.config.schema import Config
+from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import data as data_parallel
@@ -44,15 +44,16 @@ class NativeEngine(Engine):
         """The parameters of this rank by their names in the whole model."""
         return [pair for part in self.parts.values() for pair in part.named_parameters()]
 
-    def train_step(self, micro_batches: list[np.ndarray], lr: float) -> StepResult:
+    def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
+        self._tokens = self._count(micro_batches)
         if self.balance is not None:
             # Ranks of tp each have the loss of the whole sequence, and their gradients add up.
             per_sequence = self._scale / self.sizes.global_batch
             self.balance.begin(per_sequence / self.config.parallel.tp)
         with self._loss_context():
             if self.pipeline is not None:
-                self.pipeline.step(*self._divide(np.concatenate(micro_batches)))
+                self.pipeline.step(*self._divide(Batch.concatenate(micro_batches)))
             else:
                 self._accumulate(micro_batches)
         grad_norm = self._finish_gradients()
@@ -63,7 +64,7 @@ class NativeEngine(Engine):
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.settle(self._counts, skipped)
-        return StepResult(self._loss_sum * self._counts, grad_norm, skipped)
+        return StepResult(self._loss_sum * self._counts, self._tokens, grad_norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters()}
@@ -83,31 +84,31 @@ class NativeEngine(Engine):
         }
         load_state(self.parameters(), self.optimizer, moments)
 
-    def _accumulate(self, micro_batches: list[np.ndarray]) -> None:
+    def _accumulate(self, micro_batches: list[Batch]) -> None:
         (model,) = self.parts.values()
-        for i, tokens in enumerate(micro_batches):
+        for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
-            inputs, targets = self._divide(tokens)
+            inputs, targets, documents = self._divide(batch)
             # Logits with a name here would stay until the end of the backward pass.
-            self._loss(self._logits(inputs), targets).backward()
+            self._loss(self._logits(inputs, documents), targets).backward()
 
-    def _forward(self, inputs: Tensor) -> Tensor | None:
+    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
         if self.pipeline is not None:
-            return self.pipeline.forward(inputs)
-        return self._logits(inputs)
+            return self.pipeline.forward(inputs, documents)
+        return self._logits(inputs, documents)
 
-    def _logits(self, inputs: Tensor) -> Tensor:
+    def _logits(self, inputs: Tensor, documents: Tensor | None) -> Tensor:
         (model,) = self.parts.values()
         with self._autocast():
-            logits: Tensor = model(inputs)
+            logits: Tensor = model(inputs, documents)
         return logits
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """What the backward pass of a micro batch begins with."""
         micro_sum = self._token_losses(logits, targets).sum()
         self._loss_sum += micro_sum.detach()
-        return micro_sum * (self._scale / self.sizes.tokens_per_step)
+        return self._mean(micro_sum, self._scale)
 
     @property
     def _scale(self) -> float:

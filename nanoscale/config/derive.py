@@ -20,12 +20,14 @@ class Derived:
     accumulation: int
     """forward passes a rank an optimizer step"""
     tokens_per_step: int
+    every_token_counts: bool
+    """whether each of them has a loss"""
     steps: int
 
 
 def derive(config: Config) -> Derived:
     """Compute them; the configuration is one that `rules.check` has resolved."""
-    layout, train = config.parallel, config.train
+    layout, train, data = config.parallel, config.train, config.data
     assert isinstance(layout.dp, int) and isinstance(train.micro_batch, int)
     assert train.steps is not None
     return Derived(
@@ -35,5 +37,6 @@ def derive(config: Config) -> Derived:
         micro_batch=train.micro_batch,
         accumulation=train.global_batch // (train.micro_batch * layout.dp),
         tokens_per_step=train.global_batch * train.seq_len,
+        every_token_counts=not data.document_mask and data.loss_on != "answers",
         steps=train.steps,
     )

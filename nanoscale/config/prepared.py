@@ -1,8 +1,10 @@
 """The folder that `nanoscale data prepare` makes: names, and the manifest that describes it.
 
     OUT/  tokens.bin tokens.idx  valid.bin valid.idx  tokenizer.json tokenizer_config.json  manifest.json
+          tokens.answers  valid.answers  chat_template.jinja
 
-The files of `valid` are there with --validation, those of the tokenizer unless bytes are the tokens.
+The files of `valid` are there with --validation, those of the tokenizer unless bytes are the tokens, and those
+of the second line with --chat.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from typing import Any
 TOKENS = "tokens"
 VALID = "valid"
 TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 MANIFEST = "manifest.json"
+
+
+def answers_of(prefix: str | Path) -> Path:
+    """Which tokens of a prefix are answers: one byte a token, 1 where it is of an answer, else 0."""
+    return Path(f"{prefix}.answers")
 
 
 def folder_of(path: str | Path) -> Path | None:

@@ -320,6 +320,20 @@ class Data:
     valid_fraction: float = key(
         0.02, "share of the tokens held out, whole documents from the end", at_least=0, at_most=0.9
     )
+    packing: Literal["stream", "whole"] = key(
+        "stream",
+        "stream: documents follow each other, cut every train.seq_len · whole: each lies in one sequence, "
+        "and what is left of a sequence is padded",
+    )
+    document_mask: bool = key(
+        False,
+        "attention stays within a document, and positions begin again with each; always so with packing=whole",
+    )
+    loss_on: Literal["auto", "all", "answers"] = key(
+        "auto",
+        "all tokens, or the answers of chats · auto: answers where path has them marked, as "
+        "`nanoscale data prepare --chat` does",
+    )
     cache_dir: str | None = key(
         None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder"
     )

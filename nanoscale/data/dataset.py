@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoscale.config.mixture import Source, sources_of
+from nanoscale.config.prepared import answers_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
 from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens
-from nanoscale.data.loader import (
-    Loader,
-    Split,
-    TokenFile,
-    outside_vocabulary,
-    split_tokens,
-    too_small,
-)
+from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.mixture import Mixture
+from nanoscale.data.samples import Split, TokenFile, open_answers
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 from nanoscale.errors import UserError, Violation
 
@@ -144,8 +139,10 @@ def _opened(
     training, held_out = split_tokens(tokens, 0.0 if apart is not None else data.valid_fraction)
     if apart is not None:
         held_out = Split(0, len(apart.tokens))
-    loader = Loader(tokens, training, train.seq_len, train.seed, vocab)
-    valid = _valid_loader(data, train, vocab, source, apart or tokens, held_out)
+    form = _form(data, source.path, tokens)
+    loader = Loader(tokens, training, train.seq_len, train.seed, vocab, form)
+    held_form = _form(data, source.valid_path, apart) if apart is not None else form
+    valid = _valid_loader(data, train, vocab, source, apart or tokens, held_out, held_form)
     words = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
     words += f"; {len(loader):,} training samples"
     words += f", {len(valid):,} for validation" if valid else ", none for validation"
@@ -161,16 +158,21 @@ def _dataset(
     tokenizer: Tokenizer | None,
     *fingerprints: str,
 ) -> Dataset:
+    ways = _ways(data)
     if not data.mixture:
         (only,) = found
         valid = (Validation("", 1.0, only.valid),) if only.valid else ()
-        return Dataset(tokenizer, only.train, valid, fingerprints[0], only.description)
+        fingerprint = _both([fingerprints[0], *ways])
+        return Dataset(
+            tokenizer, only.train, valid, fingerprint, ", ".join([only.description, *ways])
+        )
     weights = [it.source.weight or float(len(it.train)) for it in found]
     mixture = Mixture([it.train for it in found], weights)
     shares = mixture.shares.tolist()
     parts = zip(found, shares, strict=True)
-    description = "; ".join(f"{share:.4g} of {it.description}" for it, share in parts)
-    fingerprint = _both([*fingerprints, *map(repr, shares)])
+    words = [f"{share:.4g} of {it.description}" for it, share in parts]
+    description = "; ".join([*words, *ways])
+    fingerprint = _both([*fingerprints, *map(repr, shares), *ways])
     return Dataset(tokenizer, mixture, _validations(found, shares), fingerprint, description)
 
 
@@ -183,11 +185,34 @@ def _validations(found: list[_Opened], shares: list[float]) -> tuple[Validation,
     )
 
 
+def _ways(data: Data) -> list[str]:
+    """What samples are beside a stream of tokens that all count."""
+    ways = ["whole documents packed"] if data.packing == "whole" else []
+    ways += ["attention within documents"] if data.document_mask else []
+    return ways + (["loss on answers"] if data.loss_on == "answers" else [])
+
+
+def _form(data: Data, path: str | None, tokens: TokenFile) -> Form:
+    """How the tokens of a file become samples; where answers are to be learned and it has none, all of it is."""
+    answers = None
+    if data.loss_on == "answers" and path is not None:
+        prefix = Path(path).expanduser()
+        if path == data.path or answers_of(prefix).is_file():
+            answers = open_answers(prefix, tokens)
+    return Form(data.packing, data.document_mask, answers)
+
+
 def _valid_loader(
-    data: Data, train: Train, vocab: int, source: Source, tokens: TokenFile, split: Split
+    data: Data,
+    train: Train,
+    vocab: int,
+    source: Source,
+    tokens: TokenFile,
+    split: Split,
+    form: Form,
 ) -> Loader | None:
-    if len(split) > train.seq_len:
-        return Loader(tokens, split, train.seq_len, train.seed, vocab)
+    if len(split) > (train.seq_len if data.packing == "stream" else 1):
+        return Loader(tokens, split, train.seq_len, train.seed, vocab, form)
     if train.eval_every == 0:
         return None
     error = too_small(tokens, split, train.seq_len)

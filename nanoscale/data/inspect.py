@@ -11,7 +11,7 @@ import numpy as np
 from nanoscale.config import prepared
 from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens, bin_path
-from nanoscale.data.loader import TokenFile
+from nanoscale.data.samples import TokenFile
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
 
 _BLOCK = 1 << 20

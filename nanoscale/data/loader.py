@@ -5,54 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.sampler import sample_indices
+from nanoscale.data.samples import Packed, Samples, Split, Stream, TokenFile
 from nanoscale.errors import UserError, Violation
 
 _AHEAD = 1024
 """samples of a rank whose numbers are worked out at once"""
 _WINDOW = 1 << 20
 """samples of all ranks that these may be among"""
-
-
-class TokenFile(Protocol):
-    """Tokens on disk, in documents; `len` is the number of documents."""
-
-    path: Path
-    """the file of tokens"""
-    tokens: np.ndarray
-    """every token of the file one after the other, 1-D, mapped, read-only"""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, document: int) -> np.ndarray:
-        """The tokens of one document, 1-D."""
-
-    def document_start(self, document: int) -> int:
-        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
-
-    def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
-
-    def document_at(self, token: int) -> int:
-        """The document that holds the token at this place."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """A range of a file's tokens."""
-
-    start: int
-    stop: int
-    within_document: bool = False
-    """whether its border to the other split lies within a document"""
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
@@ -106,20 +71,35 @@ def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> 
     return share
 
 
-class Loader:
-    """Samples of one split; sample i is its tokens [i·seq_len, (i + 1)·seq_len + 1).
+@dataclass(frozen=True)
+class Form:
+    """How tokens become samples; see `Data`."""
 
-    Neighbours share one token: the last target of the one is the first input of the next. Documents
-    follow each other without padding.
-    """
+    packing: Literal["stream", "whole"] = "stream"
+    document_mask: bool = False
+    answers: np.ndarray | None = None
+    """uint8 [tokens] of the file: other than 0 where a token is to be learned; None: all of them"""
+
+
+class Loader:
+    """Samples of one split, in an order of their own in every epoch."""
 
     def __init__(
-        self, tokens: TokenFile, split: Split, seq_len: int, seed: int, vocab: int
+        self,
+        tokens: TokenFile,
+        split: Split,
+        seq_len: int,
+        seed: int,
+        vocab: int,
+        form: Form = Form(),
     ) -> None:
-        if len(split) <= seq_len:
-            raise too_small(tokens, split, seq_len)
-        self._tokens = tokens.tokens[split.start : split.stop]
-        self._seq_len = seq_len
+        self._samples: Samples
+        if form.packing == "whole":
+            self._samples = Packed(tokens, split, seq_len, form.answers)
+        else:
+            self._samples = Stream(tokens, split, seq_len, form.document_mask, form.answers)
+        if len(self._samples) < 1:
+            raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
         self._file = tokens
         self._seed = seed
         self._vocab = vocab
@@ -127,29 +107,31 @@ class Loader:
 
     def __len__(self) -> int:
         """Samples in the split; an epoch."""
-        return (len(self._tokens) - 1) // self._seq_len
+        return len(self._samples)
 
-    def batch(self, indices: Any) -> np.ndarray:
-        """Samples by number: int64 [len(indices), seq_len + 1].
+    def batch(self, indices: Any) -> Batch:
+        """Samples by number, a row each.
 
         Raises UserError if a token lies outside the model's vocabulary.
         """
         numbers = np.asarray(indices).tolist()
-        found = np.empty((len(numbers), self._seq_len + 1), dtype=np.int64)
-        for row, number in zip(found, numbers, strict=True):
+        for number in numbers:
             if not 0 <= number < len(self):
                 raise IndexError(number)
-            # a slice, since numpy gathers windows token by token
-            row[:] = self._tokens[number * self._seq_len :][: self._seq_len + 1]
+        batch = self._samples.batch(numbers)
+        # Without padding, every target but a row's last is an input too.
+        ends = batch.targets[:, -1:] if batch.documents is None else batch.targets
+        both = batch.inputs, np.where(ends == IGNORED, 0, ends)
         # a negative one is a large one without its sign
-        if found.size and found.view(np.uint64).max() >= self._vocab:
+        if numbers and max(each.view(np.uint64).max() for each in both) >= self._vocab:
+            found = np.concatenate([each.reshape(-1) for each in both])
             raise outside_vocabulary(self._file, found, self._vocab)
-        return found
+        return batch
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
-    ) -> Iterator[np.ndarray]:
-        """One optimizer step's share of a data-parallel rank: int64 [micro_batch, seq_len + 1] each.
+    ) -> Iterator[Batch]:
+        """One optimizer step's share of a data-parallel rank: micro_batch rows each.
 
         `consumed` is the samples that all ranks together have trained on. Over all ranks the
         samples are those at places [consumed, consumed + global_batch) of the order, whatever `dp`
@@ -166,8 +148,8 @@ class Loader:
 
     def valid_batches(
         self, samples: int, dp_rank: int, dp: int, micro_batch: int
-    ) -> Iterator[tuple[np.ndarray, int]]:
-        """The first samples of the split, divided over ranks: (int64 [micro_batch, seq_len + 1], n).
+    ) -> Iterator[tuple[Batch, int]]:
+        """The first samples of the split, divided over ranks: (micro_batch rows, n).
 
         The first n rows count, perhaps none; the others only fill the batch. Every rank yields
         equally many batches of one shape, as collectives in the forward pass need. Over all ranks

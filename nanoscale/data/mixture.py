@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from nanoscale.data.batch import Batch
 from nanoscale.data.loader import Ahead, Loader, rows_of_rank
 
 
@@ -30,14 +31,14 @@ class Mixture:
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
-    ) -> Iterator[np.ndarray]:
+    ) -> Iterator[Batch]:
         """As `Loader.micro_batches`."""
         share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
         sources, samples = self._ahead.step(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
             yield self._batch(*(found[start : start + micro_batch] for found in (sources, samples)))
 
-    def _batch(self, sources: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    def _batch(self, sources: np.ndarray, samples: np.ndarray) -> Batch:
         rows = [(sources == number).nonzero()[0] for number in range(len(self.loaders))]
         found = [
             loader.batch(samples[mine])
@@ -45,7 +46,7 @@ class Mixture:
             if len(mine)
         ]
         back = np.argsort(np.concatenate(rows))
-        return np.concatenate(found)[back]
+        return Batch.concatenate(found).take(back)
 
     def _find(self, positions: np.ndarray) -> np.ndarray:
         """Sources and the numbers of their samples: int64 `[2, *positions.shape]`."""

@@ -17,8 +17,11 @@ from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.moe import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor] | None
-"""cosine and sine `[seq, head_dim / 2]` of every position's angles; None where positions are learned"""
-RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation], Tensor]
+"""cosine and sine of every position's angles: `[seq, head_dim / 2]`, where rows differ `[batch, 1, seq, head_dim
+/ 2]`; None where positions are learned"""
+Mask = Tensor | None
+"""bool `[batch, 1, seq, seq]` over whole sequences: which keys a query sees; None: all before it"""
+RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]
 
 
 class Transformer(nn.Module):
@@ -54,14 +57,22 @@ class Transformer(nn.Module):
                 else nn.Linear(shape.hidden, shape.vocab, bias=False)
             )
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`documents` `[batch, seq]`: which document each token of the whole sequence belongs to (`Batch`).
+
+        With it, attention stays within documents, and positions begin again with each.
+        """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         position = self.place(seq, inputs.device)
+        mask = None
+        if documents is not None:
+            position = places_in_documents(documents)[:, position]
+            mask = within_documents(documents)
         hidden = self._embed(inputs, position) if self.first else inputs
         rotation = None
         if self.shape.position == "rope":
             rotation = rope_rotation(self.shape, position, hidden.dtype)
-        hidden = self.run_layers(self.layers, hidden, rotation)
+        hidden = self.run_layers(self.layers, hidden, rotation, mask)
         return self._logits(hidden) if self.last else hidden
 
     def _embed(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -75,14 +86,29 @@ class Transformer(nn.Module):
         return self.head(hidden)
 
 
-def run_layers(layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation) -> Tensor:
+def run_layers(
+    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
+) -> Tensor:
     for layer in layers.values():
-        hidden = layer(hidden, rotation)
+        hidden = layer(hidden, rotation, mask)
     return hidden
 
 
 def whole_sequence(seq: int, device: torch.device) -> Tensor:
     return torch.arange(seq, device=device)
+
+
+def places_in_documents(documents: Tensor) -> Tensor:
+    """How far each token is from the beginning of its document within its row: `[batch, seq]`."""
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - torch.where(begins, index, 0).cummax(1).values
+
+
+def within_documents(documents: Tensor) -> Tensor:
+    """The causal mask within each document: bool `[batch, 1, seq, seq]`."""
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    return same.tril().unsqueeze(1)
 
 
 class TiedHead(nn.Module):
@@ -102,8 +128,8 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(shape)
         self.mlp = make_mlp(shape)
 
-    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, mask)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -128,7 +154,7 @@ class Attention(nn.Module):
         self.core: nn.Module = CausalAttention()
         self.wo = nn.Linear(shape.heads * self.head_dim, shape.hidden, bias=shape.bias)
 
-    def forward(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, mask: Mask = None) -> Tensor:
         batch, seq, _ = hidden.shape
         # [batch, seq, heads · head_dim] -> [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
         q, k, v = (
@@ -140,16 +166,18 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        mixed = self.core(q, k, v)
+        mixed = self.core(q, k, v, mask)
         return self.wo(mixed.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class CausalAttention(nn.Module):
     """`[batch, heads, seq, head_dim]` from queries, and keys and values with as many or fewer heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
 
 
 class SwiGLU(nn.Module):
@@ -190,7 +218,7 @@ def make_norm(shape: Model) -> nn.Module:
 
 
 def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine `[seq, head_dim / 2]` of each position's rotary angles.
+    """Cosine and sine of each position's rotary angles: `Rotation` for positions `[seq]` or `[batch, seq]`.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
     """
@@ -200,7 +228,9 @@ def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[T
     frequency = shape.rope_theta**-exponent
     if shape.rope_scaling is not None:
         frequency = stretch_frequencies(frequency, shape.rope_scaling)
-    angle = torch.outer(position.to(angle_dtype), frequency)
+    angle = position.to(angle_dtype).unsqueeze(-1) * frequency
+    if angle.ndim == 3:
+        angle = angle.unsqueeze(1)  # the heads of a row are alike
     return angle.cos(), angle.sin()
 
 

@@ -41,8 +41,8 @@ from torch.utils.checkpoint import (
 from nanoscale.config.schema import Parallel
 
 Rotation = tuple[Tensor, Tensor]
-Run = Callable[[nn.ModuleDict, Tensor, Rotation | None], Tensor]
-"""the blocks, the residual stream `[batch, seq, hidden]` and the rotary angles, to the residual stream"""
+Run = Callable[[nn.ModuleDict, Tensor, Rotation | None, Tensor | None], Tensor]
+"""the blocks, the stream `[batch, seq, hidden]`, the rotary angles and the mask, to the stream"""
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -93,19 +93,21 @@ def groups(number: int) -> list[range]:
     return [range(start, end) for start, end in pairwise(ends)]
 
 
-def run_in_groups(layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+def run_in_groups(
+    layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None, mask: Tensor | None = None
+) -> Tensor:
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
         members = blocks[group.start : group.stop]
-        hidden = _recompute(_run_one_after_another, members, hidden, rotation)
+        hidden = _recompute(_run_one_after_another, members, hidden, rotation, mask)
     return hidden
 
 
 def _run_one_after_another(
-    blocks: list[nn.Module], hidden: Tensor, rotation: Rotation | None
+    blocks: list[nn.Module], hidden: Tensor, rotation: Rotation | None, mask: Tensor | None
 ) -> Tensor:
     for block in blocks:
-        hidden = block(hidden, rotation)
+        hidden = block(hidden, rotation, mask)
     return hidden
 
 
@@ -196,12 +198,16 @@ class _TakeFromHost(TorchDispatchMode):
 
 
 def run_with_host_memory(
-    run: Run, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation | None
+    run: Run,
+    layers: nn.ModuleDict,
+    hidden: Tensor,
+    rotation: Rotation | None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Run the blocks; what autograd saves meanwhile, parameters aside, moves to the host until it is needed."""
     memory = HostMemory()
     with saved_tensors_hooks(memory.pack, memory.unpack):
-        return run(layers, hidden, rotation)
+        return run(layers, hidden, rotation, mask)
 
 
 class HostMemory:

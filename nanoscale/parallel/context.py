@@ -7,7 +7,7 @@
 
 A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and gives
 `[batch, heads, seq, head_dim]`, causal over the whole sequence. Everything else in the model works on single
-tokens and needs to know their `positions` only.
+tokens and needs to know their `positions` only. A mask is over the whole sequence, which only Ulysses has.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class RingAttention(nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None, "the rules refuse document masks in a ring"
         head_dim = q.shape[-1]
         kernel = choose_kernel(q, k, v)
         padding = -head_dim % KERNELS[kernel].head_dim_multiple
@@ -65,12 +66,14 @@ class UlyssesAttention(nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         degree = dist.get_world_size(self.group)
         assert q.shape[1] % degree == k.shape[1] % degree == 0, "heads are divided over the ranks"
         q, k, v = (_exchange(x, 1, 2, self.group) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
         return _exchange(out, 2, 1, self.group)
 
 

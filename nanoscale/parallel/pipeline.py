@@ -84,19 +84,21 @@ class Pipeline:
         self._has_last = any(part.last for part in parts.values())
         self._schedule = self._make_schedule(accumulation, without_logits(loss))
 
-    def step(self, inputs: Tensor, targets: Tensor) -> None:
+    def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
         takes = [inputs] if 0 in self._parts else []
         target = targets if self._has_last else None
-        self._schedule.step(*takes, target=target, return_outputs=False)
+        # What has a name goes to every stage, cut into micro batches as the tokens are.
+        named = {} if documents is None else {"documents": documents}
+        self._schedule.step(*takes, target=target, return_outputs=False, **named)
 
-    def forward(self, tokens: Tensor) -> Tensor | None:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor | None:
         """Forward alone, of `[batch, seq]`: the logits on the rank of the last stage, None on others."""
         hidden = tokens
         for number, part in sorted(self._parts.items()):
             if number > 0 and self._peer(number - 1) != self._group.rank():
                 hidden = self._receive(number - 1, tokens)
-            hidden = part(hidden)
+            hidden = part(hidden, documents)
             if not part.last and self._peer(number + 1) != self._group.rank():
                 dist.send(hidden.contiguous(), group=self._group, group_dst=self._peer(number + 1))
         return hidden if self._has_last else None

@@ -39,8 +39,11 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else _Replicated()
-    gather = PrepareModuleInput(
-        input_layouts=(stream, None), desired_input_layouts=(Replicate(), None)
+    gather, gather_two = (
+        PrepareModuleInput(
+            input_layouts=(stream, *rest), desired_input_layouts=(Replicate(), *rest)
+        )
+        for rest in ((None, None), (None,))
     )
     gather_one = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
     block: dict[str, ParallelStyle] = {
@@ -62,7 +65,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
             block["mlp.gate"] = ColwiseParallel()
     for layer in model.layers.values():
         parallelize_module(layer, mesh, block)
-    parallelize_module(model, mesh, _ends(model, stream, norm, gather))
+    parallelize_module(model, mesh, _ends(model, stream, norm, gather_two))
     model.sequence_shards = mesh.size() if sequence_parallel else 1
 
 
@@ -73,7 +76,7 @@ def _ends(
     if model.first:
         plan["embed"] = _DividedRows(stream)
     if model.first and model.shape.position == "learned":
-        plan["positions"] = _DividedRows(Shard(0) if stream == Shard(1) else Replicate())
+        plan["positions"] = _DividedRows(stream)
     if model.last:
         plan["norm"] = norm
         plan["head"] = (
@@ -87,14 +90,14 @@ def _ends(
 
 
 class _DividedRows(ParallelStyle):
-    """An embedding whose rows are divided; every rank looks up the tokens whose rows it has.
+    """An embedding whose rows are divided; every rank looks up the tokens `[…, seq]` whose rows it has.
 
     DTensor's own division computes the gradient of all rows on every rank before it adds them up: for a
     vocabulary that is the largest tensor of all.
     """
 
     def __init__(self, output: Shard | Replicate) -> None:
-        self.output = output
+        self.divides_sequence = output != Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -109,7 +112,8 @@ class _DividedRows(ParallelStyle):
         mine = (local >= 0) & (local < rows.shape[0])
         found = F.embedding(local.where(mine, 0), rows) * mine.unsqueeze(-1)
         parts = DTensor.from_local(found, mesh, [Partial()], run_check=False)
-        return parts.redistribute(placements=[self.output]).to_local()
+        output = Shard(tokens.ndim - 1) if self.divides_sequence else Replicate()
+        return parts.redistribute(placements=[output]).to_local()
 
 
 def _local_rows(module: nn.Embedding) -> Tensor:

@@ -103,7 +103,7 @@ class Training:
         self.meter.end()
         record: dict[str, Any] = {
             "step": self.progress.step,
-            "loss": everyone[:, 0].sum().item() / self.sizes.tokens_per_step,
+            "loss": everyone[:, 0].sum().item() / float(result.tokens),
             "grad_norm": result.grad_norm.item(),
             "lr": self.learning_rate(self.progress.step),
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
@@ -140,7 +140,7 @@ class Training:
         )
         loss_sum, tokens = self.engine.evaluate(batches)
         total = ranks.gather_numbers([loss_sum, tokens]).sum(dim=0)
-        return (total[0] / total[1]).item()
+        return (total[0] / total[1].clamp(min=1)).item()
 
     def leave_early(self) -> str:
         self.note("stopping", f"asked to stop after step {self.progress.step}")

@@ -15,12 +15,23 @@ import torch
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Optimizer, Precision, Zero
+from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
-from tests.jobs import STEPS, KillBefore, StopBefore, make_config, make_run, train, write_tokens
+from tests.jobs import (
+    STEPS,
+    KillBefore,
+    StopBefore,
+    make_config,
+    make_run,
+    packed_data,
+    train,
+    write_documents,
+    write_tokens,
+)
 from tests.ranks import run_ranks
-from tests.reference import assert_equal_curves, plain_loop, worst
+from tests.reference import assert_equal_curves, documents_alone, plain_loop, worst
 from tests.train.test_equivalence import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
 
@@ -96,6 +107,25 @@ def test_layout_equals_plain_loop(
     (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
     reference = plain_loop("fp32", shape=SHALLOW)
     deviations(f"deepspeed, {name}", [np.nan, np.nan, *worst(ours, reference)])
+    assert_equal_curves(ours, reference, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "degrees"),
+    [
+        ("pp 2 · dp 2", 1, {"pp": 2, "dp": 2}),
+        ("ulysses cp 2", 3, {"cp": 2, "cp_method": "ulysses"}),
+    ],
+)
+def test_packed_documents_equal_each_alone(
+    tmp_path: Path, name: str, stage: int, degrees: dict[str, Any], deviations: Deviations
+) -> None:
+    documents = write_documents(tmp_path)
+    layout = {"dp": degrees.get("dp", 1), "parallel": degrees, "micro_batch": 2}
+    config = config_for(tmp_path, stage, data=packed_data(tmp_path), **layout)
+    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    reference = documents_alone("fp32", SHALLOW, *documents)
+    deviations(f"deepspeed, packed documents, {name}", [np.nan, np.nan, *worst(ours, reference)])
     assert_equal_curves(ours, reference, "fp32")
 
 
@@ -334,5 +364,5 @@ def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
 def evaluate_and_sample(rank: int, config: Config) -> tuple[tuple[float, int], list[float]]:
     ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
-    rows = np.random.default_rng(0).integers(0, 60, (2, config.train.seq_len + 1))
+    rows = Batch.of_rows(np.random.default_rng(0).integers(0, 60, (2, config.train.seq_len + 1)))
     return engine.evaluate([(rows, 2), (rows, 1)]), engine.next_token_logits([5, 7, 9]).tolist()

@@ -14,6 +14,7 @@ from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.derive import derive
 from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.schema import Backend, Config, Optimizer, Precision, RopeScaling, Zero
+from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
 from tests.jobs import make_config, write_tokens
@@ -71,7 +72,7 @@ def keys_read(rank: int, config: Config) -> set[str]:
     seen: set[str] = set()
     engine = make_engine(watched(config, "", seen), torch.device("cpu"))
     micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()
-    engine.train_step([micro] * engine.sizes.accumulation, lr=1e-3)
+    engine.train_step([Batch.of_rows(micro)] * engine.sizes.accumulation, lr=1e-3)
     return seen
 
 

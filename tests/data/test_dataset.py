@@ -44,8 +44,8 @@ def test_the_embedded_corpus(library):
     opened = open_data(library, TRAIN, 257)
     assert isinstance(opened.tokenizer, ByteTokenizer)
     batch = next(opened.train.micro_batches(0, 4, 0, 1, 4))
-    assert batch.shape == (4, 17)
-    assert "value" in opened.tokenizer.decode(opened.train.batch(range(10)).reshape(-1))
+    assert batch.inputs.shape == batch.targets.shape == (4, 16)
+    assert "value" in opened.tokenizer.decode(opened.train.batch(range(10)).inputs.reshape(-1))
     assert len(opened.valid[0].loader) > 3
     for words in ("31 documents", "training samples", "for validation", "tokens.bin"):
         assert words in opened.description
@@ -54,9 +54,9 @@ def test_the_embedded_corpus(library):
 
 def test_training_and_validation_share_no_document(library):
     opened = open_data(library, TRAIN, 257)
-    seen = opened.tokenizer.decode(opened.train.batch(range(len(opened.train))).reshape(-1))
+    seen = opened.tokenizer.decode(opened.train.batch(range(len(opened.train))).inputs.reshape(-1))
     valid = opened.valid[0].loader
-    held = opened.tokenizer.decode(valid.batch(range(len(valid))).reshape(-1))
+    held = opened.tokenizer.decode(valid.batch(range(len(valid))).inputs.reshape(-1))
     names = {f"def f_{i}(value)" for i in range(30)}
     assert {name for name in names if name in held}
     assert not {name for name in names if name in held and name in seen}
@@ -84,7 +84,8 @@ def test_a_file_of_tokens(tmp_path):
     data = megatron(tmp_path, [list(range(100)), list(range(100))], valid_fraction=0.3)
     opened = open_data(data, TRAIN, 100)
     assert (len(opened.train), len(opened.valid[0].loader)) == (6, 6)
-    assert opened.valid[0].loader.batch([0]).tolist() == [list(range(17))]
+    assert opened.valid[0].loader.batch([0]).inputs.tolist() == [list(range(16))]
+    assert opened.valid[0].loader.batch([0]).targets.tolist() == [list(range(1, 17))]
     other = megatron(tmp_path, [list(range(100)), [*range(99), 5]], valid_fraction=0.3)
     assert open_data(other, TRAIN, 100).fingerprint != opened.fingerprint
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nanoscale.data.batch import Batch
 from nanoscale.data.indexed import IndexedTokens, IndexedWriter
-from nanoscale.data.loader import Loader, Split, split_tokens
+from nanoscale.data.loader import Loader, split_tokens
 from nanoscale.data.sampler import sample_indices
+from nanoscale.data.samples import Split
 from nanoscale.errors import UserError
 
 SEQ = 8
@@ -26,6 +28,12 @@ def tokens_of(tmp_path, lengths: list[int]) -> IndexedTokens:
 def loader_of(tmp_path, count: int, *, start=0, seed=3, vocab=10**6) -> Loader:
     tokens = tokens_of(tmp_path, [start + count])
     return Loader(tokens, Split(start, start + count), SEQ, seed, vocab)
+
+
+def rows(batch: Batch) -> np.ndarray:
+    """Inputs, and after them the last target: the others must be the inputs moved by one."""
+    assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1])
+    return np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_validation_has_the_last_documents(tmp_path, lengths, fraction, border, 
 def test_samples_are_neighbours_that_share_a_token(tmp_path):
     loader = loader_of(tmp_path, 3 * SEQ + 1, start=5)
     assert len(loader) == 3
-    batch = loader.batch([2, 0])
+    batch = rows(loader.batch([2, 0]))
     assert batch.dtype == np.int64
     assert batch.tolist() == [list(range(21, 30)), list(range(5, 14))]
     assert len(loader_of(tmp_path, 3 * SEQ)) == 2
@@ -64,8 +72,8 @@ def test_samples_are_neighbours_that_share_a_token(tmp_path):
 
 def test_a_batch_is_the_callers_own(tmp_path):
     loader = loader_of(tmp_path, 100)
-    loader.batch([0])[:] = 0
-    assert loader.batch([0]).tolist() == [list(range(9))]
+    loader.batch([0]).inputs[:] = 0
+    assert rows(loader.batch([0])).tolist() == [list(range(9))]
 
 
 LAYOUTS = [(dp, micro) for dp in (1, 2, 4) for micro in (1, 2, 3, 6) if 24 // dp % micro == 0]
@@ -78,10 +86,10 @@ def test_every_layout_trains_on_the_same_samples(tmp_path, dp, micro, consumed):
     seen = []
     for rank in range(dp):
         batches = list(loader.micro_batches(consumed, 24, rank, dp, micro))
-        assert [batch.shape for batch in batches] == [(micro, SEQ + 1)] * (24 // dp // micro)
-        seen += [row for batch in batches for row in batch.tolist()]
+        assert [batch.inputs.shape for batch in batches] == [(micro, SEQ)] * (24 // dp // micro)
+        seen += [row for batch in batches for row in rows(batch).tolist()]
     positions = np.arange(consumed, consumed + 24)
-    wanted = loader.batch(sample_indices(3, positions, len(loader))).tolist()
+    wanted = rows(loader.batch(sample_indices(3, positions, len(loader)))).tolist()
     assert sorted(seen) == sorted(wanted)
 
 
@@ -91,14 +99,14 @@ def test_steps_go_through_the_epoch_once(tmp_path):
     for consumed in range(0, 12, 4):
         for rank in range(2):
             for batch in loader.micro_batches(consumed, 4, rank, 2, 1):
-                firsts.append(batch[0, 0] // SEQ)
+                firsts.append(batch.inputs[0, 0] // SEQ)
     assert sorted(firsts) == list(range(12))
     assert firsts != list(range(12))
 
 
 def test_a_seed_has_an_order_of_its_own(tmp_path):
     orders = [
-        next(loader_of(tmp_path, 1000, seed=seed).micro_batches(0, 20, 0, 1, 20)).tolist()
+        next(loader_of(tmp_path, 1000, seed=seed).micro_batches(0, 20, 0, 1, 20)).inputs.tolist()
         for seed in (1, 1, 2)
     ]
     assert orders[0] == orders[1] != orders[2]
@@ -120,9 +128,9 @@ def test_an_evaluation_counts_each_sample_once_in_every_layout(tmp_path, dp, mic
     for rank in range(dp):
         batches = list(loader.valid_batches(asked, rank, dp, micro))
         lengths.add(len(batches))
-        for batch, rows in batches:
-            assert batch.shape == (micro, SEQ + 1)
-            counted += (batch[:rows, 0] // SEQ).tolist()
+        for batch, some in batches:
+            assert batch.inputs.shape == (micro, SEQ)
+            counted += (batch.inputs[:some, 0] // SEQ).tolist()
     assert len(lengths) == 1  # as many forward passes on every rank
     assert sorted(counted) == list(range(count))
 

@@ -41,14 +41,14 @@ def test_the_folder_says_tokens_validation_and_tokenizer(folder):
     assert config.data.tokenizer == str(folder / "tokenizer.json")
     assert config.data.valid_fraction == 0
     opened = open_data(config.data, config.train, config.model.vocab)
-    seen = opened.train.batch(range(len(opened.train)))[:, :-1].reshape(-1)
+    seen = opened.train.batch(range(len(opened.train))).inputs.reshape(-1)
     kept = [text for text in DOCUMENTS if not is_held_out(text, 0.3)]
     text = opened.tokenizer.decode(seen).rstrip("�")  # a sample may end within a character
     assert len(text) > 1000
     assert "".join(kept).startswith(text)
     assert np.array_equal(
-        opened.valid[0].loader.batch([0])[0],
-        np.fromfile(folder / "valid.bin", "<u2")[: config.train.seq_len + 1],
+        opened.valid[0].loader.batch([0]).targets[0],
+        np.fromfile(folder / "valid.bin", "<u2")[1 : config.train.seq_len + 1],
     )
     # as a frozen configuration has it
     again = checked("data=megatron", *(f"data.{key}={value}" for key, value in (
@@ -87,7 +87,7 @@ def test_datatrove_files_are_trained_on(tmp_path):
         config = checked(*words, *more)
         opened = open_data(config.data, config.train, config.model.vocab)
         flat = [token for one in as_bytes(DOCUMENTS) for token in one]
-        assert opened.train.batch([2])[0].tolist() == flat[128:193]
+        assert opened.train.batch([2]).inputs[0].tolist() == flat[128:192]
         assert f"{tmp_path}/a.ds" in opened.description
         assert opened.valid
         assert len(opened.valid[0].loader) > 0

@@ -74,9 +74,9 @@ class CountOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
+def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any, mask: Any = None) -> Tensor:
     for block in layers.values():
-        hidden = block(hidden, rotation)
+        hidden = block(hidden, rotation, mask)
     return hidden
 
 

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nanoscale.backends.native import NativeEngine, build_parts
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config, Launcher, Model, Parallel, Precision, Train, Zero
+from nanoscale.data.batch import Batch
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel import ranks
 from nanoscale.parallel.mesh import lay_out
@@ -102,7 +103,7 @@ def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
     ranks.join(derive(config).world_size, CPU, 120.0)
     before = live_numbers()
     engine = NativeEngine(config, CPU)
-    batches = [np.zeros((1, config.train.seq_len + 1), dtype=np.int64)] * 2
+    batches = [Batch.of_rows(np.zeros((1, config.train.seq_len + 1), dtype=np.int64))] * 2
     engine.train_step(batches, 1e-3)
     between = [0.0]
     begin = data_parallel.begin_micro_batch
@@ -169,7 +170,7 @@ def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
     """Whether this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
     ranks.join(derive(config).world_size, CPU, 120.0)
     engine = NativeEngine(config, CPU)
-    batches = [np.zeros((1, TOKENS + 1), dtype=np.int64)] * 2
+    batches = [Batch.of_rows(np.zeros((1, TOKENS + 1), dtype=np.int64))] * 2
     engine.train_step(batches, 1e-3)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         engine.train_step(batches, 1e-3)

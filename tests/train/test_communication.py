@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from nanoscale.backends.native import NativeEngine
+from nanoscale.data.batch import Batch
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
 from tests.jobs import SEQ_LEN, SHAPE, make_config
@@ -31,7 +32,7 @@ def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -
     for stage in stages:
         layout = {"dp": dp, "stage": stage, "dp_replicate": dp_replicate}
         engine = NativeEngine(make_config(Path(), micro_batch=1, **layout), device)
-        micro_batches = [np.zeros((1, SEQ_LEN + 1), dtype=np.int64)] * MICRO_BATCHES
+        micro_batches = [Batch.of_rows(np.zeros((1, SEQ_LEN + 1), dtype=np.int64))] * MICRO_BATCHES
         engine.train_step(micro_batches, 1e-3)  # the first step of all sets things up
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             engine.train_step(micro_batches, 1e-3)

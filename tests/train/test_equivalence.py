@@ -25,9 +25,9 @@ from nanoscale.train.loop import Progress, Training
 from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from tests.conftest import Deviations
-from tests.jobs import SHAPE, make_config, write_tokens
+from tests.jobs import SHAPE, make_config, packed_data, write_documents, write_tokens
 from tests.ranks import run_ranks
-from tests.reference import CURVE, assert_equal_curves, plain_loop, worst
+from tests.reference import CURVE, assert_equal_curves, documents_alone, plain_loop, worst
 
 DEEP = SHAPE
 """four blocks: for four stages, and for groups of blocks"""
@@ -63,6 +63,8 @@ class Row:
     stage: int = 0
     micro_batch: int = 4
     shape: Model = field(default=SHALLOW)
+    packed: bool = False
+    """whether it learns the answers of packed documents, each of them seen alone"""
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -89,6 +91,10 @@ def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
         micro_batch=8 // degrees.get("dp", 1) // 2,
         shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHALLOW,
     )
+
+
+def packed(name: str, stage: int, micro_batch: int, shape: Model = SHALLOW, **degrees: Any) -> Row:
+    return Row(f"packed documents, {name}", degrees, stage, micro_batch, shape, packed=True)
 
 
 ROWS = [
@@ -170,16 +176,26 @@ ROWS = [
     mixture(2, dp=2, ep=2, tp=2, cp=2, shape=AUX, activation_checkpointing="full"),
     mixture(0, dp=2, pp=2, shape=AUX),
     mixture(1, 1, dp=2, ep=2, pp=2, schedule="zbv", virtual_stages=2, shape=replace(MOE, layers=4)),
-]
+    packed("dp 2 · pp 2, stage 1, full", 1, 2, dp=2, pp=2, activation_checkpointing="full"),
+    packed("tp 2 · ulysses cp 2", 0, 4, tp=2, cp=2, cp_method="ulysses"),
+    packed("dp 2, stage 3, selective", 3, 2, dp=2, activation_checkpointing="selective"),
+    packed("dp 2 · ulysses cp 2, sqrt", 0, 2, dp=2, cp=2, cp_method="ulysses",
+           activation_checkpointing="sqrt"),
+    packed("GPT-2, tp 2", 0, 4, GPT2, tp=2),
+    packed("pp 2, zbv", 0, 2, DEEP, pp=2, schedule="zbv", virtual_stages=2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_layout_equals_plain_loop(tmp_path: Path, row: Row, deviations: Deviations) -> None:
-    write_tokens(tmp_path)
+    documents = write_documents(tmp_path) if row.packed else write_tokens(tmp_path)
     configs = [row_config(tmp_path, row, precision) for precision in row.precisions]
     results = run_ranks(train_all, derive(configs[0]).world_size, configs)
     precisions = [config.precision.params for config in configs]
-    references = [plain_loop(precision, shape=row.shape) for precision in precisions]
+    if row.packed:
+        references = [documents_alone(each, row.shape, *documents) for each in precisions]
+    else:
+        references = [plain_loop(precision, shape=row.shape) for precision in precisions]
     found = [worst(*pair) for pair in zip(results[0], references, strict=True)]
     deviations(row.name, [figure for figures in found for figure in figures])
     for precision, ours, reference in zip(precisions, results[0], references, strict=True):
@@ -197,6 +213,7 @@ def row_config(folder: Path, row: Row, precision: str) -> Config:
         micro_batch=row.micro_batch,
         model=row.shape,
         parallel=row.degrees,
+        **({"data": packed_data(folder)} if row.packed else {}),
     )
     accumulation = derive(config).accumulation
     assert accumulation >= 2, f"{row.name}: a row accumulates"

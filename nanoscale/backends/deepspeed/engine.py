@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
+from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import draw
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import prepare_blocks
@@ -40,6 +41,7 @@ class DeepSpeedEngine(Engine):
         self.pipelined = config.parallel.pp > 1
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
+        self._documents: deque[Tensor | None] = deque()
         settings = deepspeed_settings(config)
         self.model = self._build(library, settings)
         self.parts = {self.place.pp: self.model}
@@ -62,22 +64,24 @@ class DeepSpeedEngine(Engine):
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
 
-    def train_step(self, micro_batches: list[np.ndarray], lr: float) -> StepResult:
+    def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
+        self._tokens = self._count(micro_batches)
         set_lr(self.engine.optimizer, lr)
         self._set_scale()
-        batches = [self._divide(tokens) for tokens in micro_batches]
+        batches = [self._divide(batch) for batch in micro_batches]
         if self.pipelined:
-            self.engine.train_batch(iter(batches))
+            self._documents.extend(documents for *_, documents in batches)
+            self.engine.train_batch((inputs, targets) for inputs, targets, _ in batches)
         else:
-            for inputs, targets in batches:
-                self.engine.backward(self._mean_loss(self.engine(inputs), targets))
+            for inputs, targets, documents in batches:
+                self.engine.backward(self._share(self.engine(inputs, documents), targets))
                 self.engine.step()
         norm = self._norm if self.stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
         if self.balance is not None:
             self.balance.settle(self._counts, skipped)
-        return StepResult(self._loss_sum * self._counts, norm, skipped)
+        return StepResult(self._loss_sum * self._counts, self._tokens, norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -128,7 +132,7 @@ class DeepSpeedEngine(Engine):
 
     def _pipeline(self) -> Any:
         return pipeline.make_module(
-            self.model, self.place.pp, self.config.parallel, self._mean_loss
+            self.model, self.place.pp, self.config.parallel, self._share, self._documents
         )
 
     @torch.no_grad()
@@ -168,17 +172,18 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
-    def _forward(self, inputs: Tensor) -> Tensor | None:
+    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
         if self.pipelined:
-            return pipeline.forward(self.model, inputs, self.groups.pipeline)
-        logits: Tensor = self.engine(inputs)
+            return pipeline.forward(self.model, inputs, documents, self.groups.pipeline)
+        logits: Tensor = self.engine(inputs, documents)
         return logits
 
-    def _mean_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """DeepSpeed takes the mean over micro batches and ranks, and all of them have as many tokens."""
+    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """A micro batch's loss, of which DeepSpeed takes the mean over micro batches and ranks."""
         losses = self._token_losses(logits, targets)
         self._loss_sum += losses.detach().double().sum()
-        return losses.mean()
+        parts = self.sizes.accumulation * self.sizes.dp * self.config.parallel.cp
+        return self._mean(losses.sum(), parts)
 
     def _set_scale(self) -> None:
         """Give DeepSpeed this step's loss scale; an overflow makes it leave the step out."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nanoscale.config.mixture import sources_of
+from nanoscale.config.prepared import answers_of
 from nanoscale.config.rules.case import Case, near_multiples
 from nanoscale.config.rules.mixture import resolve_mixture
 from nanoscale.config.rules.token_files import look
@@ -34,6 +35,8 @@ def resolve_data(case: Case) -> Data:
         data = _one_source(case, data)
     return replace(
         data,
+        document_mask=_document_mask(case, data),
+        loss_on=_loss_on(case, data),
         path=absolute(data.path),
         valid_path=absolute(data.valid_path),
         tokenizer=data.tokenizer
@@ -60,6 +63,30 @@ def _nothing_held_out(case: Case, data: Data, instead: str) -> Data:
         message = f"and {instead} both say what to validate on"
         case.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
     return replace(data, valid_fraction=0.0)
+
+
+def _document_mask(case: Case, data: Data) -> bool:
+    whole = data.packing == "whole"
+    if whole and not data.document_mask and case.composed.by_hand("data.document_mask"):
+        message = (
+            "and data.packing=whole, which puts documents side by side that do not belong together"
+        )
+        case.refuse(
+            "data", "data.document_mask", message, "data.document_mask=true", "data.packing=stream"
+        )
+    return data.document_mask or whole
+
+
+def _loss_on(case: Case, data: Data) -> Literal["all", "answers"]:
+    """`answers` where a source has them marked, unless all tokens are asked for."""
+    sources = sources_of(data) if data.source == "megatron" else []
+    marks = [answers_of(Path(it.path).expanduser()) for it in sources if it.path is not None]
+    marked = any(path.is_file() for path in marks)
+    if data.loss_on == "answers" and not marked:
+        where = " nor ".join(map(str, marks)) or f"data.source={data.source}"
+        message = f"needs answers that are marked, which {where} has not: prepare the chats with --chat"
+        case.refuse("data", "data.loss_on", message, "data.loss_on=all")
+    return "answers" if marked and data.loss_on != "all" else "all"
 
 
 def _tokenizer(case: Case, data: Data) -> None:

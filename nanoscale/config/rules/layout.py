@@ -234,6 +234,17 @@ def _context(case: Case, model: Model, shares: int) -> None:
     if layout.cp == 1:
         case.refuse_idle("layout", "parallel.cp_method", "parallel.cp=1")
         return
+    data = case.config.data
+    if layout.cp_method == "ring" and (data.document_mask or data.packing == "whole"):
+        key = "data.packing" if data.packing == "whole" else "data.document_mask"
+        case.refuse(
+            "layout",
+            key,
+            "keeps attention within documents, which parallel.cp_method=ring, where keys and values pass by "
+            "piece by piece, cannot",
+            "parallel.cp_method=ulysses",
+            _with_degree(case, "cp", 1),
+        )
     heads, kv_heads = model.heads, model.kv_heads or model.heads
     if layout.cp_method != "ulysses" or heads % layout.tp or kv_heads % layout.tp:
         return

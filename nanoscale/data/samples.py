@@ -1,0 +1,195 @@
+"""How tokens on disk become rows of a batch: a stream that is cut, or whole documents side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nanoscale.config.prepared import answers_of
+from nanoscale.data.batch import IGNORED, Batch
+from nanoscale.data.indexed import damaged
+from nanoscale.data.packing import pack
+
+_WINDOW = 1 << 20
+"""documents that are packed together: neighbours in the file stay near each other"""
+
+
+class TokenFile(Protocol):
+    """Tokens on disk, in documents; `len` is the number of documents."""
+
+    path: Path
+    """the file of tokens"""
+    tokens: np.ndarray
+    """every token of the file one after the other, 1-D, mapped, read-only"""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        """The tokens of one document, 1-D."""
+
+    def document_start(self, document: int) -> int:
+        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+
+    def document_at(self, token: int) -> int:
+        """The document that holds the token at this place."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A range of a file's tokens."""
+
+    start: int
+    stop: int
+    within_document: bool = False
+    """whether its border to the other split lies within a document"""
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Samples(Protocol):
+    """Samples of one split by number; `len` is how many there are."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, numbers: list[int]) -> Batch: ...
+
+
+class Stream:
+    """Sample i is the tokens [i·seq_len, (i + 1)·seq_len + 1) of the split.
+
+    Neighbours share one token: the last target of the one is the first input of the next. Documents follow
+    each other without padding. With `document_mask` they are told apart, and the last token of a document
+    predicts nothing.
+    """
+
+    def __init__(
+        self,
+        file: TokenFile,
+        split: Split,
+        seq_len: int,
+        document_mask: bool,
+        answers: np.ndarray | None,
+    ) -> None:
+        self._file = file
+        self._start = split.start
+        self._tokens = file.tokens[split.start : split.stop]
+        self._answers = None if answers is None else answers[split.start : split.stop]
+        self._seq_len = seq_len
+        self._document_mask = document_mask
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._seq_len
+
+    def batch(self, numbers: list[int]) -> Batch:
+        batch = Batch.of_rows(self._windows(self._tokens, numbers, np.int64))
+        if self._answers is None and not self._document_mask:
+            return batch
+        targets = batch.targets.copy()  # inputs and targets share their memory
+        if self._answers is not None:
+            answers = self._windows(self._answers, numbers, np.uint8)
+            targets[answers[:, 1:] == 0] = IGNORED
+        if not self._document_mask:
+            return Batch(batch.inputs, targets)
+        documents = np.array([self._documents(number) for number in numbers])
+        documents = documents.reshape(-1, self._seq_len + 1)
+        targets[documents[:, 1:] != documents[:, :-1]] = IGNORED
+        return Batch(batch.inputs, targets, documents[:, :-1])
+
+    def _windows(self, values: np.ndarray, numbers: list[int], dtype: type) -> np.ndarray:
+        found: np.ndarray = np.empty((len(numbers), self._seq_len + 1), dtype=dtype)
+        for row, number in zip(found, numbers, strict=True):
+            # a slice, since numpy gathers windows token by token
+            row[:] = values[number * self._seq_len :][: self._seq_len + 1]
+        return found
+
+    def _documents(self, number: int) -> np.ndarray:
+        """The numbers of the documents of a sample's tokens, from 0: int64 [seq_len + 1]."""
+        start = self._start + number * self._seq_len
+        found: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
+        first, last = (self._file.document_at(start + place) for place in (0, self._seq_len))
+        if last > first:
+            begins = self._file.document_starts(first + 1, last) - start
+            np.add.at(found, begins, 1)
+        return found.cumsum()
+
+
+class Packed:
+    """Whole documents side by side, as `packing.pack` puts them; the rest of a row is padded, without a loss.
+
+    A document of n tokens takes n − 1 places, since its last one predicts nothing. What is longer than a row
+    is cut into pieces of a row and a rest. Padding is a document of its own.
+    """
+
+    def __init__(
+        self, file: TokenFile, split: Split, seq_len: int, answers: np.ndarray | None
+    ) -> None:
+        self._tokens = file.tokens
+        self._answers = answers
+        self._seq_len = seq_len
+        starts, lengths, pieces = [], [], []
+        for window in range(0, len(file), _WINDOW):
+            borders = file.document_starts(window, min(window + _WINDOW, len(file)))
+            start, length = _pieces(borders.clip(split.start, split.stop), seq_len)
+            row = pack(length, seq_len)
+            order = np.argsort(row, kind="stable")
+            starts.append(start[order])
+            lengths.append(length[order].astype(np.int32))
+            pieces.append(np.bincount(row))
+        self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
+        self._rows = np.concatenate(([0], *pieces)).cumsum()
+        """where the pieces of each row begin, and where those of the last end: int64 [rows + 1]"""
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def batch(self, numbers: list[int]) -> Batch:
+        shape = len(numbers), self._seq_len
+        inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
+        documents = np.empty(shape, dtype=np.int64)
+        for row, number in enumerate(numbers):
+            begin = 0
+            first, end = self._rows[number], self._rows[number + 1]
+            for document, piece in enumerate(range(first, end)):
+                start = int(self._starts[piece])
+                stop = start + int(self._lengths[piece])
+                places = slice(begin, begin + stop - start)
+                inputs[row, places] = self._tokens[start:stop]
+                targets[row, places] = self._targets(start + 1, stop + 1)
+                documents[row, places] = document
+                begin = places.stop
+            documents[row, begin:] = end - first
+        return Batch(inputs, targets, documents)
+
+    def _targets(self, start: int, stop: int) -> np.ndarray:
+        if self._answers is None:
+            return self._tokens[start:stop]
+        counted = self._answers[start:stop] != 0
+        return np.where(counted, self._tokens[start:stop].astype(np.int64), IGNORED)
+
+
+def _pieces(borders: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the inputs of each piece begin, and how many they are; documents lie between the borders."""
+    inputs = np.diff(borders) - 1
+    longer = inputs > 0
+    inputs, starts = inputs[longer], borders[:-1][longer]
+    counts = -(-inputs // seq_len)
+    document = np.repeat(np.arange(len(inputs)), counts)
+    offsets = (np.arange(len(document)) - (counts.cumsum() - counts)[document]) * seq_len
+    return starts[document] + offsets, np.minimum(inputs[document] - offsets, seq_len)
+
+
+def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
+    """Which tokens are answers: uint8 [tokens], mapped; raises UserError if these are of another file."""
+    path = answers_of(prefix)
+    size = path.stat().st_size if path.is_file() else None
+    if size != len(file.tokens):
+        has = "is not there" if size is None else f"marks {size} tokens"
+        raise damaged(path, f"{has}, and {file.path.name} has {len(file.tokens)}")
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
