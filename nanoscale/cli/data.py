@@ -60,7 +60,29 @@ def prepare_data(
             show_default="what the tokenizer says",
         ),
     ] = None,
-    field: Annotated[str, typer.Option(help="The key or column that holds the text.")] = "text",
+    field: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The key or column that holds the text, or the messages.",
+            show_default="text; messages with --chat",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Records are chats: lists of messages. Their answers are marked to be learned.",
+        ),
+    ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --chat: the Jinja template that makes texts of chats.",
+            show_default="the tokenizer's own",
+        ),
+    ] = None,
     separator: Annotated[
         str | None,
         typer.Option(
@@ -86,17 +108,22 @@ def prepare_data(
     """
     from nanoscale.data.prepare import Request, prepare
     from nanoscale.data.prepare.workers import LostWorkerError
+    from nanoscale.errors import UserError
 
+    if not chat and chat_template is not None:
+        raise UserError("usage", "--chat-template is for chats; add --chat")
     request = Request(
         sources=tuple(sources),
         out=out,
-        tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos),
+        tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos, chat),
         vocab_size=vocab_size,
         eos=eos,
-        field=field,
+        field=field or ("messages" if chat else "text"),
         separator=_unescaped(separator),
         validation=validation,
         skip_bad=bad == "skip",
+        chat=chat,
+        chat_template=chat_template,
         workers=workers or cores(),
     )
     with _Screen() as screen:
@@ -149,9 +176,15 @@ def inspect_data(
     return FAILED if document["problems"] else DONE
 
 
-def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None) -> str | None:
+def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bool) -> str | None:
     from nanoscale.errors import UserError, Violation
 
+    if chat and train:
+        what = (
+            "a chat becomes tokens by the tokenizer of the model that learns it, not by a new one"
+        )
+        found = Violation("--train-tokenizer", True, "command line", what, ("--tokenizer DIR",))
+        raise UserError("usage", what, [found])
     if (tokenizer is None) is not train:
         what = "one of --tokenizer and --train-tokenizer must say how text becomes tokens"
         instead = ("--tokenizer byte", "--tokenizer PATH/tokenizer.json", "--train-tokenizer")
@@ -262,9 +295,16 @@ def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
     held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
     typer.echo(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
+    if "answers" in train:
+        typer.echo(f"  answers     {_share(train)} of the tokens are learned")
     typer.echo(f"  folder      {out.expanduser().absolute()}")
     typer.echo(f"  vocabulary  {manifest['vocabulary']:,}")
-    typer.echo(f"  train       nanoscale train recipe=… data=megatron data.path={out}")
+    begun = " model.init_from=… data.packing=whole" if "answers" in train else ""
+    typer.echo(f"  train       nanoscale train recipe=… data=megatron data.path={out}{begun}")
+
+
+def _share(split: dict[str, Any]) -> str:
+    return f"{split['answers']:,} ({split['answers'] / split['tokens']:.1%})"
 
 
 def _print_inspected(document: dict[str, Any]) -> None:
@@ -285,6 +325,8 @@ def _print_split(name: str, split: dict[str, Any]) -> None:
     typer.echo(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
         typer.echo(f"  {split['ended_by_eos']:,} documents end with the end token")
+    if split["answers"] is not None:
+        typer.echo(f"  {_share(split)} of the tokens are of answers, which stand in ⟦ ⟧ below")
     lengths = split["lengths"]
     middle = f"median {lengths['median']:,}, mean {lengths['mean']:,.1f}"
     typer.echo(f"  tokens a document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}")

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanoscale.config import prepared
+from nanoscale.config.prepared import answers_of
 from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens, bin_path
-from nanoscale.data.samples import TokenFile
+from nanoscale.data.samples import TokenFile, open_answers
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, digest, find, load
 
 _BLOCK = 1 << 20
 _SAMPLE = 64
 """tokens of a document that are shown"""
+_CHAT = 512
+"""the same of a chat, of which the beginning is mostly not learned"""
 
 
 def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -> dict[str, Any]:
@@ -33,7 +38,10 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
         parts["valid"] = folder / prepared.VALID
     files = {name: _open(part) for name, part in parts.items()}
     decoder = _decoder(folder, tokenizer)
-    splits = {name: _split(file, decoder, samples) for name, file in files.items()}
+    splits = {
+        name: _split(file, decoder, samples, _answers(parts[name], file))
+        for name, file in files.items()
+    }
     largest = max(split["largest_token"] for split in splits.values())
     return {
         "path": str(folder or files["train"].path),
@@ -68,7 +76,14 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
     return load(file) if file.exists() else ByteTokenizer()
 
 
-def _split(file: TokenFile, decoder: Tokenizer | None, samples: int) -> dict[str, Any]:
+def _answers(part: Path, file: TokenFile) -> np.ndarray | None:
+    prefix = part.with_suffix("") if part.suffix in (".bin", ".idx") else part
+    return open_answers(prefix, file) if answers_of(prefix).is_file() else None
+
+
+def _split(
+    file: TokenFile, decoder: Tokenizer | None, samples: int, answers: np.ndarray | None
+) -> dict[str, Any]:
     lengths = _lengths(file)
     ordered = sorted(lengths)
     documents = len(file)
@@ -79,6 +94,7 @@ def _split(file: TokenFile, decoder: Tokenizer | None, samples: int) -> dict[str
         "tokens": len(file.tokens),
         "smallest_token": int(min(block.min() for block in _blocks(file))),
         "largest_token": int(max(block.max() for block in _blocks(file))),
+        "answers": None if answers is None else int(np.count_nonzero(answers)),
         "ended_by_eos": None if ends is None else _ended(file, ends),
         "lengths": {
             "shortest": ordered[0],
@@ -87,7 +103,7 @@ def _split(file: TokenFile, decoder: Tokenizer | None, samples: int) -> dict[str
             "longest": ordered[-1],
             "histogram": _histogram(lengths),
         },
-        "samples": [_sample(file, number, decoder) for number in shown],
+        "samples": [_sample(file, number, decoder, answers) for number in shown],
     }
 
 
@@ -137,11 +153,20 @@ def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
     ]
 
 
-def _sample(file: TokenFile, number: int, decoder: Tokenizer | None) -> dict[str, Any]:
-    tokens = file[number]
-    ids = [int(token) for token in tokens[:_SAMPLE]]
-    text = decoder.decode([i for i in ids if i >= 0]) if decoder else None
-    return {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
+def _sample(
+    file: TokenFile, number: int, decoder: Tokenizer | None, answers: np.ndarray | None
+) -> dict[str, Any]:
+    tokens, start = file[number], file.document_start(number)
+    ids = [int(token) for token in tokens[: _SAMPLE if answers is None else _CHAT]]
+    marks = None if answers is None else answers[start : start + len(ids)].tolist()
+    text = None
+    if decoder:
+        text = decoder.decode([i for i in ids if i >= 0]) if marks is None else ""
+        for is_answer, part in groupby(zip(ids, marks or (), strict=False), itemgetter(1)):
+            words = decoder.decode([i for i, _ in part], keep_special=True)
+            text += f"⟦{words}⟧" if is_answer else words
+    found = {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
+    return found if marks is None else {**found, "answers": marks}
 
 
 def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nanoscale.config.prepared import TEMPLATE
 from nanoscale.errors import UserError, Violation
 
 END = "<|endoftext|>"
@@ -47,8 +48,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without `eos`."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out; never fails."""
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of ids, special tokens left out unless they are to be kept; never fails."""
 
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
         """Ids of each document (1-D), `eos` at its end."""
@@ -63,7 +64,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        if keep_special and self.eos in ids:
+            end = list(ids).index(self.eos)
+            rest = self.decode(ids[end + 1 :], keep_special=True)
+            return f"{self.decode(ids[:end])}{END}{rest}"
         # 255 never occurs in UTF-8, so an id beyond the vocabulary shows as a replacement character
         raw = bytes(min(int(token), 255) for token in ids if token != self.eos)
         return raw.decode(errors="replace")
@@ -86,9 +91,9 @@ class FileTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         known = [int(token) for token in ids if token < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(known, skip_special_tokens=not keep_special)
         return text
 
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
@@ -125,8 +130,9 @@ def find(name: str, key: str) -> Path:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"is no file, and the hub's tokenizer of that name cannot be had: {reason}"
         raise _wrong(Path(name), what, key) from error
-    with suppress(Exception):  # not every model has one
-        hf_hub_download(name, CONFIG)
+    for beside in (CONFIG, TEMPLATE):
+        with suppress(Exception):  # not every model has one
+            hf_hub_download(name, beside)
     return found
 
 

@@ -80,7 +80,11 @@ def _end(number: int | None) -> dict[str, Any]:
 
 
 def _write_bytes(file: Path) -> None:
-    """`ByteTokenizer` as a tokenizer.json: a BPE without merges, whose letters stand for bytes."""
+    bytes_native().save(str(file))
+
+
+def bytes_native() -> Any:
+    """`ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     native = Tokenizer(models.BPE(vocab=dict(zip(_letters(), range(256), strict=True)), merges=[]))
@@ -88,7 +92,7 @@ def _write_bytes(file: Path) -> None:
     native.decoder = decoders.ByteLevel()
     native.add_special_tokens([AddedToken(END, special=True)])
     assert native.token_to_id(END) == ByteTokenizer.eos
-    native.save(str(file))
+    return native
 
 
 def _letters() -> list[str]:

@@ -17,8 +17,8 @@ from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.moe import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor] | None
-"""cosine and sine of every position's angles: `[seq, head_dim / 2]`, where rows differ `[batch, 1, seq, head_dim
-/ 2]`; None where positions are learned"""
+"""cosine and sine of every position's angles: `[seq, head_dim / 2]`, and where rows differ `[batch, 1, seq,
+head_dim / 2]`; None where positions are learned"""
 Mask = Tensor | None
 """bool `[batch, 1, seq, seq]` over whole sequences: which keys a query sees; None: all before it"""
 RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]

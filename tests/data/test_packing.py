@@ -95,8 +95,8 @@ def test_documents_of_the_stream_are_told_apart(tmp_path):
 
 def test_packed_samples_are_in_the_vocabulary_and_there(tmp_path):
     file = tokens_of(tmp_path, LENGTHS)
-    with pytest.raises(UserError, match="holds token 79"):
-        Loader(file, Split(60, 80), SEQ, 3, 79, Form("whole")).batch([0, 1, 2])
+    with pytest.raises(UserError, match="holds token 78"):
+        Loader(file, Split(60, 80), SEQ, 3, 78, Form("whole")).batch([0, 1, 2])
     with pytest.raises(UserError, match="too few tokens"):
         packed(file, Split(33, 34))
 

@@ -6,6 +6,7 @@ is prepared, for every document is tokenized alone.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,15 +59,19 @@ def separator_of(source: Source, separator: str | None) -> bytes | None:
 
 
 def read_chunks(
-    sources: Sequence[Source], field: str, separator: str | None, start: Cursor
+    sources: Sequence[Source],
+    field: str,
+    separator: str | None,
+    start: Cursor,
+    chat: bool = False,
 ) -> Generator[Chunk, None, None]:
-    """All records of the sources from `start` on."""
+    """All records of the sources from `start` on; with `chat`, a column may hold lists of messages."""
     for number in range(start.source, len(sources)):
         source = sources[number]
         cursor = start if number == start.source else Cursor(number)
         last = cursor
         try:
-            found = problem(source, field)
+            found = problem(source, field, chat)
             if found is not None:
                 raise _DamageError(found)
             if source.kind in ("text", "jsonl"):
@@ -173,22 +178,30 @@ def _skip(stream: Any, offset: int) -> None:
 
 def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
     """Cells of a column in pieces of about CHUNK bytes."""
-    import pyarrow as pa
-
     row, cells, size = start.offset, [], 0
     if source.kind == "parquet":
         rows, batches = _parquet_batches(source, row, field)
     else:
         rows, batches = _dataset_batches(source, row, field)
     for batch in batches:
-        # as bytes, since a file may hold a text that is not UTF-8
-        cells += batch.cast(pa.large_binary()).to_pylist()
+        cells += _bytes_of(batch)
         size += batch.nbytes
         if size >= CHUNK:
             yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
             row, cells, size = row + len(cells), [], 0
     if cells:
         yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
+
+
+def _bytes_of(column: Any) -> list[bytes | None]:
+    """The cells as bytes, since a file may hold a text that is not UTF-8; what is no text as JSON."""
+    import pyarrow as pa
+
+    if pa.types.is_nested(column.type):
+        cells = column.to_pylist()
+        return [None if cell is None else json.dumps(cell).encode() for cell in cells]
+    found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+    return found
 
 
 def _cells(source: Source, at: Cursor, cells: list[bytes | None], rows: int) -> Chunk:

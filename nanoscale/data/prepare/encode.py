@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.chat import Chat, ChatError, ChatTokenizer, Template, messages_of
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
 from nanoscale.data.prepare.sources import Source
 from nanoscale.data.tokenizer import Tokenizer
@@ -28,6 +29,17 @@ class Reading:
     separator: str | None
     validation: float
     """share of the documents that is held out"""
+    template: Template | None = None
+    """how chats become texts; None: records are texts"""
+
+
+class Document(NamedTuple):
+    """One text."""
+
+    text: str
+    is_held_out: bool
+    answers: tuple[tuple[int, int], ...] = ()
+    """of a chat: where answers begin and end"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,8 @@ class Tokens:
     tokens: bytes
     lengths: bytes
     """int32, tokens of each document"""
+    answers: bytes = b""
+    """of chats: one byte a token, 1 where it is of an answer"""
 
 
 @dataclass(frozen=True)
@@ -63,14 +77,13 @@ class Documents:
         self.empty = 0
         self.text_bytes = 0
 
-    def __iter__(self) -> Iterator[tuple[str, bool]]:
-        """Each text, and whether it is held out."""
+    def __iter__(self) -> Iterator[Document]:
         border = self._reading.validation * 2.0**64
         for record, raw in self._records():
             try:
-                text = self._text(raw)
+                text, answers = self._read(raw)
                 encoded = text.encode()
-            except _BadError as error:
+            except (_BadError, ChatError) as error:
                 self.bad.append(Bad(self._source.place(record), str(error)))
             except UnicodeEncodeError:
                 what = "holds half of a surrogate pair, which is no text"
@@ -81,7 +94,8 @@ class Documents:
                     continue
                 self.text_bytes += len(encoded)
                 # by the text alone, so that a copy of a document is never in the other split
-                yield text, xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
+                held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
+                yield Document(text, held_out, answers)
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
@@ -93,6 +107,14 @@ class Documents:
             if raw.strip():
                 yield record + _leading_lines(raw, self._source), raw
             record += raw.count(b"\n") + (separator.count(b"\n") if separator else 0)
+
+    def _read(self, raw: bytes | None) -> tuple[str, tuple[tuple[int, int], ...]]:
+        """The text of a record, and of a chat where its answers are."""
+        text, template = self._text(raw), self._reading.template
+        if template is None:
+            return (self._from_json(text) if self._source.kind == "jsonl" else text), ()
+        chat = template.chat(messages_of(_parsed(text), self._reading.field))
+        return chat.text, chat.answers
 
     def _text(self, raw: bytes | None) -> str:
         if raw is None:
@@ -106,13 +128,10 @@ class Documents:
             line = raw.count(b"\n", 0, error.start)
             where = f" in line {line + 1} of it" if line else ""
             raise _BadError(f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}") from error
-        return self._from_json(text) if self._source.kind == "jsonl" else text
+        return text
 
     def _from_json(self, line: str) -> str:
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _BadError(f"is no JSON: {error}") from error
+        found = _parsed(line)
         if not isinstance(found, dict):
             raise _BadError("is JSON, but no object")
         field = self._reading.field
@@ -129,23 +148,44 @@ class _BadError(Exception):
     pass
 
 
-def encode(chunk: Chunk, reading: Reading, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Encoded:
-    """The tokens of a chunk's documents in their order, each with the end token."""
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _BadError(f"is no JSON: {error}") from error
+
+
+def encode(
+    chunk: Chunk,
+    reading: Reading,
+    tokenizer: Tokenizer | ChatTokenizer,
+    dtype: np.dtype[Any],
+) -> Encoded:
+    """The tokens of a chunk's documents in their order; texts with the end token, chats as they are."""
     documents = Documents(chunk, reading)
     both = list(documents)
     train, valid = (
-        _tokens([text for text, is_held_out in both if is_held_out is side], tokenizer, dtype)
+        _tokens([document for document in both if document.is_held_out is side], tokenizer, dtype)
         for side in (False, True)
     )
     return Encoded(train, valid, documents.text_bytes, documents.empty, tuple(documents.bad))
 
 
-def _tokens(texts: list[str], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Tokens:
-    parts, lengths = [], []
-    for ids in tokenizer.encode_documents(texts):
-        parts.append(ids.astype(dtype).tobytes())
-        lengths.append(len(ids))
-    return Tokens(b"".join(parts), np.array(lengths, dtype="<i4").tobytes())
+def _tokens(
+    documents: list[Document], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
+) -> Tokens:
+    parts, lengths, marks = [], [], []
+    if isinstance(tokenizer, ChatTokenizer):
+        chats = [Chat(document.text, document.answers) for document in documents]
+        for ids, answers in tokenizer.encode(chats):
+            parts.append(ids.astype(dtype).tobytes())
+            lengths.append(len(ids))
+            marks.append(answers.tobytes())
+    else:
+        for ids in tokenizer.encode_documents([document.text for document in documents]):
+            parts.append(ids.astype(dtype).tobytes())
+            lengths.append(len(ids))
+    return Tokens(b"".join(parts), np.array(lengths, dtype="<i4").tobytes(), b"".join(marks))
 
 
 def _leading_lines(raw: bytes, source: Source) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config.prepared import MANIFEST, TOKENS, VALID
+from nanoscale.config.prepared import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.indexed import bin_path, idx_path, index_parts, sync_folder
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chunks import Chunk, Cursor
@@ -38,6 +38,8 @@ class Count:
 
     documents: int = 0
     tokens: int = 0
+    answers: int = 0
+    """of chats: tokens of answers"""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Progress:
 class Part:
     """An unfinished preparation."""
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], sizes: list[int]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any], sizes: list[int], chat: bool) -> None:
         self._path = path
         self._whole = path / "whole"
         self.dtype = dtype
         self._before = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
         self.progress = committed(path) or Progress()
         self._splits = {
-            name: _Split(self._whole, path, name, count, dtype.itemsize)
+            name: _Split(self._whole, path, name, count, dtype.itemsize, chat)
             for name, count in ((TOKENS, self.progress.train), (VALID, self.progress.valid))
         }
 
@@ -111,6 +113,7 @@ class Part:
                 split.write_index(self.dtype)
             else:
                 bin_path(self._whole / name).unlink()
+                answers_of(self._whole / name).unlink(missing_ok=True)
         names = sorted({path.name for path in self._whole.iterdir()} - {MANIFEST})
         files = {name: (self._whole / name).stat().st_size for name in names}
         write_document(self._whole / MANIFEST, {**manifest, "files": files})
@@ -122,31 +125,40 @@ class Part:
 class _Split:
     """The tokens and the lengths of one split, open for more."""
 
-    def __init__(self, whole: Path, part: Path, name: str, count: Count, itemsize: int) -> None:
+    def __init__(
+        self, whole: Path, part: Path, name: str, count: Count, itemsize: int, chat: bool
+    ) -> None:
         self._prefix = whole / name
         self._lengths_path = part / f"{name}.lengths"
         self._count = count
         self._itemsize = itemsize
         self._tokens = _reopened(bin_path(self._prefix), count.tokens * itemsize)
         self._lengths = _reopened(self._lengths_path, count.documents * 4)
+        self._streams = [self._tokens, self._lengths]
+        if chat:
+            self._answers = _reopened(answers_of(self._prefix), count.tokens)
+            self._streams.append(self._answers)
 
     def append(self, found: Tokens) -> Count:
         self._tokens.write(found.tokens)
         self._lengths.write(found.lengths)
+        if found.answers:
+            self._answers.write(found.answers)
         self._count = Count(
             self._count.documents + len(found.lengths) // 4,
             self._count.tokens + len(found.tokens) // self._itemsize,
+            self._count.answers + found.answers.count(1),
         )
         return self._count
 
     def sync(self) -> None:
-        for stream in (self._tokens, self._lengths):
+        for stream in self._streams:
             stream.flush()
             os.fsync(stream.fileno())
 
     def close(self) -> None:
-        self._tokens.close()
-        self._lengths.close()
+        for stream in self._streams:
+            stream.close()
 
     def write_index(self, dtype: np.dtype[Any]) -> None:
         lengths = np.memmap(self._lengths_path, dtype="<i4", mode="r")
@@ -198,8 +210,8 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
     before = json.loads(path.read_bytes())
     wrong = [
         Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "was another then")
-        for name in identity
-        if identity[name] != before.get(name)
+        for name in {**before, **identity}
+        if identity.get(name) != before.get(name)
     ]
     if wrong:
         names = ", ".join(violation.key for violation in wrong)

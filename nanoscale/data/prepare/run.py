@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -13,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoscale.config.prepared import TOKENIZER, manifest
+from nanoscale.config.prepared import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import refused
+from nanoscale.data.prepare.chat import Template, find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Reading
 from nanoscale.data.prepare.folder import Part, Progress
@@ -24,6 +26,7 @@ from nanoscale.data.prepare.sources import Source, find_sources, problem
 from nanoscale.data.prepare.workers import Setup, Workers, encode_here
 from nanoscale.data.tokenizer import (
     CONFIG,
+    END,
     ByteTokenizer,
     FileTokenizer,
     Tokenizer,
@@ -62,6 +65,10 @@ class Request:
     validation: float = 0.0
     """share of the documents that is held out"""
     skip_bad: bool = False
+    chat: bool = False
+    """whether records are chats, whose messages are in `field`"""
+    chat_template: Path | None = None
+    """a file, in place of the tokenizer's own template"""
     workers: int = 1
 
 
@@ -89,7 +96,8 @@ def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
     request = replace(request, out=request.out.expanduser().absolute())
     sources = find_sources(request.sources)
     given = _given(request)
-    identity = _identity(request, sources, given)
+    template = _template(request, given)
+    identity = _identity(request, sources, given, template)
     done = manifest(request.out)
     if done is not None and done.get("request") == identity:
         shutil.rmtree(request.out.with_name(f"{request.out.name}.part"), ignore_errors=True)
@@ -97,15 +105,20 @@ def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
         return done
     _refuse_existing(request.out)
     if not request.skip_bad:
-        _refuse_unreadable(sources, request.field)
-    reading = Reading(tuple(sources), request.field, request.separator, request.validation)
+        _refuse_unreadable(sources, request)
+    reading = Reading(
+        tuple(sources), request.field, request.separator, request.validation, template
+    )
     with folder.opened(request.out, identity) as path, _interrupted() as stop:
         whole = path / "whole"
         if given is None:
             tokenizer: Tokenizer = _trained(request, reading, whole, watcher, stop)
         else:
             tokenizer = given.copied_to(whole)
-        part = Part(path, smallest_type(tokenizer.vocab_size), [one.bytes for one in sources])
+        if template is not None:
+            folder.write_whole(whole / TEMPLATE, template.source.encode())
+        sizes = [source.bytes for source in sources]
+        part = Part(path, smallest_type(tokenizer.vocab_size), sizes, request.chat)
         _fill(part, path, request, reading, watcher, stop)
         _refuse_nothing(part.progress, request)
         part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
@@ -129,7 +142,9 @@ def _fill(
     if part.progress != Progress():
         watcher.note(f"goes on after {part.progress.documents:,} documents")
     _refuse_bad(part, request, path)
-    chunks = read_chunks(reading.sources, reading.field, reading.separator, part.progress.cursor)
+    chunks = read_chunks(
+        reading.sources, reading.field, reading.separator, part.progress.cursor, request.chat
+    )
     committed = time.monotonic()
     with closing(chunks), _encoding(request.workers, chunks, setup, stop) as results:
         try:
@@ -165,9 +180,10 @@ def _refuse_bad(part: Part, request: Request, path: Path) -> None:
     raise refused(part.progress.shown[:_MOST_SHOWN], kept)
 
 
-def _refuse_unreadable(sources: list[Source], field: str) -> None:
+def _refuse_unreadable(sources: list[Source], request: Request) -> None:
     """Look at every file's frame before anything is written."""
-    found = [bad for source in sources if (bad := problem(source, field)) is not None]
+    looks = (problem(source, request.field, request.chat) for source in sources)
+    found = [bad for bad in looks if bad is not None]
     if found:
         raise refused(found[:_MOST_SHOWN])
 
@@ -246,14 +262,25 @@ def _sample(request: Request, reading: Reading, stop: threading.Event) -> Iterat
             if stop.is_set():
                 raise KeyboardInterrupt
             documents = Documents(chunk, reading)
-            yield from (text for text, is_held_out in documents if not is_held_out)
+            yield from (document.text for document in documents if not document.is_held_out)
             if documents.bad and not request.skip_bad:
                 raise refused(documents.bad[:_MOST_SHOWN])
             if chunk.read > share * source.bytes:
                 break
 
 
-def _identity(request: Request, sources: list[Source], given: _Given | None) -> dict[str, Any]:
+def _template(request: Request, given: _Given | None) -> Template | None:
+    if not request.chat:
+        return None
+    assert given is not None, "a chat needs the tokenizer of its model"
+    tokenizer = given.tokenizer
+    eos = tokenizer.name_of(tokenizer.eos) if isinstance(tokenizer, FileTokenizer) else END
+    return find_template(given.path, request.chat_template, eos)
+
+
+def _identity(
+    request: Request, sources: list[Source], given: _Given | None, template: Template | None
+) -> dict[str, Any]:
     """What the bytes depend on."""
     return {
         "format": FORMAT,
@@ -262,6 +289,7 @@ def _identity(request: Request, sources: list[Source], given: _Given | None) -> 
             if given
             else {"tokenizer": "trained", "vocab-size": request.vocab_size}
         ),
+        **({"chat-template": _digest(template)} if template else {}),
         "field": request.field,
         "separator": request.separator,
         "validation": request.validation,
@@ -269,23 +297,33 @@ def _identity(request: Request, sources: list[Source], given: _Given | None) -> 
     }
 
 
+def _digest(template: Template) -> str:
+    return hashlib.sha256(repr(template).encode()).hexdigest()
+
+
 def _manifest(
     identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: Progress
 ) -> dict[str, Any]:
-    file = whole / TOKENIZER
+    file, chat = whole / TOKENIZER, (whole / TEMPLATE).exists()
     return {
         "request": identity,
         "vocabulary": tokenizer.vocab_size,
         "eos": tokenizer.eos,
         "tokenizer": digest(file) if file.exists() else "byte",
         "type": str(smallest_type(tokenizer.vocab_size)),
-        "train": {"documents": progress.train.documents, "tokens": progress.train.tokens},
-        "valid": {"documents": progress.valid.documents, "tokens": progress.valid.tokens},
+        "train": _counts(progress.train, chat),
+        "valid": _counts(progress.valid, chat),
+        **({"answers": "one byte a token"} if chat else {}),
         "text_bytes": progress.text_bytes,
         "empty": progress.empty,
         "bad": progress.bad,
         "bad_records": [{"place": bad.place, "what": bad.what} for bad in progress.shown],
     }
+
+
+def _counts(count: folder.Count, chat: bool) -> dict[str, int]:
+    found = {"documents": count.documents, "tokens": count.tokens}
+    return found | ({"answers": count.answers} if chat else {})
 
 
 @contextmanager

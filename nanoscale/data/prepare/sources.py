@@ -66,14 +66,16 @@ def find_sources(words: Sequence[str]) -> list[Source]:
     return found
 
 
-def problem(source: Source, field: str) -> Bad | None:
+def problem(source: Source, field: str, chat: bool = False) -> Bad | None:
     """What is wrong with a whole file, as far as a look at its frame tells."""
     if source.bytes == 0:
         return Bad(source.name, "is empty")
     if source.kind == "parquet":
-        return _parquet_problem(source, field)
+        return _parquet_problem(source, field, chat)
     if source.kind == "dataset":
-        return _column_problem(source, dataset(source.name).data.schema, field)
+        return _column_problem(source, dataset(source.name).data.schema, field, chat)
+    if chat and source.kind == "text":
+        return Bad(source.name, "is plain text, which holds no chats; .jsonl and .parquet do")
     return None
 
 
@@ -155,7 +157,7 @@ def _dataset(word: str) -> Source:
     return Source(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
 
 
-def _parquet_problem(source: Source, field: str) -> Bad | None:
+def _parquet_problem(source: Source, field: str, chat: bool) -> Bad | None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -166,18 +168,22 @@ def _parquet_problem(source: Source, field: str) -> Bad | None:
         return Bad(source.name, f"is no readable parquet file: {first_line(error)}")
     if rows == 0:
         return Bad(source.name, "is empty")
-    return _column_problem(source, schema, field)
+    return _column_problem(source, schema, field, chat)
 
 
-def _column_problem(source: Source, schema: Any, field: str) -> Bad | None:
+def _column_problem(source: Source, schema: Any, field: str, chat: bool) -> Bad | None:
     import pyarrow as pa
 
     if field not in schema.names:
         names = ", ".join(schema.names)
         return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
     kind = schema.field(field).type
+    if chat and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        return Bad(source.name, f"its column {field!r} holds {kind}, not text")
+        return Bad(
+            source.name, f"its column {field!r} holds {kind}, not {'messages' if chat else 'text'}"
+        )
     return None
 
 

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import Chunk
 from nanoscale.data.prepare.encode import Encoded, Reading, encode
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
@@ -44,7 +45,9 @@ class Setup:
     """a tokenizer.json; None for bytes"""
     dtype: np.dtype[Any]
 
-    def load(self) -> Tokenizer:
+    def load(self) -> Tokenizer | ChatTokenizer:
+        if self.reading.template is not None:
+            return ChatTokenizer(self.tokenizer)
         return load(self.tokenizer) if self.tokenizer else ByteTokenizer()
 
 

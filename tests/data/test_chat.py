@@ -1,0 +1,251 @@
+"""Chats to tokens as transformers makes them, and their answers as its template says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Native
+from transformers import AutoTokenizer
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.compose import compose
+from nanoscale.config.rules import check
+from nanoscale.data import open_data
+from nanoscale.data.batch import IGNORED
+from nanoscale.data.indexed import IndexedTokens
+from nanoscale.data.inspect import inspect
+from nanoscale.data.prepare import chunks
+from nanoscale.data.tokenizer import train_bpe
+from nanoscale.devices import Devices
+from nanoscale.errors import UserError
+from tests.data.texts import WORDS, Silent, every_file, prepared, texts
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+INSTRUCT = """{{ bos_token }}{% for m in messages %}
+{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}
+{% generation %} {{ m.content | trim }}{{ eos_token }}{% endgeneration %}
+{% else %}{{ raise_exception('only users and assistants here') }}{% endif %}{% endfor %}"""
+FORGETFUL = """{% for m in messages %}<|im_start|>{{ m.role }}:
+{%- if m.role == 'assistant' and loop.last %}(thinks){% endif %}{{ m.content }}<|im_end|>{% endfor %}"""
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tokenizer with special tokens of turns, as a model's folder has it."""
+    folder = tmp_path_factory.mktemp("model")
+    train_bpe(texts(50), 320, folder / "tokenizer.json")
+    native = Native.from_file(str(folder / "tokenizer.json"))
+    native.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", END)])
+    native.save(str(folder / "tokenizer.json"))
+    write_config(folder, CHATML)
+    return folder
+
+
+def write_config(folder: Path, template: str | None) -> None:
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    about |= {"bos_token": "<|endoftext|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+def chats(count: int, seed: int = 0) -> list[list[dict[str, str]]]:
+    """Conversations of one to three questions with their answers."""
+    dice = np.random.default_rng(seed)
+
+    def words() -> str:
+        return " ".join(dice.choice(WORDS, dice.integers(1, 30)))
+
+    return [
+        [
+            {"role": role, "content": words()}
+            for _ in range(dice.integers(1, 4))
+            for role in ("user", "assistant")
+        ]
+        for _ in range(count)
+    ]
+
+
+def write_chats(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def of_messages(conversations: list[Any]) -> list[dict[str, Any]]:
+    return [{"id": 1, "messages": messages} for messages in conversations]
+
+
+def marked(folder: Path, name: str = "tokens") -> list[tuple[list[int], list[int]]]:
+    """Each chat's tokens, and which are answers."""
+    file = IndexedTokens(folder / name)
+    answers = np.fromfile(folder / f"{name}.answers", np.uint8)
+    assert len(answers) == len(file.tokens)
+    starts = [file.document_start(number) for number in range(len(file) + 1)]
+    return [
+        (file[number].tolist(), answers[starts[number] : starts[number + 1]].tolist())
+        for number in range(len(file))
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, INSTRUCT], ids=["chatml", "instruct"])
+def test_tokens_and_answers_are_those_of_transformers(tmp_path, model, template):
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    write_config(tmp_path, template)
+    conversations = chats(40)
+    source = write_chats(tmp_path / "a.jsonl", of_messages(conversations))
+    out = tmp_path / "out"
+    manifest = prepared(out, source, tokenizer=str(tmp_path), chat=True, field="messages")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    found = marked(out)
+    assert len(found) == 40
+    for messages, (ids, answers) in zip(conversations, found, strict=True):
+        wanted = theirs.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert ids == wanted["input_ids"]
+        assert answers == wanted["assistant_masks"]
+    assert manifest["train"]["answers"] == sum(sum(answers) for _, answers in found) > 100
+    again = AutoTokenizer.from_pretrained(out)  # the folder is a tokenizer with its template
+    assert again.apply_chat_template(conversations[0], tokenize=False) == (
+        theirs.apply_chat_template(conversations[0], tokenize=False)
+    )
+
+
+def test_without_a_template_a_plain_one_is_taken_and_bytes_can_be_tokens(tmp_path):
+    chat = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    chat += [{"from": "human", "value": "Ü?"}, {"from": "gpt", "value": "é"}]
+    source = write_chats(tmp_path / "a.jsonl", [{"conversations": chat}])
+    prepared(tmp_path / "out", source, chat=True, field="messages")
+    ((ids, answers),) = marked(tmp_path / "out")
+    wanted = [*b"User: Hi\n\nAssistant: Yes", 256, *b"\n\nUser: "]
+    wanted += [*"Ü?\n\nAssistant: é".encode(), 256, *b"\n\n"]
+    assert ids == wanted
+    learned = [token for token, is_answer in zip(ids, answers, strict=True) if is_answer]
+    assert learned == [*b" Yes", 256, *" é".encode(), 256]
+
+
+def test_parquet_and_any_number_of_workers_make_the_same_bytes(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK", 3000)
+    conversations = chats(90)
+    write_chats(tmp_path / "a.jsonl", of_messages(conversations))
+    parquet.write_table(pa.table({"messages": conversations}), tmp_path / "a.parquet")
+    settings = {"tokenizer": str(model), "chat": True, "field": "messages", "validation": 0.2}
+    prepared(tmp_path / "one", tmp_path / "a.jsonl", **settings)
+    prepared(tmp_path / "two", tmp_path / "a.jsonl", workers=2, **settings)
+    assert every_file(tmp_path / "one") == every_file(tmp_path / "two")
+    prepared(tmp_path / "table", tmp_path / "a.parquet", **settings)
+    for name in ("tokens", "valid"):
+        assert marked(tmp_path / "table", name) == marked(tmp_path / "one", name)
+
+    class Interrupter(Silent):
+        def progress(self, progress, total):
+            super().progress(progress, total)
+            if len(self.seen) == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepared(tmp_path / "cut", tmp_path / "a.jsonl", watcher=Interrupter(), **settings)
+    with pytest.raises(UserError, match="other settings: --chat-template"):
+        prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings | {"chat": False})
+    prepared(tmp_path / "cut", tmp_path / "a.jsonl", **settings)
+    assert every_file(tmp_path / "cut") == every_file(tmp_path / "one")
+
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Yes"}
+BAD = {
+    "no field": ({"text": "x"}, "has no field 'messages' (--field); its fields: text"),
+    "no messages": ({"messages": []}, "has no list of messages, or an empty one"),
+    "no object": ({"messages": ["Hi"]}, "message 1 is no object with a role and a content"),
+    "role": ({"messages": [USER, {"role": "owl", "content": "?"}]}, "has the role 'owl', not system"),
+    "no answer": ({"messages": [USER]}, "has no answer: no message is an assistant's"),
+    "first": ({"messages": [ANSWER]}, "begins with an answer"),
+    "content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has a content"),
+    "forged": ({"messages": [{"role": "user", "content": f"a{END}b"}, ANSWER]}, f"special token {END}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_chat_is_named_and_can_be_left_out(tmp_path, model, case):
+    record, message = BAD[case]
+    source = write_chats(tmp_path / "a.jsonl", [*of_messages(chats(3)), record])
+    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
+    with pytest.raises(UserError) as caught:
+        prepared(tmp_path / "out", source, **settings)
+    (found,) = caught.value.violations
+    assert found.key == f"{source}:4"
+    assert message in found.message
+    assert not (tmp_path / "out").exists()
+    manifest = prepared(tmp_path / "out", source, skip_bad=True, **settings)
+    assert (manifest["train"]["documents"], manifest["bad"]) == (3, 1)
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, model):
+    template = tmp_path / "forgetful.jinja"
+    template.write_text(FORGETFUL)
+    source = write_chats(tmp_path / "a.jsonl", of_messages([[USER, ANSWER, USER, ANSWER]]))
+    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
+    with pytest.raises(UserError, match="at no certain place"):
+        prepared(tmp_path / "out", source, chat_template=template, **settings)
+    template.write_text("{% for %}")
+    with pytest.raises(UserError, match="is no Jinja template: line 1"):
+        prepared(tmp_path / "out", source, chat_template=template, **settings)
+
+
+def test_the_prepared_folder_is_learned_from_by_its_answers_alone(tmp_path, model, capsys):
+    source = write_chats(tmp_path / "a.jsonl", of_messages(chats(60)))
+    words = ["--chat", "--tokenizer", str(model), "--validation", "0.2"]
+    assert nanoscale(["data", "prepare", str(source), "--out", str(tmp_path / "out"), *words]) == 0
+    assert "of the tokens are learned" in capsys.readouterr().out
+    words = ["recipe=debug", "data=megatron", f"data.path={tmp_path / 'out'}", "data.packing=whole"]
+    config = check(compose([*words, "model.vocab=384"]), Devices("cpu", 1))
+    assert (config.data.loss_on, config.data.document_mask) == ("answers", True)
+    opened = open_data(config.data, config.train, 384)
+    for loader, name in ((opened.train, "tokens"), (opened.valid, "valid")):
+        batch = loader.batch(range(len(loader)))
+        learned = sorted(batch.targets[batch.targets != IGNORED].tolist())
+        pairs = [
+            pair for chat in marked(tmp_path / "out", name) for pair in zip(*chat, strict=True)
+        ]
+        assert learned == sorted(token for token, is_answer in pairs if is_answer)
+    everything = check(compose([*words, "model.vocab=384", "data.loss_on=all"]), Devices("cpu", 1))
+    other = open_data(everything.data, everything.train, 384)
+    assert other.fingerprint != opened.fingerprint
+    assert "loss on answers" in opened.description
+    found = inspect(str(tmp_path / "out"), None, None, 1)
+    (sample,) = found["splits"]["train"]["samples"]
+    assert sample["text"].startswith("<|im_start|>user\n")
+    assert f"{END}⟧\n" in sample["text"]
+    (tmp_path / "out" / "tokens.answers").write_bytes(b"\1")
+    with pytest.raises(UserError, match="marks 1 tokens"):
+        open_data(config.data, config.train, 384)
+
+
+def test_what_packing_does_not_go_with_is_refused(tmp_path):
+    words = ["recipe=debug", "data.packing=whole"]
+    for more, key, instead in (
+        (["parallel.cp=2"], "data.packing", "parallel.cp_method=ulysses"),
+        (["data.document_mask=false"], "data.document_mask", "data.packing=stream"),
+        (["data.loss_on=answers"], "data.loss_on", "data.loss_on=all"),
+    ):
+        with pytest.raises(UserError) as caught:
+            check(compose([*words, *more]), Devices("cpu", 1))
+        (found,) = caught.value.violations
+        assert found.key == key
+        assert instead in found.suggestions
+    config = check(
+        compose([*words, "parallel.cp=2", "parallel.cp_method=ulysses"]), Devices("cpu", 1)
+    )
+    assert config.data.document_mask
