@@ -36,6 +36,7 @@ IDENTITY = (
     "data.tokenizer",
     "data.bpe_vocab",
     "data.valid_fraction",
+    "data.packing",
     "train.seq_len",
     "train.seed",
 )

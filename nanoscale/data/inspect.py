@@ -87,7 +87,7 @@ def _split(
     lengths = _lengths(file)
     ordered = sorted(lengths)
     documents = len(file)
-    ends = decoder.eos if decoder else None
+    ends = decoder.eos if decoder and answers is None else None  # a chat ends as its template does
     shown = sorted({number * documents // samples for number in range(samples)} if samples else ())
     return {
         "documents": documents,

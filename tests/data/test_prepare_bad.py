@@ -130,7 +130,7 @@ def test_a_document_that_is_too_long_is_found_wherever_pieces_end(tmp_path, monk
         read = list(chunks.read_chunks([_source(source)], "text", "\n\n", chunks.Cursor()))
         reading = encode.Reading((_source(source),), "text", "\n\n", 0.0)
         documents = [encode.Documents(chunk, reading) for chunk in read]
-        good = [text for one in documents for text, _ in one]
+        good = [document.text for one in documents for document in one]
         seen.append((good, [bad for one in documents for bad in one.bad]))
         assert read[-1].after == chunks.Cursor(0, source.stat().st_size, 2506)
     assert all(one == seen[0] for one in seen)
@@ -154,7 +154,8 @@ def test_reading_goes_on_from_every_cursor(tmp_path, monkeypatch, name):
 
     def rest(cursor: chunks.Cursor) -> list[str]:
         read = chunks.read_chunks(sources, "text", None, cursor)
-        return [text for chunk in read for text, _ in encode.Documents(chunk, reading)]
+        found = (encode.Documents(chunk, reading) for chunk in read)
+        return [document.text for documents in found for document in documents]
 
     whole = list(chunks.read_chunks(sources, "text", None, chunks.Cursor()))
     assert len(whole) > 2

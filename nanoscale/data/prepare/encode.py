@@ -137,7 +137,9 @@ class Documents:
         field = self._reading.field
         if field not in found:
             names = ", ".join(list(found)[:8]) or "none"
-            raise _BadError(f"has no field {field!r} (--field); its fields: {names}")
+            chats = "messages" in found or "conversations" in found
+            hint = "; chats are prepared with --chat" if chats else ""
+            raise _BadError(f"has no field {field!r} (--field); its fields: {names}{hint}")
         text = found[field]
         if not isinstance(text, str):
             raise _BadError(f"its field {field!r} holds {_name(text)}, not text")
