@@ -213,7 +213,7 @@ def test_the_prepared_folder_is_learned_from_by_its_answers_alone(tmp_path, mode
     config = check(compose([*words, "model.vocab=384"]), Devices("cpu", 1))
     assert (config.data.loss_on, config.data.document_mask) == ("answers", True)
     opened = open_data(config.data, config.train, 384)
-    for loader, name in ((opened.train, "tokens"), (opened.valid, "valid")):
+    for loader, name in ((opened.train, "tokens"), (opened.valid[0].loader, "valid")):
         batch = loader.batch(range(len(loader)))
         learned = sorted(batch.targets[batch.targets != IGNORED].tolist())
         pairs = [

@@ -73,7 +73,7 @@ def loaders(tmp_path) -> list[Loader]:
 def test_every_layout_trains_on_the_same_samples(loaders, dp, micro, consumed):
     weights = [0.5, 0.3, 0.2]
     expected = [
-        loaders[source].batch([loaders[source].order(np.array([number]))[0]])[0]
+        loaders[source].batch([loaders[source].order(np.array([number]))[0]]).inputs[0]
         for source, number in zip(*due(shares_of(weights), consumed, consumed + 24), strict=True)
     ]
     for step in range(2):
@@ -82,14 +82,15 @@ def test_every_layout_trains_on_the_same_samples(loaders, dp, micro, consumed):
             row
             for rank, mixture in enumerate(mixtures)
             for batch in mixture.micro_batches(consumed + 12 * step, 12, rank, dp, micro)
-            for row in batch
+            for row in batch.inputs
         ]
         np.testing.assert_array_equal(seen, expected[12 * step : 12 * step + 12])
 
 
 def test_an_epoch_of_each_source_has_each_sample_once(loaders):
     mixture = Mixture(loaders, [1, 1, 1])
-    rows = np.concatenate([next(mixture.micro_batches(12 * i, 12, 0, 1, 12)) for i in range(25)])
+    batches = [next(mixture.micro_batches(12 * i, 12, 0, 1, 12)) for i in range(25)]
+    rows = np.concatenate([batch.inputs for batch in batches])
     for number, loader in enumerate(loaders):
         first = rows[rows[:, 0] // 1000 == number][: len(loader), 0] - 1000 * number
         assert sorted(first) == [SEQ * i for i in range(len(loader))]

@@ -107,6 +107,8 @@ def test_batches_are_put_together_by_rows(tmp_path):
     whole = loader.batch([2, 0, 1])
     for name in ("inputs", "targets", "documents"):
         assert np.array_equal(getattr(three, name), getattr(whole, name))
+        assert np.array_equal(getattr(whole.take(np.array([1, 2, 0])), name),
+                              getattr(loader.batch([0, 1, 2]), name))  # fmt: skip
     assert three.counted() == whole.counted() == int((whole.targets != IGNORED).sum())
     with pytest.raises(ValueError, match="others do not"):
         Batch.concatenate([whole, Batch(whole.inputs, whole.targets)])

@@ -84,7 +84,9 @@ def _loss_on(case: Case, data: Data) -> Literal["all", "answers"]:
     marked = any(path.is_file() for path in marks)
     if data.loss_on == "answers" and not marked:
         where = " nor ".join(map(str, marks)) or f"data.source={data.source}"
-        message = f"needs answers that are marked, which {where} has not: prepare the chats with --chat"
+        message = (
+            f"needs answers that are marked, which {where} has not: prepare the chats with --chat"
+        )
         case.refuse("data", "data.loss_on", message, "data.loss_on=all")
     return "answers" if marked and data.loss_on != "all" else "all"
 
