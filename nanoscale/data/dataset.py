@@ -193,7 +193,7 @@ def _ways(data: Data) -> list[str]:
 
 
 def _form(data: Data, path: str | None, tokens: TokenFile) -> Form:
-    """How the tokens of a file become samples; of one without marks, beside others that have them, all count."""
+    """How the tokens of a file become samples; of one without marks beside others with marks, all count."""
     answers = None
     if data.loss_on == "answers" and path is not None:
         prefix = Path(path).expanduser()
