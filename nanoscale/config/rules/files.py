@@ -69,7 +69,7 @@ def _document_mask(case: Case, data: Data) -> bool:
     whole = data.packing == "whole"
     if whole and not data.document_mask and case.composed.by_hand("data.document_mask"):
         message = (
-            "and data.packing=whole, which puts documents side by side that do not belong together"
+            "lets attention cross documents, and data.packing=whole puts strange ones side by side"
         )
         case.refuse(
             "data", "data.document_mask", message, "data.document_mask=true", "data.packing=stream"

@@ -240,8 +240,8 @@ def _context(case: Case, model: Model, shares: int) -> None:
         case.refuse(
             "layout",
             key,
-            "keeps attention within documents, which parallel.cp_method=ring, where keys and values pass by "
-            "piece by piece, cannot",
+            "keeps attention within documents by a mask, which parallel.cp_method=ring does not know: keys and "
+            "values pass by it in pieces",
             "parallel.cp_method=ulysses",
             _with_degree(case, "cp", 1),
         )
