@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanoscale.data.batch import IGNORED, Batch
+from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, Stream, TokenFile
 from nanoscale.errors import UserError, Violation
@@ -95,9 +95,10 @@ class Loader:
     ) -> None:
         self._samples: Samples
         if form.packing == "whole":
-            self._samples = Packed(tokens, split, seq_len, form.answers)
+            self._samples = Packed(tokens, split, seq_len, form.answers, self._check)
         else:
-            self._samples = Stream(tokens, split, seq_len, form.document_mask, form.answers)
+            mask, answers = form.document_mask, form.answers
+            self._samples = Stream(tokens, split, seq_len, mask, answers, self._check)
         if len(self._samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
         self._file = tokens
@@ -118,15 +119,12 @@ class Loader:
         for number in numbers:
             if not 0 <= number < len(self):
                 raise IndexError(number)
-        batch = self._samples.batch(numbers)
-        # Without padding, every target but a row's last is an input too.
-        ends = batch.targets[:, -1:] if batch.documents is None else batch.targets
-        both = batch.inputs, np.where(ends == IGNORED, 0, ends)
+        return self._samples.batch(numbers)
+
+    def _check(self, found: np.ndarray) -> None:
         # a negative one is a large one without its sign
-        if numbers and max(each.view(np.uint64).max() for each in both) >= self._vocab:
-            found = np.concatenate([each.reshape(-1) for each in both])
+        if found.size and found.view(np.uint64).max() >= self._vocab:
             raise outside_vocabulary(self._file, found, self._vocab)
-        return batch
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int

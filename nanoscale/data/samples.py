@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,10 @@ from nanoscale.data.packing import pack
 
 _WINDOW = 1 << 20
 """documents that are packed together: neighbours in the file stay near each other"""
+
+
+Check = Callable[[np.ndarray], None]
+"""raises where one of these tokens, int64, is none of the model's"""
 
 
 class TokenFile(Protocol):
@@ -76,7 +81,9 @@ class Stream:
         seq_len: int,
         document_mask: bool,
         answers: np.ndarray | None,
+        check: Check,
     ) -> None:
+        self._check = check
         self._file = file
         self._start = split.start
         self._tokens = file.tokens[split.start : split.stop]
@@ -88,7 +95,9 @@ class Stream:
         return (len(self._tokens) - 1) // self._seq_len
 
     def batch(self, numbers: list[int]) -> Batch:
-        batch = Batch.of_rows(self._windows(self._tokens, numbers, np.int64))
+        windows = self._windows(self._tokens, numbers, np.int64)
+        self._check(windows)
+        batch = Batch.of_rows(windows)
         if self._answers is None and not self._document_mask:
             return batch
         targets = batch.targets.copy()  # inputs and targets share their memory
@@ -128,8 +137,14 @@ class Packed:
     """
 
     def __init__(
-        self, file: TokenFile, split: Split, seq_len: int, answers: np.ndarray | None
+        self,
+        file: TokenFile,
+        split: Split,
+        seq_len: int,
+        answers: np.ndarray | None,
+        check: Check,
     ) -> None:
+        self._check = check
         self._tokens = file.tokens
         self._answers = answers
         self._seq_len = seq_len
@@ -165,6 +180,8 @@ class Packed:
                 documents[row, places] = document
                 begin = places.stop
             documents[row, begin:] = end - first
+        self._check(inputs)
+        self._check(np.where(targets == IGNORED, 0, targets))
         return Batch(inputs, targets, documents)
 
     def _targets(self, start: int, stop: int) -> np.ndarray:
