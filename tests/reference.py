@@ -11,20 +11,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nanoscale.config.schema import Model
-from nanoscale.models.initialization import initialise
+from nanoscale.config.schema import Lora, Model
+from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 
 BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm: law 1
+EVERYTHING = Lora()
+"""is trained, and not adapters alone"""
 CURVE = list[tuple[float, float, float, int]]
 """loss, gradient norm, learning rate and tokens so far, by step"""
 
 
 @cache
-def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -> CURVE:
-    """What each step logs.
+def plain_loop(
+    precision: str, optimizer: str = "adamw", shape: Model = SHAPE, lora: Lora = EVERYTHING
+) -> CURVE:
+    """What each step logs. `lora`: with targets that can be hashed.
 
     The corpus holds as many samples as a global batch, so that every order of samples gives the same batches.
     """
@@ -36,7 +40,7 @@ def plain_loop(precision: str, optimizer: str = "adamw", shape: Model = SHAPE) -
         logits = model(batch[:, :-1])
         return F.cross_entropy(logits.reshape(-1, shape.vocab), batch[:, 1:].reshape(-1))
 
-    return _train(loss_of, precision, optimizer, shape)
+    return _train(loss_of, precision, optimizer, shape, lora)
 
 
 def documents_alone(
@@ -59,11 +63,15 @@ def documents_alone(
             losses.append(found[counted[1:]])
         return torch.cat(losses).mean()
 
-    return _train(loss_of, precision, "adamw", shape)
+    return _train(loss_of, precision, "adamw", shape, EVERYTHING)
 
 
 def _train(
-    loss_of: Callable[[nn.Module], torch.Tensor], precision: str, optimizer: str, shape: Model
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    precision: str,
+    optimizer: str,
+    shape: Model,
+    lora: Lora,
 ) -> CURVE:
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[precision]
     model = Transformer(shape).to(dtype)
@@ -72,9 +80,12 @@ def _train(
     mixtures = [EveryExpert(mixture, shape) for mixture in mixtures]
     for layer, mixture in zip(model.layers.values(), mixtures, strict=False):
         layer.mlp = mixture
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
+    trained: nn.Module = Merged(model, lora) if lora.rank else model
+    parameters = [p for p in trained.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
     if optimizer == "adamw":
         update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     else:
@@ -84,11 +95,11 @@ def _train(
         falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (STEPS - 3))) / 2
         for group in update.param_groups:
             group["lr"] = 1e-2 * (step / 3 if step < 3 else falling)
-        loss = loss_of(model)
+        loss = loss_of(trained)
         update.zero_grad()
         (loss + sum(mixture.penalty for mixture in mixtures)).backward()
-        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
-        for parameter in model.parameters():
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in parameters))
+        for parameter in parameters:
             parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))  # as torch does
         update.step()
         for mixture in mixtures:
@@ -96,6 +107,32 @@ def _train(
         lr = update.param_groups[0]["lr"]
         curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
     return curve
+
+
+class Merged(nn.Module):
+    """A frozen model, of whose weights W some are computed as W + alpha/rank · B·A in every forward pass."""
+
+    def __init__(self, model: Transformer, lora: Lora, seed: int = 3) -> None:
+        super().__init__()
+        self.frozen, self.scale = [model.requires_grad_(False)], lora.alpha / lora.rank
+        self.names = [
+            name
+            for name, _ in model.named_parameters()
+            if name.split(".")[-2:] in [[target, "weight"] for target in lora.targets]
+        ]
+        self.a, self.b = nn.ParameterList(), nn.ParameterList()
+        for name in self.names:
+            weight = model.get_parameter(name)
+            size, cpu = torch.Size((lora.rank, weight.shape[1])), torch.device("cpu")
+            drawn = draw(name.removesuffix("weight") + "adapter.a", size, model.shape, seed, cpu)
+            self.a.append(nn.Parameter(drawn.to(weight.dtype)))
+            self.b.append(nn.Parameter(weight.new_zeros(weight.shape[0], lora.rank)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        (model,) = self.frozen
+        changes = zip(self.names, self.a, self.b, strict=True)
+        merged = {n: model.get_parameter(n) + self.scale * (b @ a) for n, a, b in changes}
+        return torch.func.functional_call(model, merged, (tokens,))
 
 
 class EveryExpert(nn.Module):

@@ -85,6 +85,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def frozen_state(self) -> dict[str, Tensor]:
+        """With lora, `model.<parameter>` of all that is not trained, and in no checkpoint; else empty."""
+
+    @abstractmethod
     def empty_state(self) -> dict[str, Tensor]:
         """`state()` before the first update, with room for everything that a checkpoint holds."""
 
@@ -94,7 +98,7 @@ class Engine(ABC):
         Raises:
             BadFileError: they are not whole, or of another shape.
         """
-        state = self.state()
+        state = self.state() | self.frozen_state()
         pretrained.load(folder, self.config.model, state)
         self.take(state)
 

@@ -41,7 +41,10 @@ class NativeEngine(Engine):
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of this rank by their names in the whole model."""
+        """What this rank trains, by names in the whole model."""
+        return [(name, p) for name, p in self._all_parameters() if p.requires_grad]
+
+    def _all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [pair for part in self.parts.values() for pair in part.named_parameters()]
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -75,6 +78,9 @@ class NativeEngine(Engine):
     def empty_state(self) -> dict[str, Tensor]:
         fill_state(self.optimizer)
         return self.state()
+
+    def frozen_state(self) -> dict[str, Tensor]:
+        return {f"model.{name}": p for name, p in self._all_parameters() if not p.requires_grad}
 
     def take(self, state: dict[str, Tensor]) -> None:
         moments = {
@@ -174,7 +180,8 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
             float8.apply(part)
         parallelise(part, config, layout)
         part.to_empty(device=device)
-        if config.model.init_from is None:  # else all of them are read
-            initialise(part, config.model, config.train.seed)
+        begun = config.model.init_from is not None  # then all but adapters are read
+        if not begun or config.lora.rank:
+            initialise(part, config.model, config.train.seed, adapters_only=begun)
         parts[number] = part
     return parts

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nanoscale.checkpoint import store
+from nanoscale.checkpoint.adapters import Merged, require_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.checkpoint.tensor_files import (
     INDEX,
@@ -66,10 +67,13 @@ def export(
         largest: bytes of a file, at most, unless one tensor has more.
 
     Raises:
-        UserError: no family of transformers has this shape, `out` is there, or the disk is full.
+        UserError: no family of transformers has this shape, `out` is there, or the disk is full; with lora, the
+            weights that the adapters are for are not what they were.
     """
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")
+    if config.lora.rank:
+        require_base(config, stored.manifest)
     kind, wanted = TYPES[dtype], theirs(config.model)
     files = divide(wanted, kind, largest)
     names = file_names(len(files))
@@ -81,7 +85,7 @@ def export(
     aside.mkdir()
     try:
         about |= vocabulary.write(aside, config)
-        _write_weights(_Source(stored.path, config.model, kind, note), files, names, aside, size)
+        _write_weights(_Source(stored.path, config, kind, note), files, names, aside, size)
         _write_json(aside / "config.json", about)
         store.sync_folder(aside)
         aside.rename(out)
@@ -124,13 +128,16 @@ def _write_json(file: Path, document: dict[str, Any]) -> None:
 class _Source:
     """Their tensors, made of those of a checkpoint one after another."""
 
-    def __init__(self, path: Path, model: Model, kind: str, note: Note) -> None:
+    def __init__(self, path: Path, config: Config, kind: str, note: Note) -> None:
         self.kind = kind
         self._note = note
         self._reader = _Reader(path)
-        self._ours = shapes(model)
+        self._ours = shapes(config.model)
+        self._weight: Callable[[str], Tensor] = self._stored
+        if config.lora.rank:
+            self._weight = Merged(config, self._read)
         self._parts: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in places(model).items():
+        for name, place in places(config.model).items():
             self._parts.setdefault(place.name, []).append((name, place))
         self._done = 0
 
@@ -146,9 +153,12 @@ class _Source:
         """One of theirs; several of ours side by side make one, along its last dimension."""
         made = []
         for ours, place in self._parts[name]:
-            value = self._read(f"model.{ours}", self._ours[ours]).to(_DTYPES[self.kind])
+            value = self._weight(ours).to(_DTYPES[self.kind])
             made.append(value.T if place.transposed else value)
         yield made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def _stored(self, name: str) -> Tensor:
+        return self._read(f"model.{name}", self._ours[name])
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         about: Any = self._reader.read_metadata().state_dict_metadata[name]

@@ -34,6 +34,12 @@ class Stored:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
+    """of its bytes in the file"""
+
+    @property
+    def bytes(self) -> int:
+        return WIDTH[self.dtype] * math.prod(self.shape)
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
@@ -75,7 +81,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise BadFileError(f"{file.name} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BadFileError(f"{file.name} is damaged: its header is no JSON") from error
-    return _tensors(file, header, size - 8 - length)
+    return _tensors(file, header, 8 + length, size - 8 - length)
 
 
 def _single(folder: Path) -> Path:
@@ -88,7 +94,7 @@ def _single(folder: Path) -> Path:
     raise BadFileError(f"it has neither {SINGLE} nor {INDEX}")
 
 
-def _tensors(file: Path, header: Any, size: int) -> dict[str, Stored]:
+def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored]:
     stored, end = {}, 0
     try:
         for name, entry in header.items():
@@ -101,7 +107,7 @@ def _tensors(file: Path, header: Any, size: int) -> dict[str, Stored]:
                 raise BadFileError(
                     f"{file.name} is damaged: the bytes of {name} do not fit its shape"
                 )
-            stored[name] = Stored(file, name, entry["dtype"], shape)
+            stored[name] = Stored(file, name, entry["dtype"], shape, begin + first)
             end = max(end, last)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadFileError(f"{file.name} is damaged: its header makes no sense") from error

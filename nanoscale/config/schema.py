@@ -113,6 +113,19 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters beside the blocks' linear layers; they alone are trained (arXiv:2106.09685)."""
+
+    rank: int = key(
+        0, "rows of A and columns of B in W + alpha/rank · B·A; 0: none, all is trained", at_least=0
+    )
+    alpha: float = key(16.0, "what the adapters count, as alpha/rank", at_least=0)
+    targets: list[str] | None = key(
+        None, "layers that have one: wq wk wv wo gate up down; null: all, with experts attention's"
+    )
+
+
+@dataclass(frozen=True)
 class Parallel:
     """The layout: world size = dp · tp · pp · cp, tp varying fastest, then cp, then dp, then pp."""
 
@@ -583,6 +596,7 @@ class Config:
 
     run: Run = field(default_factory=Run)
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     parallel: Parallel = field(default_factory=Parallel)
     precision: Precision = field(default_factory=Precision)
     zero: Zero = field(default_factory=Zero)

@@ -18,14 +18,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from nanoscale.config.schema import Model
 
 RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "mlp.experts.down")
+ADAPTER = ".adapter."
+"""in the names of what `models.lora` adds"""
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, shape: Model, seed: int) -> None:
+def initialise(model: nn.Module, shape: Model, seed: int, adapters_only: bool = False) -> None:
     """Fill every parameter of a materialised model, sharded (DTensor) or not; counters begin at 0."""
     for counter in model.buffers():
         counter.zero_()
     for name, parameter in model.named_parameters():
+        if adapters_only and ADAPTER not in name:
+            continue
         device = parameter.device
         whole = draw(name, torch.Size(parameter.shape), shape, seed, device).to(parameter.dtype)
         if isinstance(parameter, DTensor):
@@ -65,15 +69,18 @@ def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.dev
     """One whole parameter, in fp32, as a function of its name, size and the seed alone.
 
     Normal with `init_std`; projections back into the residual stream are scaled by 1/√(2·layers)
-    (Radford et al. 2019, GPT-2, section 2.3).
+    (Radford et al. 2019, GPT-2, section 2.3). Of an adapter B is 0, and A has the variance 1/(3·in) that the
+    authors' code gives it (Hu et al. 2021, arXiv:2106.09685, whose section 4.1 asks for normal numbers).
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", f"{ADAPTER}b")):
         return torch.zeros(size, device=device)
     if len(size) == 1:
         return torch.ones(size, device=device)
     std = shape.init_std
     if name.endswith(RESIDUAL_OUTPUTS):
         std /= math.sqrt(2 * shape.layers)
+    if ADAPTER in name:
+        std = 1 / math.sqrt(3 * size[1])
     generator = torch.Generator(device).manual_seed(parameter_seed(seed, name))
     return torch.empty(size, device=device).normal_(0, std, generator=generator)
 

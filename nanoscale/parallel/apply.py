@@ -10,7 +10,7 @@ from torch.distributed._functional_collectives import all_reduce
 from nanoscale.config.schema import Config
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
-from nanoscale.parallel import activation, compile, context, data, expert, tensor
+from nanoscale.parallel import activation, compile, context, data, expert, lora, tensor
 from nanoscale.parallel.mesh import Layout
 
 
@@ -25,6 +25,8 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
         tensor.apply(model, layout.tensor, parallel.sequence_parallel)
     if config.model.experts:
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
+    if config.lora.rank:
+        lora.apply(model, config.lora, layout.tensor)
     prepare_blocks(model, config, layout.context, layout.place.cp)
     if layout.data is not None:
         data.shard(model, config, layout.data, layout.experts)

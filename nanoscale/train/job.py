@@ -9,6 +9,8 @@ import torch
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.adapters import require_same_base
+from nanoscale.checkpoint.pretrained import fingerprint
 from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
@@ -86,7 +88,8 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         fence.begin(context.run, 0)
     if not ranks.from_first(store.list_checkpoints(context.run.checkpoints)):
         begin(engine, config=context.config, note=note)
-        return Progress()  # before any optimizer state is made
+        # before any optimizer state is made
+        return Progress(base=base_of(context.config, context.rank))
     state = engine.empty_state()
     loaded = sharded.load_newest(context.workspace, state)
     assert loaded is not None, "an unreadable one raises"
@@ -99,9 +102,14 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
             f"step-{loaded.manifest['step']:08d} was trained on other tokens than those of "
             f"{data.description}; a resumed run must go on with the same sources and weights",
         )
+    base = None
+    if context.config.lora.rank:  # the checkpoint has the adapters alone
+        begin(engine, context.config, note)
+        base = base_of(context.config, context.rank)
+        require_same_base(context.config, base, loaded.manifest)
     step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
-    return Progress(step, consumed)
+    return Progress(step, consumed, base)
 
 
 def begin(engine: Engine, config: Config, note: Note) -> None:
@@ -119,6 +127,14 @@ def begin(engine: Engine, config: Config, note: Note) -> None:
         found = Violation("model.init_from", folder, "", str(error))
         raise UserError("model", f"model.init_from={folder}: {error}", [found]) from error
     note("loaded", f"weights read from {folder}")
+
+
+def base_of(config: Config, rank: int) -> str | None:
+    """With lora, the fingerprint of the model that the adapters are for, once `begin` has read it."""
+    folder = config.model.init_from
+    if not config.lora.rank or folder is None:
+        return None
+    return ranks.from_first(fingerprint(Path(folder), config.model) if rank == 0 else None)
 
 
 def show_sample(training: Training, data: Dataset) -> None:

@@ -30,6 +30,8 @@ class Progress:
 
     step: int = 0
     consumed_samples: int = 0
+    base: str | None = None
+    """with lora, the fingerprint of the frozen weights, which no checkpoint holds"""
 
 
 @dataclass
@@ -167,6 +169,7 @@ class Training:
             "consumed_samples": self.progress.consumed_samples,
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
             "data": self.data.fingerprint,
+            **({"base": self.progress.base} if self.progress.base else {}),
             "world_size": self.sizes.world_size,
             "time": time.time(),
         }

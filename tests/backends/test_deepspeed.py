@@ -14,7 +14,7 @@ import torch
 
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.derive import derive
-from nanoscale.config.schema import Backend, Checkpoint, Config, Optimizer, Precision, Zero
+from nanoscale.config.schema import Backend, Checkpoint, Config, Lora, Optimizer, Precision, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
@@ -139,6 +139,25 @@ def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, A
     config = config_for(tmp_path, stage, model=GPT2, **changes)
     (ours,) = run_ranks(train_all, 2, [config])[0]
     assert_equal_curves(ours, plain_loop("fp32", shape=GPT2), "fp32")
+
+
+ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
+LORA: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    (0, {}, {"dp": 2}),
+    (2, OFFLOAD, {"dp": 2}),
+    (3, EVERYTHING, {"dp": 2}),
+    (1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),
+]
+
+
+@pytest.mark.parametrize(("stage", "zero", "changes"), LORA)
+def test_adapters_alone_equal_plain_loop(
+    tmp_path: Path, stage: int, zero: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, stage, zero, lora=ADAPTERS, **changes)
+    (ours,) = run_ranks(train_all, 2, [config])[0]
+    assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW, lora=ADAPTERS), "fp32")
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

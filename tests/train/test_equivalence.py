@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.lora import available
+from nanoscale.config.schema import Config, Lora, Model
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
@@ -27,7 +28,14 @@ from nanoscale.worker import StopFlag
 from tests.conftest import Deviations
 from tests.jobs import SHAPE, make_config, packed_data, write_documents, write_tokens
 from tests.ranks import run_ranks
-from tests.reference import CURVE, assert_equal_curves, documents_alone, plain_loop, worst
+from tests.reference import (
+    CURVE,
+    EVERYTHING,
+    assert_equal_curves,
+    documents_alone,
+    plain_loop,
+    worst,
+)
 
 DEEP = SHAPE
 """four blocks: for four stages, and for groups of blocks"""
@@ -65,6 +73,7 @@ class Row:
     shape: Model = field(default=SHALLOW)
     packed: bool = False
     """whether it learns the answers of packed documents, each of them seen alone"""
+    lora: Lora = EVERYTHING
 
     @property
     def precisions(self) -> tuple[str, ...]:
@@ -80,6 +89,13 @@ def pipeline(name: str, micro_batch: int = 2, shape: Model = DEEP, **degrees: An
 def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any) -> Row:
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
     return Row(f"MoE {shape.balance}, {words}, stage {stage}", degrees, stage, micro_batch, shape)
+
+
+def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: Any) -> Row:
+    """No rank of adapters that anything divides."""
+    words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
+    settings = Lora(rank=3, alpha=12.0, targets=available(shape))
+    return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, settings)
 
 
 def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
@@ -183,6 +199,14 @@ ROWS = [
            activation_checkpointing="sqrt"),
     packed("GPT-2, tp 2", 0, 4, GPT2, tp=2),
     packed("pp 2, zbv", 0, 2, DEEP, pp=2, schedule="zbv", virtual_stages=2),
+    lora(0, 4),
+    lora(3, dp=2, tp=2, activation_checkpointing="full"),
+    lora(0, 4, tp=2, cp=2, sequence_parallel=False),
+    lora(2, 1, dp=4, dp_replicate=2, shape=GPT2),
+    lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
+    lora(0, pp=2, tp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
+    lora(0, pp=2, schedule="1f1b"),
+    lora(3, dp=2, ep=2, shape=MOE),
 ]  # fmt: skip
 
 
@@ -195,7 +219,7 @@ def test_layout_equals_plain_loop(tmp_path: Path, row: Row, deviations: Deviatio
     if row.packed:
         references = [documents_alone(each, row.shape, *documents) for each in precisions]
     else:
-        references = [plain_loop(precision, shape=row.shape) for precision in precisions]
+        references = [plain_loop(each, shape=row.shape, lora=row.lora) for each in precisions]
     found = [worst(*pair) for pair in zip(results[0], references, strict=True)]
     deviations(row.name, [figure for figures in found for figure in figures])
     for precision, ours, reference in zip(precisions, results[0], references, strict=True):
@@ -214,6 +238,7 @@ def row_config(folder: Path, row: Row, precision: str) -> Config:
         model=row.shape,
         parallel=row.degrees,
         **({"data": packed_data(folder)} if row.packed else {}),
+        lora=row.lora,
     )
     accumulation = derive(config).accumulation
     assert accumulation >= 2, f"{row.name}: a row accumulates"

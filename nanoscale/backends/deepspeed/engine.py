@@ -17,11 +17,13 @@ from nanoscale.backends.deepspeed import pieces, pipeline, tensor
 from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.library import load_deepspeed
 from nanoscale.backends.optimizer import first_state, make_optimizer, set_lr
+from nanoscale.checkpoint import pretrained
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
+from nanoscale.models import lora
 from nanoscale.models.initialization import draw
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import prepare_blocks
@@ -58,11 +60,13 @@ class DeepSpeedEngine(Engine):
             self.engine.timers = pipeline.no_timers()
         self.balance = self._make_balance()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
-        if config.model.init_from is None:  # else all weights are read
-            self._initialise()
+        begun = config.model.init_from is not None  # then all weights but adapters are read
+        if not begun or config.lora.rank:
+            self._initialise(frozen=not begun)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters())
+        """What is trained."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
@@ -90,6 +94,16 @@ class DeepSpeedEngine(Engine):
                 for name, tensor_ in self._tensors(mine):
                     state[name] = _copied(tensor_) if swapped else tensor_
         return state | self._small_state()
+
+    def frozen_state(self) -> dict[str, Tensor]:
+        frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        if self.stage < 3:
+            return {f"model.{name}": parameter for name, parameter in frozen}
+        own = (pieces.own_part(parameter, self.engine.optimizer) for _, parameter in frozen)
+        return {
+            f"model.{name}": FlatShard(local, tuple(self._window(name)[0]), start)
+            for (name, _), (start, local) in zip(frozen, own, strict=True)
+        }
 
     def empty_state(self) -> dict[str, Tensor]:
         optimizer = self._stepped_optimizer()
@@ -122,6 +136,8 @@ class DeepSpeedEngine(Engine):
         context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
         with context, torch.device(self.device if apart else "meta"):
             model = Transformer(self.config.model, blocks_of_stage(self.config, self.place.pp))
+            if self.config.lora.rank:
+                lora.attach(model, self.config.lora)
         if parallel.tp > 1:
             self.divided = tensor.apply(model, self.groups.tensor)
         sequence = context_group(self.config, self.device.type)
@@ -136,8 +152,11 @@ class DeepSpeedEngine(Engine):
         )
 
     @torch.no_grad()
-    def _initialise(self) -> None:
-        """Write the initial weights, which depend on names and shapes alone, where they are updated."""
+    def _initialise(self, frozen: bool) -> None:
+        """Write the initial weights, which depend on names and shapes alone, where they are updated.
+
+        `frozen`: those that are not updated too.
+        """
         model, seed = self.config.model, self.config.train.seed
         for counter in self.model.buffers():
             counter.zero_()
@@ -150,6 +169,11 @@ class DeepSpeedEngine(Engine):
                         part = part.narrow(axis, offset, window.sizes[axis])
                     end = piece.start + piece.numel
                     piece.master.copy_(part.reshape(-1)[piece.start : end])
+        for name, target in self.frozen_state().items() if frozen else ():
+            whole = draw(name.removeprefix("model."), target.shape, model, seed, self.device)
+            for box, memory in pretrained.boxes(target):
+                ends = zip(box.offsets, box.sizes, strict=True)
+                memory.copy_(whole[tuple(slice(at, at + n) for at, n in ends)])
         pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
 
     def _shard(self, piece: pieces.Piece, local: Tensor) -> FlatShard:

@@ -83,6 +83,15 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
             yield Piece(name, start, numel, home, offset, group)
 
 
+def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
+    """Stage 3: this rank's share of a parameter that no optimizer updates, its first element and all of them."""
+    zero: Any = frozen
+    size = zero.ds_tensor.ds_numel
+    start = optimizer._get_param_partition_rank(frozen) * size
+    numel = min(size, max(0, zero.ds_numel - start))
+    return start, zero.ds_tensor.narrow(0, 0, numel)
+
+
 @contextmanager
 def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
     """Bring what belongs to one home into memory, where it waits on a disk, and put it back afterwards.

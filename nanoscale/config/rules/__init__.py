@@ -17,6 +17,7 @@ from nanoscale.config.rules.experts import check_experts
 from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
+from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.numbers import check_optimizer, check_precision
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
@@ -53,6 +54,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     model = resolve_model(case)
     layout = resolve_layout(case, model)
     check_experts(case, layout.dp)
+    check_lora(case)
     virtual_stages = resolve_virtual_stages(case, model)
     check_recomputation(case)
     compiled = resolve_compile(case, layout.device)

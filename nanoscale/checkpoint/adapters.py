@@ -1,0 +1,81 @@
+"""Checkpoints of a training with `lora`: they hold the adapters, and the weights lie in `model.init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.checkpoint.pretrained import find, fingerprint, read_part
+from nanoscale.checkpoint.tensor_files import BadFileError
+from nanoscale.config import lora
+from nanoscale.config.schema import Config
+from nanoscale.errors import UserError, Violation
+from nanoscale.models.huggingface import places, shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read = Callable[[str, tuple[int, ...]], "Tensor"]
+"""a tensor of a checkpoint, whole, by its name in `Engine.state` and its shape"""
+
+
+def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]) -> None:
+    """Raise a UserError unless `base` is the fingerprint of the weights that a checkpoint's adapters are for."""
+    if manifest.get("base") != base:
+        key, folder = "model.init_from", config.model.init_from
+        found = "has other weights than those that the adapters of this run were trained for"
+        raise UserError("model", f"{key}={folder} {found}", [Violation(key, folder, "", found)])
+
+
+def require_base(config: Config, manifest: dict[str, Any]) -> None:
+    """The same from the folder itself, before anything is started.
+
+    Raises:
+        UserError: also where files are missing or damaged.
+    """
+    key, folder = "model.init_from", str(config.model.init_from)
+    try:
+        base = fingerprint(Path(folder), config.model)
+    except BadFileError as error:
+        found = Violation(key, folder, "", str(error))
+        raise UserError("model", f"{key}={folder}: {error}", [found]) from error
+    require_same_base(config, base, manifest)
+
+
+class Merged:
+    """W + alpha/rank · B·A of every weight, computed in fp32 or better, one at a time."""
+
+    def __init__(self, config: Config, read: Read) -> None:
+        self._config, self._read = config, read
+        self._stored = find(Path(str(config.model.init_from)), config.model)
+        self._places = places(config.model)
+        self._sizes = shapes(config.model)
+        self._adapted = set(lora.modules(config.model, config.lora).values())
+
+    def __call__(self, name: str) -> Tensor:
+        """One of our parameters, whole."""
+        import torch
+
+        weight = self._frozen(name)
+        module, _, kind = name.rpartition(".")
+        _, _, within = module.rpartition("layers.")[2].partition(".")
+        if kind != "weight" or within not in self._adapted:
+            return weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        rank, (outputs, inputs) = self._config.lora.rank, self._sizes[name]
+        a = self._read(f"model.{module}.adapter.a", (rank, inputs))
+        b = self._read(f"model.{module}.adapter.b", (outputs, rank))
+        wide = torch.promote_types(wide, a.dtype)
+        scale = self._config.lora.alpha / rank
+        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
+
+    def _frozen(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        place, size = self._places[name], self._sizes[name]
+        there = self._stored[place.name]
+        slices = place.slices(size, (0,) * len(size), size)
+        with safe_open(there.file, "pt") as opened:
+            part = read_part(opened, there.name, slices)
+        return part.T if place.transposed else part

@@ -1,0 +1,33 @@
+"""Which linear layers have adapters, by `lora.targets`, and how many numbers those are. Imports no torch."""
+
+from __future__ import annotations
+
+from nanoscale.config.schema import Config, Lora, Model
+
+ATTENTION = ("wq", "wk", "wv", "wo")
+FEED_FORWARD = ("gate", "up", "down")
+
+
+def modules(model: Model, lora: Lora) -> dict[str, str]:
+    """The layers of a block that have an adapter: their names in the block by their names in `lora.targets`."""
+    if not lora.rank:
+        return {}
+    chosen = available(model) if lora.targets is None else lora.targets
+    return {name: f"{'attention' if name in ATTENTION else 'mlp'}.{name}" for name in chosen}
+
+
+def available(model: Model) -> tuple[str, ...]:
+    """The linear layers of a block."""
+    if model.experts:
+        return ATTENTION
+    return ATTENTION + (FEED_FORWARD if model.mlp == "swiglu" else FEED_FORWARD[1:])
+
+
+def parameters(config: Config) -> int:
+    """All numbers of the adapters."""
+    model, lora = config.model, config.lora
+    head_dim = model.head_dim or model.hidden // model.heads
+    q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
+    inner = {"wq": q, "wk": kv, "wv": kv, "wo": q} | dict.fromkeys(FEED_FORWARD, model.ffn)
+    each = sum(model.hidden + inner[name] for name in modules(model, lora))
+    return model.layers * lora.rank * each

@@ -1,0 +1,55 @@
+"""Laws of adapters (`lora`): what they are for, and which layers can have one."""
+
+from __future__ import annotations
+
+from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
+from nanoscale.config.report import override
+from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.suggest import nearest
+
+_OFF = "lora.rank=0"
+_THEIRS = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {
+    f"{name}_proj": name for name in FEED_FORWARD
+}
+"""what Hugging Face calls them"""
+
+
+def check_lora(case: Case) -> None:
+    config = case.config
+    if not config.lora.rank:
+        for key in ("lora.alpha", "lora.targets"):
+            case.refuse_idle("config", key, _OFF, "lora.rank=16")
+        return
+    if config.model.init_from is None:
+        message = "trains adapters alone, and model.init_from names no model that they are for"
+        case.refuse("config", "lora.rank", message, "model.init_from=/path/to/model", _OFF)
+    if config.lora.alpha == 0:
+        message = "is what adapters count: without it nothing is trained"
+        case.refuse("config", "lora.alpha", message, f"lora.alpha={2 * config.lora.rank}")
+    if config.precision.fp8:
+        message = "multiplies in torchao's layers, which adapters cannot stand beside"
+        case.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
+    if config.lora.targets is not None:
+        _check_targets(case, config.lora.targets)
+
+
+def _check_targets(case: Case, targets: list[str]) -> None:
+    model = case.config.model
+    there = available(model)
+    if not targets:
+        message = "names no layer, so that nothing would be trained"
+        case.refuse("config", "lora.targets", message, "lora.targets=null", _OFF)
+    absent = [name for name in targets if name not in there]
+    if absent:
+        why = f"a block here has {listed(list(there))}"
+        if model.experts and any(name in FEED_FORWARD for name in absent):
+            why += ", and experts have no adapters"
+        named = [_THEIRS.get(name, name) for name in targets]
+        meant = [name if name in there else "".join(nearest(name, there)[:1]) for name in named]
+        kept = list(dict.fromkeys(name for name in meant if name))
+        message = f"names {listed(absent)}, and {why}"
+        fewer = override("lora.targets", kept) if kept else None
+        case.refuse("config", "lora.targets", message, fewer, "lora.targets=null")
+    elif len(set(targets)) < len(targets):
+        once = override("lora.targets", list(dict.fromkeys(targets)))
+        case.refuse("config", "lora.targets", "names a layer twice", once)

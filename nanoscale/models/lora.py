@@ -1,0 +1,62 @@
+"""Adapters of linear layers (LoRA): W becomes W + alpha/rank · B·A, and W itself is frozen. Code for one device.
+
+B begins at 0, so that the first step is the base model's. Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+
+Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanoscale.config import lora
+from nanoscale.config.schema import Lora
+from nanoscale.models.transformer import Transformer
+
+
+class Adapter(nn.Module):
+    """`[…, in]` to `[…, out]`: what is added to a layer's result."""
+
+    def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        kind, device = layer.weight.dtype, layer.weight.device
+        self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=kind, device=device))
+        self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=kind, device=device))
+        self.scale = alpha / rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_matrices(x, self.a, self.b)
+
+    def apply_matrices(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """With these, which may be a rank's parts of them."""
+        return F.linear(F.linear(x, a) * self.scale, b)
+
+
+def attach(model: Transformer, settings: Lora) -> None:
+    """Freeze a stage and give its layers adapters without values, in place; names of parameters stay."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for layer in adapted(model, settings):
+        layer.adapter = Adapter(layer, settings.rank, settings.alpha)
+        layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
+
+
+def adapted(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
+    """The layers that have adapters, or are to have them."""
+    for block in model.layers.values():
+        for name in lora.modules(model.shape, settings).values():
+            layer = block.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            yield layer
+
+
+def _forward(layer: nn.Linear, frozen: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    adapter = layer.adapter
+    assert isinstance(adapter, Adapter)
+    change: Tensor = adapter(x)
+    return frozen(x) + change
