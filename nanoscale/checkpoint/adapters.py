@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.pretrained import find, fingerprint, read_part
+from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config import lora
 from nanoscale.config.schema import Config
@@ -20,26 +22,38 @@ Read = Callable[[str, tuple[int, ...]], "Tensor"]
 """a tensor of a checkpoint, whole, by its name in `Engine.state` and its shape"""
 
 
+_KEY = "model.init_from"
+
+
 def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]) -> None:
-    """Raise a UserError unless `base` is the fingerprint of the weights that a checkpoint's adapters are for."""
+    """Raise a UserError unless `base` is the fingerprint of the weights that the adapters are for."""
     if manifest.get("base") != base:
-        key, folder = "model.init_from", config.model.init_from
+        folder = config.model.init_from
         found = "has other weights than those that the adapters of this run were trained for"
-        raise UserError("model", f"{key}={folder} {found}", [Violation(key, folder, "", found)])
+        raise UserError("model", f"{_KEY}={folder} {found}", [Violation(_KEY, folder, "", found)])
 
 
-def require_base(config: Config, manifest: dict[str, Any]) -> None:
-    """The same from the folder itself, before anything is started.
+def require_base(config: Config, checkpoints: Path) -> None:
+    """Hold the folder of the frozen weights against a run's newest checkpoint, if it has any.
 
     Raises:
-        UserError: also where files are missing or damaged.
+        UserError: files are missing, damaged, or of another model.
     """
-    key, folder = "model.init_from", str(config.model.init_from)
+    for stored in reversed(list_checkpoints(checkpoints)):
+        with suppress(DamagedCheckpointError):  # it will be passed over
+            require_base_of(config, stored.manifest)
+            return
+
+
+def require_base_of(config: Config, manifest: dict[str, Any]) -> None:
+    """The same of one checkpoint."""
+    folder = str(config.model.init_from)
     try:
         base = fingerprint(Path(folder), config.model)
     except BadFileError as error:
-        found = Violation(key, folder, "", str(error))
-        raise UserError("model", f"{key}={folder}: {error}", [found]) from error
+        message = f"{error}; its weights are needed beside the adapters that were trained"
+        found = Violation(_KEY, folder, "", message, (f"{_KEY}=/where/it/is/now",))
+        raise UserError("model", f"{_KEY}={folder}: {message}", [found]) from error
     require_same_base(config, base, manifest)
 
 

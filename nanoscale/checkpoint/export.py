@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.adapters import Merged, require_base
+from nanoscale.checkpoint.adapters import Merged, require_base_of
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.checkpoint.tensor_files import (
     INDEX,
@@ -73,7 +73,7 @@ def export(
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")
     if config.lora.rank:
-        require_base(config, stored.manifest)
+        require_base_of(config, stored.manifest)
     kind, wanted = TYPES[dtype], theirs(config.model)
     files = divide(wanted, kind, largest)
     names = file_names(len(files))

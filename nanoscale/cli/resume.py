@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 IDENTITY = (
     "model.",
+    "lora.",
     "optimizer.name",
     "data.source",
     "data.path",
@@ -98,6 +99,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     """
     from dataclasses import replace
 
+    from nanoscale.checkpoint.adapters import require_base
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
     from nanoscale.config.reference import mapping_around
@@ -117,6 +119,8 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     if not run.checkpoint_steps():
         other = []
+    if new.lora.rank:  # the model may have moved, if it is the same
+        other = [key for key in other if key != "model.init_from"]
     violations = [
         Violation(
             key,
@@ -134,6 +138,8 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     ]
     if violations:
         raise UserError("run", "that would be another run", violations)
+    if new.lora.rank:
+        require_base(new, run.checkpoints)
     named = replace(new, run=old.run)
     return Request(composed, named, devices, repeats=run.config, hosts=hosts)
 

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
+from nanoscale.config import lora
 from nanoscale.config.derive import Derived
 from nanoscale.config.schema import Config, Zero
 from nanoscale.config.stages import stage_layers
@@ -87,6 +88,8 @@ def settings(config: Config) -> dict[str, str]:
         words["experts"] = (
             f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
         )
+    if config.lora.rank:
+        words["trained"] = lora.describe(config)
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words

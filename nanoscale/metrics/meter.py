@@ -9,7 +9,7 @@ import torch
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware import peak_of
-from nanoscale.plan.model_math import flops_per_token
+from nanoscale.plan.model_math import trained_flops_per_token
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:
@@ -29,7 +29,7 @@ class Meter:
     """Times steps; what happens between them (evaluation, checkpoints) does not count."""
 
     def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
-        self._flops_per_token = flops_per_token(config.model, config.train.seq_len)
+        self._flops_per_token = trained_flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._began = 0.0

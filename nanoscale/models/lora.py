@@ -1,6 +1,6 @@
-"""Adapters of linear layers (LoRA): W becomes W + alpha/rank · B·A, and W itself is frozen. Code for one device.
+"""Adapters of linear layers (LoRA): W becomes W + alpha/rank · B·A, and W is frozen. Code for one device.
 
-B begins at 0, so that the first step is the base model's. Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
+B begins at 0, so that the first step is the base model's. Hu et al. 2021, arXiv:2106.09685, section 4.1.
 
 Shapes: W `[out, in]`, A `[rank, in]`, B `[out, rank]`.
 """

@@ -131,6 +131,12 @@ def hardware_of(config: Config) -> Hardware:
             f"{name} is in no file of the group cluster, and these keys of it are null: "
             f"{', '.join(missing)}. Set them, or take one that is known: {_known_words()}",
         )
+    if config.lora.rank:
+        raise UnknownHardwareError(
+            "config",
+            f"lora.rank={config.lora.rank}: what memory and time the training of adapters takes is not "
+            "predicted; `nanoscale train` launches it without a plan",
+        )
     peaks = {
         field.name: value * 1e12
         for field in fields(cluster.peaks)

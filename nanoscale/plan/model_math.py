@@ -6,7 +6,8 @@ means as many as `heads`, and `hidden / heads`.
 
 from __future__ import annotations
 
-from nanoscale.config.schema import Model
+from nanoscale.config import lora
+from nanoscale.config.schema import Config, Model
 
 
 def parameters(model: Model) -> int:
@@ -46,6 +47,14 @@ def flops_per_token(model: Model, seq_len: int) -> int:
 def flops_per_token_causal(model: Model, seq_len: int) -> int:
     """The same where attention looks back only: half of the scores are needed."""
     return 6 * matmul_parameters(model) + _half_attention(model, seq_len)
+
+
+def trained_flops_per_token(config: Config) -> int:
+    """Of a job: where adapters alone are trained (`lora`), no gradients of the frozen matrices are computed."""
+    full = flops_per_token(config.model, config.train.seq_len)
+    if not config.lora.rank:
+        return full
+    return full - 2 * matmul_parameters(config.model) + 6 * lora.parameters(config)
 
 
 def _half_attention(model: Model, seq_len: int) -> int:

@@ -12,6 +12,7 @@ from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.adapters import require_same_base
 from nanoscale.checkpoint.pretrained import fingerprint
 from nanoscale.checkpoint.tensor_files import BadFileError
+from nanoscale.config import lora
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.errors import UserError, Violation
@@ -54,6 +55,8 @@ def run(context: RankContext) -> str:
         sinks=sinks_of(context, progress.step),
         note=noter(context),
     )
+    if config.lora.rank:
+        training.note("adapters", f"training {lora.describe(config)}")
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
     outcome = training.go(stop)
     stop.close()

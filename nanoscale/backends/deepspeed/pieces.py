@@ -84,7 +84,7 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
 
 
 def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
-    """Stage 3: this rank's share of a parameter that no optimizer updates, its first element and all of them."""
+    """Stage 3: this rank's share of what no optimizer updates: its first element's number, and its elements."""
     zero: Any = frozen
     size = zero.ds_tensor.ds_numel
     start = optimizer._get_param_partition_rank(frozen) * size
