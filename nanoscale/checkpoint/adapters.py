@@ -41,18 +41,20 @@ def require_base(config: Config, checkpoints: Path) -> None:
     """
     for stored in reversed(list_checkpoints(checkpoints)):
         with suppress(DamagedCheckpointError):  # it will be passed over
-            require_base_of(config, stored.manifest)
+            require_base_of(config, stored.manifest, f"{_KEY}=/where/it/is/now")
             return
 
 
-def require_base_of(config: Config, manifest: dict[str, Any]) -> None:
-    """The same of one checkpoint."""
+def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> None:
+    """The same of one checkpoint. `instead`: what to type if the folder is elsewhere now."""
     folder = str(config.model.init_from)
     try:
+        if not Path(folder).is_dir():
+            raise BadFileError("is not there")
         base = fingerprint(Path(folder), config.model)
     except BadFileError as error:
-        message = f"{error}; its weights are needed beside the adapters that were trained"
-        found = Violation(_KEY, folder, "", message, (f"{_KEY}=/where/it/is/now",))
+        message = f"{error}, and its weights are needed beside the adapters that were trained"
+        found = Violation(_KEY, folder, "", message, (instead,))
         raise UserError("model", f"{_KEY}={folder}: {message}", [found]) from error
     require_same_base(config, base, manifest)
 

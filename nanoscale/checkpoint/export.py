@@ -73,7 +73,7 @@ def export(
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")
     if config.lora.rank:
-        require_base_of(config, stored.manifest)
+        require_base_of(config, stored.manifest, "--base /where/it/is/now")
     kind, wanted = TYPES[dtype], theirs(config.model)
     files = divide(wanted, kind, largest)
     names = file_names(len(files))

@@ -15,6 +15,7 @@ from nanoscale.cli.output import FAILED, AsJson, console, print_json
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
+    from nanoscale.config.schema import Config
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(
@@ -116,6 +117,14 @@ def export_checkpoint(
         Dtype | None,
         typer.Option(help="Type of the weights.", show_default="what the run computed in"),
     ] = None,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With lora: the model that the adapters are for, where it has moved.",
+            show_default="model.init_from",
+        ),
+    ] = None,
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest file: bytes, or as in 500MB, 5GB.")
     ] = "5GB",
@@ -123,7 +132,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face model: safetensors, config.json and the tokenizer.
 
-    Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
+    Adapters (lora) are merged into the model's weights. Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
     """
     from dataclasses import asdict
 
@@ -134,6 +143,7 @@ def export_checkpoint(
     directory, largest = _open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
+    config = _with_base(config, base)
     require_whole(stored)
     kind = dtype or Dtype(config.precision.compute)
     written = export(stored, config, folder, kind, largest, _progress(as_json))
@@ -144,6 +154,19 @@ def export_checkpoint(
     typer.echo(f"{stored.path.name} is {folder}, {size}, {len(written.files)} files of weights")
     if not written.tokenizer:
         typer.echo("  without a tokenizer: data.tokenizer names none for the tokens of this run")
+
+
+def _with_base(config: Config, base: Path | None) -> Config:
+    from dataclasses import replace
+
+    from nanoscale.errors import UserError
+
+    if base is None:
+        return config
+    if not config.lora.rank:
+        raise UserError("usage", "--base is for runs with lora; the checkpoints of this one are whole")
+    found = str(base.expanduser().absolute())
+    return replace(config, model=replace(config.model, init_from=found))
 
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")

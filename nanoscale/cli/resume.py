@@ -120,7 +120,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     if not run.checkpoint_steps():
         other = []
     if new.lora.rank:  # the model may have moved, if it is the same
-        other = [key for key in other if key != "model.init_from"]
+        other = [key for key in other if key not in ("model.init_from", "model.name")]
     violations = [
         Violation(
             key,

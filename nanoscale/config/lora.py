@@ -31,9 +31,3 @@ def parameters(config: Config) -> int:
     inner = {"wq": q, "wk": kv, "wv": kv, "wo": q} | dict.fromkeys(FEED_FORWARD, model.ffn)
     each = sum(model.hidden + inner[name] for name in modules(model, lora))
     return model.layers * lora.rank * each
-
-
-def describe(config: Config) -> str:
-    """For people."""
-    chosen = ", ".join(modules(config.model, config.lora))
-    return f"{parameters(config):,} parameters of adapters of {chosen}; the model itself is frozen"

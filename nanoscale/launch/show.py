@@ -7,11 +7,11 @@ import shlex
 from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.config import lora
 from nanoscale.config.derive import Derived
 from nanoscale.config.schema import Config, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
+from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def settings(config: Config) -> dict[str, str]:
             f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
         )
     if config.lora.rank:
-        words["trained"] = lora.describe(config)
+        words["trained"] = describe_adapters(config)
     if layout.activation_checkpointing != "none":
         words["recomputed"] = layout.activation_checkpointing
     return words

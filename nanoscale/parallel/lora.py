@@ -1,7 +1,7 @@
 """Adapters of layers that tensor parallelism has divided.
 
 Of a layer divided by column every rank has all of A and its rows of B; of one divided by row its columns of A
-and all of B. Then what an adapter adds is divided as the layer's own result is, and nothing more is communicated.
+and all of B. Then what an adapter adds is divided as the layer's own result is; no more is communicated.
 """
 
 from __future__ import annotations

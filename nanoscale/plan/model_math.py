@@ -57,6 +57,15 @@ def trained_flops_per_token(config: Config) -> int:
     return full - 2 * matmul_parameters(config.model) + 6 * lora.parameters(config)
 
 
+def describe_adapters(config: Config) -> str:
+    """What is trained and what is not, for people."""
+    chosen = ", ".join(lora.modules(config.model, config.lora))
+    return (
+        f"{lora.parameters(config):,} parameters of adapters ({chosen}) beside "
+        f"{parameters(config.model):,} of the model, which are frozen"
+    )
+
+
 def _half_attention(model: Model, seq_len: int) -> int:
     return 6 * model.layers * _heads_width(model) * seq_len
 

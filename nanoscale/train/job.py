@@ -12,13 +12,13 @@ from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.adapters import require_same_base
 from nanoscale.checkpoint.pretrained import fingerprint
 from nanoscale.checkpoint.tensor_files import BadFileError
-from nanoscale.config import lora
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.errors import UserError, Violation
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
+from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs import events, fence, lock
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.sample import sample
@@ -56,7 +56,7 @@ def run(context: RankContext) -> str:
         note=noter(context),
     )
     if config.lora.rank:
-        training.note("adapters", f"training {lora.describe(config)}")
+        training.note("adapters", f"training {describe_adapters(config)}")
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
     outcome = training.go(stop)
     stop.close()
