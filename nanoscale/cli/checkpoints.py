@@ -132,7 +132,8 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face model: safetensors, config.json and the tokenizer.
 
-    Adapters (lora) are merged into the model's weights. Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
+    Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
+    Adapters (lora) are merged into the weights of the model that they are for.
     """
     from dataclasses import asdict
 
@@ -164,7 +165,9 @@ def _with_base(config: Config, base: Path | None) -> Config:
     if base is None:
         return config
     if not config.lora.rank:
-        raise UserError("usage", "--base is for runs with lora; the checkpoints of this one are whole")
+        raise UserError(
+            "usage", "--base is for runs with lora; the checkpoints of this one are whole"
+        )
     found = str(base.expanduser().absolute())
     return replace(config, model=replace(config.model, init_from=found))
 

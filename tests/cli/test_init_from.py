@@ -120,6 +120,44 @@ def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFix
     assert nanoscale([*words, "--out", "other", "--max-shard-size", "5 apples"]) == 2
 
 
+def test_adapters_are_trained_resumed_and_merged(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    words = [*WORDS, "model.init_from=small", "lora.rank=4", "lora.targets=[wq,down]"]
+    assert nanoscale(["train", *words, "run.name=tuned"]) == 0
+    assert "training 1,152 parameters of adapters (wq, down)" in capsys.readouterr().out
+    Path("small").rename("away")
+    shutil.copytree("away", "other")
+    file = sorted(Path("other").glob("model-*"))[0]
+    raw = file.read_bytes()
+    first = 8 + int.from_bytes(raw[:8], "little")  # of its numbers, behind the header
+    file.write_bytes(raw[:first] + b"\0\0\0\1" + raw[first + 4 :])
+    resume = ["resume", "tuned", "train.steps=3"]
+    for more, said in (
+        ([], "small: is not there"),
+        (["model.init_from=other"], "has other weights than those that the adapters"),
+        (["model.init_from=away", "lora.rank=8"], "lora.rank=8: cannot be changed by resume"),
+    ):
+        assert nanoscale([*resume, *more]) == 2
+        assert said in capsys.readouterr().err
+    assert nanoscale([*resume, "model.init_from=away"]) == 0
+    Path("away").rename("small")
+    export = ["checkpoints", "export", "tuned", "--format", "hf", "--dtype", "fp32"]
+    assert nanoscale(export) == 2
+    assert "type instead: --base" in capsys.readouterr().err
+    assert nanoscale([*export, "--base", "small"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained("runs/tuned/hf/step-00000003").state_dict()
+    before = AutoModelForCausalLM.from_pretrained("small").state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, merged[name])}
+    assert changed == {
+        f"model.layers.{n}.{name}.weight"
+        for n in (0, 1)
+        for name in ("self_attn.q_proj", "mlp.down_proj")
+    }
+
+
 def test_a_name_is_looked_up_in_the_cache(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

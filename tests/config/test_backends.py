@@ -16,6 +16,7 @@ from tests.config.test_rules import CPU, checked, gpus, violations
 DS = "backend=deepspeed"
 OFFLOAD = ["zero=stage3-offload", "zero.offload_optimizer=nvme"]
 
+BASE = "model.init_from=/models/base"
 LAWS = [
     # words, where, the key that is named
     (["zero.offload_optimizer=cpu"], CPU, "zero.offload_optimizer"),
@@ -50,6 +51,9 @@ LAWS = [
     ([DS, "model.experts=8", "model.balance=aux"], CPU, "model.balance"),
     ([DS, "model.experts=8", "parallel.tp=2", "parallel.sequence_parallel=false"], CPU,
      "model.experts"),
+    ([DS, BASE, "lora.rank=4", "parallel.tp=2", "parallel.sequence_parallel=false"], CPU, "lora.rank"),
+    ([DS, BASE, "lora.rank=4", "zero=stage3", "zero.offload_param=nvme",
+      "zero.offload_optimizer=nvme", "zero.nvme_path=."], CPU, "zero.offload_param"),
     ([DS, "zero.nvme_path=."], CPU, "zero.nvme_path"),
     ([DS, "zero=stage2", "zero.offload_optimizer=nvme", "zero.nvme_path=."], CPU,
      "zero.offload_optimizer"),

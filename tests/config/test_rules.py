@@ -63,6 +63,7 @@ def violations(*words: str, on: Devices = CPU, kind: str | None = None) -> list[
     return caught.value.violations
 
 
+BASE = "model.init_from=/models/base"
 LAWS = [
     # words, where, the key that is named
     (["parallel.dp=3"], CPU, "train.global_batch"),
@@ -132,6 +133,16 @@ LAWS = [
     (["model.experts=6", "parallel.dp=4", "parallel.ep=4"], CPU, "parallel.ep"),
     (["model.experts=8", "parallel.dp=4", "parallel.dp_replicate=2", "zero=stage3", "parallel.ep=4"],
      CPU, "parallel.ep"),
+    (["lora.rank=4"], CPU, "lora.rank"),
+    (["lora.alpha=4"], CPU, "lora.alpha"),
+    ([BASE, "lora.targets=[wq]"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "lora.alpha=0"], CPU, "lora.alpha"),
+    ([BASE, "lora.rank=4", "lora.targets=[]"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "lora.targets=[q_proj,wkk,norm]"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "lora.targets=[wq,wq]"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "lora.targets=[wq,up]", "model.experts=8"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "lora.targets=[gate]", "model.mlp=gelu"], CPU, "lora.targets"),
+    ([BASE, "lora.rank=4", "precision=fp8"], gpus(1), "precision.fp8"),
     (["parallel.checkpoint_every=2"], CPU, "parallel.checkpoint_every"),
     (["parallel.activation_checkpointing=full", "parallel.checkpoint_every=9"], CPU,
      "parallel.checkpoint_every"),

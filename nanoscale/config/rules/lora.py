@@ -18,7 +18,8 @@ def check_lora(case: Case) -> None:
     config = case.config
     if not config.lora.rank:
         for key in ("lora.alpha", "lora.targets"):
-            case.refuse_idle("config", key, _OFF, "lora.rank=16")
+            on = "lora.rank=16" if config.model.init_from else None
+            case.refuse_idle("config", key, _OFF, on)
         return
     if config.model.init_from is None:
         message = "trains adapters alone, and model.init_from names no model that they are for"
@@ -38,7 +39,7 @@ def _check_targets(case: Case, targets: list[str]) -> None:
     there = available(model)
     if not targets:
         message = "names no layer, so that nothing would be trained"
-        case.refuse("config", "lora.targets", message, "lora.targets=null", _OFF)
+        case.refuse("config", "lora.targets", message, "lora.targets=null")
     absent = [name for name in targets if name not in there]
     if absent:
         why = f"a block here has {listed(list(there))}"

@@ -1,0 +1,123 @@
+"""Checkpoints of adapters: without the frozen model, bit-exact, merged into what transformers computes with."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from nanoscale.checkpoint import pretrained, store
+from nanoscale.checkpoint.adapters import require_base
+from nanoscale.checkpoint.export import export
+from nanoscale.config.huggingface import read_shape
+from nanoscale.config.schema import Backend, Checkpoint, Config, Lora
+from nanoscale.errors import UserError
+from nanoscale.runs.directory import RunDirectory
+from tests.checkpoint.test_export import from_pretrained, quiet
+from tests.jobs import SAMPLES, SEQ_LEN, StopBefore, make_config, make_run, train, write_tokens
+from tests.models.huggingface import logits, save
+from tests.train.test_resume import curve, resumed_at
+
+STEPS = 7
+STOP = 4
+
+
+def config_for(folder: Path, base: Path, **degrees: Any) -> Config:
+    """A corpus of one global batch, so that every step sees all of it."""
+    config = make_config(
+        folder,
+        dp=degrees.get("dp", 1),
+        stage=degrees.pop("stage", 0),
+        model=replace(read_shape(base), init_from=str(base)),
+        precision="fp32",
+        parallel=degrees,
+        lora=Lora(rank=3, alpha=6.0),
+        checkpoint=Checkpoint(keep_last=None),
+    )
+    return replace(config, train=replace(config.train, steps=STEPS))
+
+
+def loss_of(model: Any, tokens: np.ndarray) -> float:
+    """What transformers computes of the whole corpus."""
+    rows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(SAMPLES)]
+    batch = torch.tensor(np.stack(rows))
+    found = logits(model, batch[:, :-1])
+    return F.cross_entropy(found.flatten(0, 1), batch[:, 1:].flatten()).item()
+
+
+def newest(run: RunDirectory) -> store.StoredCheckpoint:
+    return store.list_checkpoints(run.checkpoints)[-1]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3", {"dp": 2, "tp": 2, "stage": 3}), ("gpt2", {})],
+    ids=["qwen3, dp 2 · tp 2", "gpt2, one process"],
+)
+def test_from_the_base_to_a_merged_model(
+    family: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    tokens = write_tokens(tmp_path)
+    theirs = save(family, tmp_path / "base", shard="20KB")
+    config = config_for(tmp_path, tmp_path / "base", **layout)
+    whole, run = make_run(config, "whole"), make_run(config)
+    train(whole, config)
+    losses = [record["loss"] for record in curve(whole)]
+    assert losses[0] == pytest.approx(loss_of(theirs, tokens), rel=1e-6)
+    assert losses[-1] < losses[0] - 0.01
+    train(run, config, StopBefore(STOP))
+    stopped = newest(run)
+    assert {name.split(".adapter.")[-1] for name in stopped.manifest["tensors"]} == {
+        f"{matrix}{moment}"
+        for matrix in "ab"
+        for moment in ("", ".step", ".exp_avg", ".exp_avg_sq")
+    }
+    export(stopped, config, tmp_path / "out", "fp32", 20_000, quiet)
+    merged = from_pretrained(tmp_path / "out")
+    assert loss_of(merged, tokens) == pytest.approx(losses[stopped.step], rel=1e-6)
+    twin = RunDirectory(run.path.with_name("twin"))
+    shutil.copytree(run.path, twin.path, symlinks=True)
+    train(run, config)
+    assert resumed_at(run) == [stopped.step] and curve(run) == curve(whole)
+    if layout:
+        elsewhere = config_for(tmp_path, tmp_path / "base", dp=2, stage=3)
+        train(twin, replace(elsewhere, backend=Backend(name="deepspeed")))
+        for ours, reference in zip(curve(twin), curve(whole), strict=True):
+            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
+
+
+def test_the_base_is_known_again(tmp_path: Path) -> None:
+    """By its numbers, wherever it lies and however many files it is in."""
+    write_tokens(tmp_path)
+    save("llama", tmp_path / "base", shard="20KB")
+    config = config_for(tmp_path, tmp_path / "base")
+    run = make_run(config)
+    train(run, replace(config, train=replace(config.train, steps=2)))
+    save("llama", tmp_path / "moved")
+    held = load_file(tmp_path / "moved" / "model.safetensors")
+    shutil.copytree(tmp_path / "moved", tmp_path / "other")
+    held["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-6
+    save_file(held, tmp_path / "other" / "model.safetensors")
+    shape = read_shape(tmp_path / "moved")
+    first, again, other = (
+        pretrained.fingerprint(tmp_path / name, shape) for name in ("base", "moved", "other")
+    )
+    assert first == again != other
+    changed = replace(config, model=replace(config.model, init_from=str(tmp_path / "other")))
+    with pytest.raises(RuntimeError, match="other weights than those"):
+        train(run, changed)
+    with pytest.raises(UserError, match="other weights than those"):
+        export(newest(run), changed, tmp_path / "out", "fp32", 20_000, quiet)
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(UserError, match="is not there, and its weights are needed"):
+        require_base(changed, run.checkpoints)
+    require_base(changed, tmp_path / "nowhere")  # there is nothing yet to be held against
