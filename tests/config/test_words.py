@@ -183,7 +183,7 @@ def test_a_list_of_integers():
     assert "each at least 1" in violation(f"{key}=[0,3]").message
 
 
-@pytest.mark.parametrize("word", ["n=3", "l=3", "x=3", "bs=3", "model._target_=3"])
+@pytest.mark.parametrize("word", ["n=3", "l=3", "x=3", "bs=3", "model._partial_=3"])
 def test_words_that_are_too_short_or_too_far_off_suggest_nothing(word):
     assert violation(word).suggestions == ()
 

@@ -220,13 +220,6 @@ DEEPSPEED = [
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native", "lora.rank=0"),
     ),
     Limit(
-        "zero.offload_param",
-        lambda config: not config.lora.rank or config.zero.offload_param != "nvme",
-        "none or cpu with lora",
-        "keeps on a disk what no optimizer updates, where a model's weights cannot be read to",
-        ("zero.offload_param=cpu", "backend=native"),
-    ),
-    Limit(
         "zero.offload_optimizer",
         lambda config: config.zero.offload_optimizer == "none" or config.zero.stage > 0,
         "with stages 1 to 3",

@@ -30,6 +30,9 @@ def check_lora(case: Case) -> None:
     if config.precision.fp8:
         message = "multiplies in torchao's layers, which adapters cannot stand beside"
         case.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
+    if config.backend.name == "deepspeed" and config.zero.offload_param == "nvme":
+        message = "keeps frozen weights on a disk, to which a model cannot be read"
+        case.refuse("layout", "zero.offload_param", message, "zero.offload_param=cpu", _OFF)
     if config.lora.targets is not None:
         _check_targets(case, config.lora.targets)
 
