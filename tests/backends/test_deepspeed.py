@@ -143,7 +143,6 @@ def test_gpt2_equals_plain_loop(tmp_path: Path, stage: int, changes: dict[str, A
 
 ADAPTERS = Lora(rank=3, alpha=12.0, targets=("wq", "wk", "wv", "wo", "gate", "up", "down"))
 LORA: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
-    (0, {}, {"dp": 2}),
     (2, OFFLOAD, {"dp": 2}),
     (3, EVERYTHING, {"dp": 2}),
     (1, {}, {"parallel": {"pp": 2}, "micro_batch": 2}),

@@ -205,7 +205,6 @@ ROWS = [
     lora(2, 1, dp=4, dp_replicate=2, shape=GPT2),
     lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
     lora(0, pp=2, tp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
-    lora(0, pp=2, schedule="1f1b"),
     lora(3, dp=2, ep=2, shape=MOE),
 ]  # fmt: skip
 
