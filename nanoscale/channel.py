@@ -21,7 +21,7 @@ MARK = "NANOSCALE_JOB"
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
-TRAINING, BANDWIDTH = "training", "bandwidth"
+TRAINING, BANDWIDTH, EVALUATION = "training", "bandwidth", "evaluation"
 """what ranks may be asked to do"""
 
 _WRITE_S = 1.0

@@ -20,7 +20,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
-from nanoscale.channel import BANDWIDTH, TRAINING
+from nanoscale.channel import BANDWIDTH, EVALUATION, TRAINING
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
 from nanoscale.lifeline import die_with
@@ -68,7 +68,11 @@ class RankContext:
 Job = Callable[[RankContext], str]
 """What a rank does; it returns a key of EXIT_CODES."""
 
-JOBS = {TRAINING: "nanoscale.train.job", BANDWIDTH: "nanoscale.parallel.bandwidth"}
+JOBS = {
+    TRAINING: "nanoscale.train.job",
+    BANDWIDTH: "nanoscale.parallel.bandwidth",
+    EVALUATION: "nanoscale.train.evaluation",
+}
 """by what the launcher calls it, the module whose `run` is the job"""
 
 

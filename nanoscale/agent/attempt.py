@@ -14,7 +14,7 @@ from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
 from nanoscale.agent.network import interface_towards
 from nanoscale.channel import Message
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
 
@@ -84,6 +84,7 @@ def _run_directory(link: Link, order: Message) -> RunDirectory:
     own = RunDirectory(link.scratch / f"run-{order['attempt']}")
     own.path.mkdir()
     own.config.write_text(order["config"])
+    write_json(own.task, order["task"])
     return own
 
 

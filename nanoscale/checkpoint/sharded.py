@@ -113,6 +113,25 @@ def load_newest(workspace: Path, state: State) -> Loaded | None:
     return None
 
 
+def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
+    """Fill the tensors of `state` in place, of whatever type they are, and nothing else; the manifest.
+
+    Only the sizes of files are held against the manifest: their sums are `find_damage`'s.
+
+    Raises:
+        UserError: a file is missing or cut off, or it is the checkpoint of another model.
+    """
+    damage = ranks.from_first(store.find_damage(stored.path, sums=False))
+    if damage:
+        raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
+    manifest = stored.manifest
+    parts = {name.partition(".")[0] for name in state}
+    kept = {k: v for k, v in manifest["tensors"].items() if k.partition(".")[0] in parts}
+    _require_same_tensors(stored, kept, describe_all(state))
+    _read(stored, state)
+    return manifest
+
+
 def _width(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 

@@ -30,6 +30,8 @@ VERBS = (
     "plan",
     "doctor",
     "data",
+    "generate",
+    "eval",
     "runs",
     "checkpoints",
     "config",
@@ -38,7 +40,7 @@ VERBS = (
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 
-_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "config")
+_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "config")
 """verbs that take overrides"""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

@@ -104,6 +104,12 @@ class FileTokenizer:
                 ids.append(self.eos)
                 yield np.array(ids, dtype=np.int64)
 
+    def before(self) -> tuple[int, ...]:
+        """What the tokenizer itself puts before a text, as `<s>`; perhaps nothing."""
+        encoded = self._tokenizer.encode("a", add_special_tokens=True)
+        first = encoded.special_tokens_mask.index(0)
+        return tuple(encoded.ids[:first])
+
     def name_of(self, token: int) -> str:
         """The token of an id, as the tokenizer.json has it."""
         name: str = self._tokenizer.id_to_token(token)

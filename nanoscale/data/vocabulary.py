@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nanoscale.config.prepared import TOKENIZER, folder_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
-from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, load
+from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, load
 
 _FILES = (
     "tokenizer.json",
@@ -50,6 +51,25 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
         _write_bytes(folder / "tokenizer.json")
     _describe(folder, END)
     return _end(prepared.tokenizer().eos)
+
+
+def known(config: Config) -> Tokenizer | None:
+    """The tokenizer of a run's tokens, as `write` finds it, or that of a prepared folder; None: not known.
+
+    The files of tokens need not be there any more.
+    """
+    data, begun = config.data, config.model.init_from
+    if data.tokenizer not in ("byte", "bpe"):
+        return load(data.tokenizer)
+    if data.source == "stdlib":
+        return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
+    if begun is not None and (Path(begun) / "tokenizer.json").is_file():
+        return load(Path(begun) / "tokenizer.json")
+    folder = folder_of(data.path) if data.path else None
+    if folder is None:
+        return None
+    file = folder / TOKENIZER
+    return load(file) if file.is_file() else ByteTokenizer()
 
 
 def _describe(folder: Path, end: str) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanoscale.channel import BANDWIDTH, Message
+from nanoscale.channel import BANDWIDTH
 from nanoscale.config.frozen import dump
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.errand import Errand
 from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.verdicts import Verdict, named
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.failure import Evidence, RankFailure, diagnose, first_cause
+from nanoscale.runs.failure import Evidence, diagnose, first_cause
 
 CHECK = "bandwidth"
 _RANKS_HERE = 2
@@ -25,9 +25,6 @@ _RANKS_HERE = 2
 _LIMIT_S = 120.0
 """for all of it; loading torch from a slow disk is the longest part"""
 _MEET_S = 30.0
-_CAUSE_S = 1.5
-_KILL_S = 10.0
-_LOOK_S = 0.1
 _FEWEST_PAIRS = 3
 """of fewer none stands out"""
 _OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
@@ -102,13 +99,10 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
     if plan.world_size < 2:
         text = "one rank alone has nobody to talk to"
         return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
-    test = _Test(fleet, members, plan, _frozen(config, plan.world_size))
-    try:
-        test.go()
-    except BaseException:
-        test.abandon()
-        raise
-    return test.judge()
+    frozen = _frozen(config, plan.world_size)
+    test = Errand(fleet, members, plan, frozen, BANDWIDTH, meet_s=_MEET_S, limit_s=_LIMIT_S)
+    test.run()
+    return judge(test)
 
 
 def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
@@ -132,126 +126,29 @@ def _frozen(config: Config, world: int) -> str:
     return dump(_laid_out(config, world))
 
 
-@dataclass
-class _Test:
-    """The test while it goes on: what has been heard of it."""
-
-    fleet: Fleet
-    members: Sequence[Member]
-    plan: LaunchPlan
-    config: str
-    ended: set[str] = field(default_factory=set)
-    failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
-    evidence: dict[str, Evidence] = field(default_factory=dict)
-    result: dict[str, Any] | None = None
-    killing_since: float | None = None
-    failing_since: float | None = None
-    late: list[str] = field(default_factory=list)
-    """hosts whose ranks were still going when time was over"""
-
-    def go(self) -> None:
-        """Launch, listen until all have ended, and end what has failed or takes too long."""
-        self._launch()
-        began = time.monotonic()
-        while self._waiting():
-            for member, message in self.fleet.poll(_LOOK_S):
-                self._take(member, message)
-            now = time.monotonic()
-            if self.killing_since is not None:
-                self._mind_stragglers(now)
-            elif self.failing_since is not None and now - self.failing_since > _CAUSE_S:
-                self.kill()
-            elif now - began > _LIMIT_S:
-                self.late = [member.name for member in self._waiting()]
-                self.kill()
-
-    def kill(self) -> None:
-        self.killing_since = time.monotonic()
-        self.fleet.tell(self.members, "kill", attempt=1, stacks=False)
-
-    def abandon(self) -> None:
-        """End it at once. An agent that looks for the others obeys no order, but dies with its connection."""
-        for member in self.members:
-            self.fleet.give_up(member)
-        deadline = time.monotonic() + _KILL_S
-        while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
-            self.fleet.poll(_LOOK_S)
-
-    def _launch(self) -> None:
-        for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
-            self.fleet.tell(
-                [member],
-                "launch",
-                job=BANDWIDTH,
-                run=None,
-                config=self.config,
-                attempt=1,
-                name=host.host,
-                node_rank=number,
-                nodes=len(self.plan.hosts),
-                ranks=host.ranks,
-                master_addr=self.plan.master_addr,
-                master_port=self.plan.master_port,
-                patience_s=_LIMIT_S,
-                meet_s=_MEET_S,
-            )
-
-    def _waiting(self) -> list[Member]:
-        for member in self.members:
-            if member.lost is not None and member.name not in self.ended:
-                self.ended.add(member.name)
-                if self.killing_since is None:
-                    self._add([member.lost])
-        return [member for member in self.members if member.name not in self.ended]
-
-    def _take(self, member: Member, message: Message) -> None:
-        if message["kind"] == "ended":
-            self.ended.add(member.name)
-            self.evidence[member.name] = Evidence(**message["evidence"])
-            self.result = self.result or message["result"]
-        if message["kind"] in ("failing", "ended") and self.killing_since is None:
-            self._add([RankFailure(**failure) for failure in message["failures"]])
-
-    def _add(self, failures: Sequence[RankFailure]) -> None:
-        for failure in failures:
-            self.failures.setdefault((failure.host, failure.rank), failure)
-        if self.failures:
-            self.failing_since = self.failing_since or time.monotonic()
-
-    def _mind_stragglers(self, now: float) -> None:
-        assert self.killing_since is not None
-        for member in self._waiting() if now - self.killing_since > _KILL_S else ():
-            self.fleet.give_up(member)
-
-    # --- what it came to ------------------------------------------------------------------------------
-
-    def judge(self) -> Measured:
-        if self.failures:
-            return Measured(None, (self._failed(),))
-        if self.late or self.result is None:
-            text = (
-                f"the test did not end within {_LIMIT_S:g} s; {named(self.late)} had not finished"
-            )
-            return Measured(None, (Verdict(self.members[0].name, CHECK, False, text, _OPEN),))
-        if self.result["closed"]:
-            return Measured(None, tuple(judge_ways(self.result["closed"])))
-        figures = read_figures(self.result)
-        return Measured(figures, tuple(judge_pairs(figures)))
-
-    def _failed(self) -> Verdict:
-        cause = first_cause(list(self.failures.values()))
-        said = cause.message.strip().partition("\n")[0]
-        if cause.rank is None and cause.type:  # of the agent: it did not find the others
-            text = f"does not reach {self.plan.master_addr}:{self.plan.master_port} ({said})"
-            return Verdict(cause.host, CHECK, False, text, _OPEN)
-        diagnosis, remedy = diagnose(cause, self.evidence.get(cause.host, Evidence()))
-        who = "the agent" if cause.rank is None else f"rank {cause.rank}"
-        text = f"the test failed: {who}: {diagnosis}" + (f" ({said})" if said else "")
-        return Verdict(cause.host, CHECK, False, text, remedy)
+def judge(test: Errand) -> Measured:
+    """What the test came to."""
+    if test.failures:
+        return Measured(None, (_failed(test),))
+    if test.late or test.result is None:
+        text = f"the test did not end within {_LIMIT_S:g} s; {named(test.late)} had not finished"
+        return Measured(None, (Verdict(test.members[0].name, CHECK, False, text, _OPEN),))
+    if test.result["closed"]:
+        return Measured(None, tuple(judge_ways(test.result["closed"])))
+    figures = read_figures(test.result)
+    return Measured(figures, tuple(judge_pairs(figures)))
 
 
-def _is_connected(member: Member) -> bool:
-    return member.process is not None and member.process.exit_code() is None
+def _failed(test: Errand) -> Verdict:
+    cause = first_cause(list(test.failures.values()))
+    said = cause.message.strip().partition("\n")[0]
+    if cause.rank is None and cause.type:  # of the agent: it did not find the others
+        text = f"does not reach {test.plan.master_addr}:{test.plan.master_port} ({said})"
+        return Verdict(cause.host, CHECK, False, text, _OPEN)
+    diagnosis, remedy = diagnose(cause, test.evidence.get(cause.host, Evidence()))
+    who = "the agent" if cause.rank is None else f"rank {cause.rank}"
+    text = f"the test failed: {who}: {diagnosis}" + (f" ({said})" if said else "")
+    return Verdict(cause.host, CHECK, False, text, remedy)
 
 
 def read_figures(result: dict[str, Any]) -> Figures:

@@ -250,7 +250,7 @@ class Fleet:
 
         Args:
             environment: what its ranks are to have on top of what the host has.
-            job: what they will do: TRAINING or BANDWIDTH.
+            job: what they will do, one of worker.JOBS.
         """
         self._preparation = {
             "environment": environment,

@@ -89,6 +89,11 @@ class RunDirectory:
         return self.path / "failure.json"
 
     @property
+    def task(self) -> Path:
+        """What such a job is told beside the configuration."""
+        return self.path / "task.json"
+
+    @property
     def result(self) -> Path:
         """What a job that is no training, and of no run, has found out."""
         return self.path / "result.json"

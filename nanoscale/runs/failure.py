@@ -386,7 +386,7 @@ def read(run: RunDirectory) -> Failure | None:
         return None
 
 
-def user_error(failure: Failure) -> UserError | None:
+def user_error(failure: Failure | RankFailure) -> UserError | None:
     """The user's error that a rank raised, as it was; None where it was another failure."""
     content = failure.user_error
     if content is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.checkpoint import sharded, store
@@ -140,9 +142,8 @@ class Training:
             self.sizes.dp,
             self.sizes.micro_batch,
         )
-        loss_sum, tokens = self.engine.evaluate(batches)
-        total = ranks.gather_numbers([loss_sum, tokens]).sum(dim=0)
-        return (total[0] / total[1].clamp(min=1)).item()
+        loss_sum, tokens = validate(self.engine, batches)
+        return loss_sum / tokens
 
     def leave_early(self) -> str:
         self.note("stopping", f"asked to stop after step {self.progress.step}")
@@ -181,6 +182,12 @@ class Training:
             store.prune(self.workspace, kept.keep_last, kept.keep_every)
         message = f"{path.name} saved in {seconds:.2f} s"
         self.note("checkpoint", message, step=self.progress.step, seconds=seconds)
+
+
+def validate(engine: Engine, batches: Iterable[tuple[np.ndarray, int]]) -> tuple[float, int]:
+    """The sum of the losses of all ranks' batches and the number of their tokens; see `Engine.evaluate`."""
+    total = ranks.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
+    return total[0].item(), int(total[1].item())
 
 
 def is_due(step: int, every: int) -> bool:

@@ -44,6 +44,8 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
                 "checkpoints",
                 "config",
                 "plan",
+                "generate",
+                "eval",
             )
         ),
         ["config", "show", "recipe=llama-8b"],

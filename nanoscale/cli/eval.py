@@ -1,0 +1,293 @@
+"""`nanoscale eval`: how good a checkpoint is, by the loss on validation data or by lm-eval's tasks."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale.cli.config import Overrides
+from nanoscale.cli.generate import Device, Dtype, DtypeOf, Model, Step, TokenizerOf, calm_threads
+from nanoscale.cli.hosts import (
+    Exclude,
+    Hostfile,
+    Include,
+    NoPreflight,
+    NumGpus,
+    NumNodes,
+    as_settings,
+)
+from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoscale.checkpoint.store import StoredCheckpoint
+    from nanoscale.config.compose import Setting
+    from nanoscale.config.rules import Host
+    from nanoscale.config.schema import Config
+
+
+def eval(
+    model: Model,
+    overrides: Overrides = None,
+    step: Step = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(help="Only the first so many samples.", show_default="all that are held out"),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Tasks of lm-eval by name, in place of the loss; in one process on one device.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="With --tasks: documents of each.", show_default="all")
+    ] = None,
+    few_shot: Annotated[
+        int | None,
+        typer.Option(help="With --tasks: examples before a question.", show_default="the task's"),
+    ] = None,
+    tasks_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="With --tasks: a folder of more tasks.", show_default=False
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: DtypeOf = None,
+    tokenizer: TokenizerOf = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    no_preflight: NoPreflight = False,
+    as_json: AsJson = False,
+) -> int:
+    """Evaluate a checkpoint: validation loss, perplexity, bits per byte; or tasks of lm-eval.
+
+    The loss is computed by the job's ranks, in its layout or the one that overrides ask for, on its data or on
+    data.path=…. The run is not changed, and may be going on. Of a Hugging Face folder say what data to take.
+    --device, --dtype and --tokenizer are for --tasks: for the loss, launcher.device and precision say it.
+    """
+    _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
+    if tasks is not None:
+        if overrides:
+            raise UserError("usage", f"overrides as {overrides[0]} are not for --tasks")
+        names = [name for name in tasks.split(",") if name]
+        return _run_tasks(
+            model, names, step, limit, few_shot, tasks_dir, device, dtype, tokenizer, as_json
+        )
+    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    return _loss(model, overrides or [], step, samples, options, as_json)
+
+
+def _check(
+    samples: int | None,
+    limit: int | None,
+    few_shot: int | None,
+    tasks: str | None,
+    of_tasks: tuple[Any, ...],
+) -> None:
+    for option, value, least in (
+        ("--samples", samples, 1),
+        ("--limit", limit, 1),
+        ("--few-shot", few_shot, 0),
+    ):
+        if value is not None and value < least:
+            raise UserError("usage", f"{option} {value}: must be at least {least}")
+    if tasks is not None and samples is not None:
+        raise UserError("usage", "--samples is for the loss; of --tasks, --limit takes a part")
+    if tasks is None and any(value is not None for value in (limit, few_shot, *of_tasks)):
+        names = "--limit, --few-shot, --tasks-dir, --device, --dtype and --tokenizer"
+        raise UserError("usage", f"{names} are for --tasks only")
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def _loss(
+    name: str,
+    words: list[str],
+    step: int | None,
+    samples: int | None,
+    options: dict[str, Setting],
+    as_json: bool,
+) -> int:
+    from nanoscale.launch.evaluation import EvaluationError, evaluate
+
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        if step is not None:
+            raise UserError("usage", f"--step {step}: {folder} is a Hugging Face model, not a run")
+        config, hosts, stored = *_of_folder(folder.absolute(), words, options), None
+    else:
+        config, hosts, stored = _of_run(name, words, step, options)
+    task = {
+        "checkpoint": str(stored.path) if stored else None,
+        "step": stored.step if stored else None,
+        "samples": samples,
+    }
+    with _saying() as say:
+        say("starting the ranks …")
+        try:
+            figures = evaluate(config, hosts, task, say)
+        except EvaluationError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+    document = _document(config, task, figures)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+    return DONE
+
+
+def _of_run(
+    name: str, words: list[str], step: int | None, options: dict[str, Setting]
+) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
+    """The run's configuration with the changes, checked against the machines, and what to evaluate."""
+    from nanoscale.checkpoint.store import find_checkpoint
+    from nanoscale.config.compose import compose
+    from nanoscale.config.frozen import load
+    from nanoscale.runs.directory import RunDirectory
+
+    run = RunDirectory.open(name)
+    stored = find_checkpoint(run.checkpoints, step)
+    config, hosts = _checked(compose(words, config_file=run.config, options=options))
+    config = replace(config, run=load(run.config).run)
+    # Its checkpoint has the weights; the folder that it began with may be gone.
+    return replace(config, model=replace(config.model, init_from=None)), hosts, stored
+
+
+def _of_folder(
+    folder: Path, words: list[str], options: dict[str, Setting]
+) -> tuple[Config, tuple[Host, ...]]:
+    """A configuration that begins with the weights of a Hugging Face folder."""
+    from nanoscale.config.compose import compose
+    from nanoscale.launch.weights import with_weights
+
+    composed = compose([f"model.init_from='{folder}'", *words], options=options)
+    config, hosts = _checked(composed)
+    return with_weights(composed, config, fetch=True), hosts
+
+
+def _checked(composed: Any) -> tuple[Config, tuple[Host, ...]]:
+    from nanoscale.config.rules import check
+    from nanoscale.devices import detect
+    from nanoscale.launch.foreign import check_extra
+    from nanoscale.launch.hosts import read_hosts
+
+    hosts = read_hosts(composed)
+    config = check(composed, detect(), hosts)
+    check_extra(composed, config)
+    return config, hosts
+
+
+def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """`eval --json`. What is no number, or beyond all bounds, is null."""
+    from nanoscale.config.derive import derive
+
+    loss = figures["loss_sum"] / figures["tokens"]
+    text_bytes = figures["bytes"]
+    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
+    return {
+        "checkpoint": task["checkpoint"] or config.model.init_from,
+        "step": task["step"],
+        "loss": _finite(loss),
+        "perplexity": _finite(math.exp(loss)) if loss < 700 else None,
+        "bits_per_byte": _finite(bits),
+        "samples": figures["samples"],
+        "tokens": figures["tokens"],
+        "bytes": text_bytes,
+        "seconds": figures["seconds"],
+        "world_size": derive(config).world_size,
+        "data": figures["data"],
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _print(document: dict[str, Any]) -> None:
+    def shown(value: float | None, form: str) -> str:
+        return "not finite" if value is None else format(value, form)
+
+    typer.echo(document["checkpoint"])
+    typer.echo(f"  loss           {shown(document['loss'], '.4f')}")
+    typer.echo(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
+    if document["bytes"]:
+        typer.echo(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
+    speed = document["tokens"] / document["seconds"]
+    ranks = f"{document['world_size']} rank{'s' if document['world_size'] > 1 else ''}"
+    typer.echo(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")
+    typer.echo(f"  speed          {speed:,.0f} tokens/s, {ranks}")
+    typer.echo(f"  data           {document['data']}")
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def _run_tasks(
+    model: str,
+    names: list[str],
+    step: int | None,
+    limit: int | None,
+    few_shot: int | None,
+    tasks_dir: Path | None,
+    device: str | None,
+    dtype: Dtype | None,
+    tokenizer: str | None,
+    as_json: bool,
+) -> int:
+    calm_threads()
+    from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
+    from nanoscale.generate.weights import open_model
+
+    require_library()
+    opened = open_model(model, step=step, device=device, dtype=dtype, tokenizer=tokenizer)
+    with _saying() as say:
+        answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"))
+        found = evaluate_tasks(answers, names, limit, few_shot, tasks_dir)
+    results = found["results"]
+    if as_json:
+        print_json({"model": opened.source, "limit": limit, "tasks": _plain(results)})
+        return DONE
+    from lm_eval.utils import make_table
+
+    typer.echo(opened.source)
+    typer.echo(make_table(found).rstrip())
+    return DONE
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's; what is no finite number is null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, bool | str | int | None):
+        return value
+    try:
+        return _finite(float(value))
+    except (TypeError, ValueError):
+        return str(value)
+
+
+@contextmanager
+def _saying() -> Iterator[Callable[[str], None]]:
+    """For what is being done at the moment, where somebody is looking."""
+    screen = console(error=True)
+    if not screen.is_terminal:
+        yield lambda _: None
+        return
+    with screen.status("") as status:
+        yield lambda text: status.update(text.strip().rpartition("\n")[2])

@@ -1,0 +1,342 @@
+"""`nanoscale generate`: text from a checkpoint, as it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from nanoscale.cli.output import DONE, AsJson, print_json, show_error
+from nanoscale.errors import UserError, Violation
+
+if TYPE_CHECKING:
+    from nanoscale.generate.weights import Opened
+    from nanoscale.generate.writing import Wish, Written
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|DIR",
+        help="A run, by its directory or its name in runs/, or the folder of a Hugging Face model.",
+    ),
+]
+Step = Annotated[
+    int | None,
+    typer.Option(help="The run's checkpoint of this step.", show_default="the newest"),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU, where there is one"),
+]
+TokenizerOf = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer",
+        metavar="byte|PATH|NAME",
+        help="Another tokenizer than the model's own.",
+        show_default=False,
+    ),
+]
+
+
+class Dtype(StrEnum):
+    """Types to compute in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp64 = "fp64"
+
+
+DtypeOf = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="What to compute in.", show_default="bf16 on a GPU, else fp32"),
+]
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="The text to go on from.", show_default="standard input"),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One prompt a line, or .jsonl with "prompt"; the results are JSON lines.',
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where the results of --prompts go.", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0: always the most likely token. 1: as the model has it.")
+    ] = 0.7,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Draw from so many most likely tokens.", show_default="all"),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the fewest with this probability together.", show_default="1"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed, the same text.", show_default="a new one")
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; several can be given."),
+    ] = None,
+    step: Step = None,
+    device: Device = None,
+    dtype: DtypeOf = None,
+    tokenizer: TokenizerOf = None,
+    as_json: AsJson = False,
+) -> int:
+    """Let a model write: after one prompt, those of a file, or what you type.
+
+    Standard output has what was written and nothing else. Without --prompt on a terminal it asks for prompts:
+    Ctrl-C ends an answer, Ctrl-D the conversation; each prompt stands for itself.
+    """
+    _check(max_tokens, temperature, top_k, top_p, stop or [])
+    _check_ways(prompt, prompts, out, as_json)
+    records = _records(prompt, prompts)
+    if records is None and (as_json or not sys.stdout.isatty()):
+        raise UserError("usage", "there is no prompt: give --prompt, --prompts or standard input")
+
+    calm_threads()
+    from nanoscale.generate.sampling import NotFiniteError, Sampling
+    from nanoscale.generate.weights import open_model
+    from nanoscale.generate.writing import Wish
+
+    opened = open_model(model, step=step, device=device, dtype=dtype, tokenizer=tokenizer)
+    first = random.randrange(2**31) if seed is None else seed
+    wish = Wish(Sampling(temperature, top_k, top_p), max_tokens, tuple(stop or ()), first)
+    try:
+        if records is None:
+            _talk(opened, wish)
+        elif prompts is None:
+            _answer_one(opened, records[0]["prompt"], wish, as_json)
+        else:
+            _answer_all(opened, records, wish, out, as_json)
+    except BrokenPipeError:  # the command line's library would call it a failure
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except NotFiniteError:
+        raise UserError(
+            "checkpoint",
+            f"{opened.source}: the model's logits are not finite; its training has diverged, "
+            "or --dtype is too narrow for it",
+        ) from None
+    return DONE
+
+
+def calm_threads() -> None:
+    """Before torch is loaded: its threads spin so long that one busy neighbour slows a token twentyfold."""
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(os.environ):
+        os.environ["GOMP_SPINCOUNT"] = "1000"
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def _check(
+    max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, stops: list[str]
+) -> None:
+    """Raise a UserError with every number that makes no sense."""
+    laws = [
+        ("--max-tokens", max_tokens, max_tokens >= 1, "must be at least 1", "--max-tokens 1"),
+        ("--temperature", temperature, 0 <= temperature < 1e6, "must be 0 or more", "--temperature 0"),
+        ("--top-k", top_k, top_k is None or top_k >= 1, "must be at least 1", "--top-k 1"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "lies in (0, 1]", "--top-p 0.9"),
+        ("--stop", "", all(stops), "must be a text", "--stop TEXT"),
+    ]  # fmt: skip
+    wrong = [
+        Violation(option, value, "command line", message, (instead,))
+        for option, value, good, message, instead in laws
+        if not good
+    ]
+    if wrong:
+        raise UserError("usage", "; ".join(f"{w.key} {w.value}: {w.message}" for w in wrong), wrong)
+
+
+def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool) -> None:
+    if prompt is not None and prompts is not None:
+        raise UserError("usage", "--prompt and --prompts are both given; one of them must go")
+    if out is None:
+        return
+    if prompts is None or as_json:
+        raise UserError("usage", "--out is for the JSON lines of --prompts, without --json")
+    if out.exists():
+        raise UserError("usage", f"--out {out} exists already; name another file")
+    if not out.absolute().parent.is_dir():
+        raise UserError("usage", f"--out {out}: there is no folder {out.absolute().parent}")
+
+
+def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] | None:
+    """What to go on from; None where somebody is to be asked."""
+    from nanoscale.generate.prompts import read_prompts
+
+    if prompt is not None:
+        return [{"prompt": prompt}]
+    if prompts is not None:
+        return read_prompts(prompts)
+    if sys.stdin.isatty():
+        return None
+    try:
+        return [{"prompt": sys.stdin.read().removesuffix("\n")}]
+    except UnicodeDecodeError as error:
+        raise UserError("usage", f"standard input is not UTF-8 at byte {error.start}") from error
+
+
+# --- what is given --------------------------------------------------------------------------------
+
+
+def _answer_one(opened: Opened, prompt: str, wish: Wish, as_json: bool) -> None:
+    from nanoscale.generate.writing import encode
+
+    tokens = encode(opened, prompt)
+    began = time.perf_counter()
+    try:
+        written = _stream(opened, prompt, tokens, wish, None if as_json else sys.stdout)
+    except KeyboardInterrupt:
+        if not as_json:
+            print(flush=True)
+        raise
+    seconds = time.perf_counter() - began
+    if as_json:
+        print_json(
+            {"model": opened.source, "seed": wish.seed, **_document(written), "seconds": seconds}
+        )
+    _say_end(opened, written, seconds)
+
+
+def _answer_all(
+    opened: Opened, records: list[dict[str, Any]], wish: Wish, out: Path | None, as_json: bool
+) -> None:
+    """Every prompt with the same seed, so that its answer does not depend on the others."""
+    from nanoscale.generate.writing import encode
+
+    encoded = [encode(opened, record["prompt"]) for record in records]  # all errors come first
+    began, count = time.perf_counter(), 0
+    results = []
+    with _results(out) as file:
+        for number, (record, tokens) in enumerate(zip(records, encoded, strict=True), 1):
+            written = _stream(opened, record["prompt"], tokens, wish, None)
+            result = record | _document(written)
+            count += len(written.tokens)
+            if as_json:
+                results.append(result)
+            else:
+                file.write(json.dumps(result, ensure_ascii=False) + "\n")
+                file.flush()
+            if sys.stderr.isatty() and not file.isatty():
+                _say(f"\r\x1b[K{number} of {len(records)} prompts", end="")
+    if as_json:
+        print_json({"model": opened.source, "seed": wish.seed, "results": results})
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    _say_speed(count, time.perf_counter() - began)
+
+
+def _talk(opened: Opened, wish: Wish) -> None:
+    from nanoscale.generate.writing import encode
+
+    with suppress(ImportError):
+        import readline  # noqa: F401 - lets `input` edit lines
+
+    print(f"{opened.source}; Ctrl-C ends an answer, Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if not prompt.strip():
+            continue
+        began = time.perf_counter()
+        try:
+            written = _stream(opened, prompt, encode(opened, prompt), wish, sys.stdout)
+            _say_end(opened, written, time.perf_counter() - began)
+        except KeyboardInterrupt:
+            print()
+        except UserError as error:
+            show_error(error, as_json=False)
+        wish = replace(wish, seed=wish.seed + 1)
+
+
+def _stream(
+    opened: Opened, prompt: str, tokens: list[int], wish: Wish, screen: TextIO | None
+) -> Written:
+    """Write an answer, and show it as it comes."""
+    from nanoscale.generate.writing import Written, write
+
+    written = Written(prompt)
+    for piece in write(opened, tokens, wish, written):
+        if screen is not None:
+            screen.write(piece)
+            screen.flush()
+    if screen is not None and not written.text.endswith("\n"):
+        screen.write("\n")
+        screen.flush()
+    return written
+
+
+def _document(written: Written) -> dict[str, Any]:
+    return {
+        "prompt": written.prompt,
+        "text": written.text,
+        "finish": written.finish,
+        "prompt_tokens": written.prompt_tokens,
+        "tokens": len(written.tokens),
+    }
+
+
+@contextmanager
+def _results(out: Path | None) -> Iterator[TextIO]:
+    if out is None:
+        yield sys.stdout
+        return
+    try:
+        file = out.open("x", encoding="utf-8")
+    except OSError as error:
+        raise UserError("usage", f"--out {out}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _say_end(opened: Opened, written: Written, seconds: float) -> None:
+    from nanoscale.generate.writing import CONTEXT
+
+    if written.finish == CONTEXT:
+        _say(f"note: it ends at {opened.context:,} tokens, all that the model can look at")
+    length, known = written.prompt_tokens + len(written.tokens), opened.trained_len
+    if known is not None and length > known:
+        _say(f"note: {length:,} tokens, and it was trained on samples of {known:,}")
+    if sys.stderr.isatty():
+        _say_speed(len(written.tokens), seconds)
+
+
+def _say_speed(tokens: int, seconds: float) -> None:
+    if sys.stderr.isatty() and seconds > 0:
+        _say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,219 @@
+"""Our models as EleutherAI's lm-evaluation-harness (`lm_eval`) asks for them.
+
+`Answers` needs nothing of that library: its requests are objects whose `args` are tuples. The library calls it
+through a class that is made when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanoscale.errors import UserError, Violation
+from nanoscale.generate.sampling import Sampling
+from nanoscale.generate.weights import Opened
+from nanoscale.generate.writing import Wish, Written, write
+from nanoscale.models.cache import Cache
+
+_LOGITS = 1 << 26
+"""numbers that a batch may have of them"""
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+"""what a task may say of the text that it wants"""
+_LONGEST = 256
+"""tokens of a text of which a task does not say how long it may be"""
+
+Scored = tuple[float, bool]
+"""log-probability, and whether every token was the most likely one"""
+
+
+class Request(Protocol):
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+class Answers:
+    """A model's answers to the three kinds of requests."""
+
+    def __init__(self, opened: Opened, note: Callable[[int, int], None] = lambda *_: None) -> None:
+        """`note` is told how many of how many are done."""
+        self.opened = opened
+        self.note = note
+
+    def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[Scored]:
+        """Of each (context, continuation), the continuation's."""
+        return self._score([self._pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
+        """Of each (text,), all of it: what does not fit at once goes window by window, each token once."""
+        windows = [list(self._windows(*request.args)) for request in requests]
+        scored = iter(self._score([window for found in windows for window in found]))
+        return [sum(next(scored)[0] for _ in found) for found in windows]
+
+    def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
+        """Of each (context, what is wanted), the text that follows."""
+        texts = []
+        for request in requests:
+            texts.append(self._generate(*request.args))
+            self.note(len(texts), len(requests))
+        return texts
+
+    # --- tokens ---------------------------------------------------------------------------------------
+
+    @property
+    def _before(self) -> list[int]:
+        return list(self.opened.before) or [self.opened.tokenizer.eos]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both. Spaces at the end of a context belong to what follows, as the library has it."""
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        encode = self.opened.tokenizer.encode
+        both, first = encode(bare + continuation), encode(bare)
+        return [*self._before, *both[: len(first)]], both[len(first) :]
+
+    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+        """Parts to predict, each as long as the model can look, and what stands before them."""
+        tokens, size = [*self._before, *self.opened.tokenizer.encode(text)], self.opened.context
+        first = len(self._before)
+        for start in range(first, len(tokens), size):
+            end = min(start + size, len(tokens))
+            yield tokens[max(0, end - size - 1) : start], tokens[start:end]
+
+    # --- figures --------------------------------------------------------------------------------------
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
+        """Longest first, so that what does not fit into memory shows at once."""
+        order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))
+        found: dict[int, Scored] = {}
+        for batch in self._batches(order, pairs):
+            scored = self._score_batch([pairs[number] for number in batch])
+            found |= dict(zip(batch, scored, strict=True))
+            self.note(len(found), len(pairs))
+        return [found[number] for number in range(len(pairs))]
+
+    def _batches(
+        self, order: Sequence[int], pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> Iterator[Sequence[int]]:
+        start = 0
+        while start < len(order):
+            length = min(sum(map(len, pairs[order[start]])), self.opened.context)
+            count = max(1, _LOGITS // (length * self.opened.model.shape.vocab))
+            yield order[start : start + count]
+            start += count
+
+    def _score_batch(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Scored]:
+        """All at once; a shorter sequence is filled up at its end, which nothing before it sees."""
+        rows = [(context + wanted)[-self.opened.context - 1 :] for context, wanted in pairs]
+        length = max(map(len, rows)) - 1
+        inputs = torch.zeros(len(rows), length, dtype=torch.long)
+        for line, row in zip(inputs, rows, strict=True):
+            line[: len(row) - 1] = torch.tensor(row[:-1])
+        cache = Cache(self.opened.model, len(rows), length)
+        logits = cache.logits(inputs.to(self.opened.device))
+        for line, row, (_, wanted) in zip(logits, rows, pairs, strict=True):
+            count = min(len(wanted), len(row) - 1)
+            yield _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
+
+    def _generate(self, context: str, wanted: dict[str, Any]) -> str:
+        unknown = sorted(wanted.keys() - _KNOWN)
+        if unknown:
+            what = f"wants text with {', '.join(unknown)}; offered are {', '.join(sorted(_KNOWN))}"
+            raise UserError("usage", f"a task {what}")
+        until = wanted.get("until") or []
+        longest = min(wanted.get("max_gen_toks", _LONGEST), self.opened.context - 1)
+        warm = wanted.get("do_sample", False) or "do_sample" not in wanted
+        sampling = Sampling(
+            float(wanted.get("temperature", 0.0)) if warm else 0.0,
+            wanted.get("top_k"),
+            wanted.get("top_p"),
+        )
+        stops = tuple([until] if isinstance(until, str) else until)
+        room = self.opened.context - longest
+        prompt = [*self._before, *self.opened.tokenizer.encode(context)][-room:]
+        written = Written(context)
+        for _ in write(self.opened, prompt, Wish(sampling, longest, stops), written):
+            pass
+        return written.text
+
+
+def _scored(logits: Tensor, wanted: Sequence[int]) -> Scored:
+    """Of the tokens `[n]` that follow each position of logits `[n, vocab]`."""
+    tokens = torch.tensor(wanted, dtype=torch.long, device=logits.device)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    greedy = bool((wide.argmax(-1) == tokens).all())
+    return wide.gather(1, tokens[:, None]).sum().item(), greedy
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+def require_library() -> None:
+    """Raise a UserError where lm_eval is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec("lm_eval") is None:
+        install = "pip install 'nanoscale[lm-eval]'"
+        found = Violation("--tasks", None, "", "needs the package lm-eval", (install,))
+        raise UserError(
+            "usage", "--tasks needs the package lm-eval, which is not installed", [found]
+        )
+
+
+def evaluate_tasks(
+    answers: Answers,
+    tasks: Sequence[str],
+    limit: int | None,
+    few_shot: int | None,
+    folder: Path | None,
+) -> dict[str, Any]:
+    """What `lm_eval.simple_evaluate` returns for these tasks.
+
+    Args:
+        tasks: their names; `*` stands for any letters.
+        limit: documents of each task.
+        few_shot: examples before each question; None: what the task says.
+        folder: of more tasks, by name.
+
+    Raises:
+        UserError: the library is not installed, has no such task, or not its data.
+    """
+    require_library()
+    import lm_eval
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    class Model(Answers, LM):  # type: ignore[misc]
+        """The library asks for one of its own classes."""
+
+        def __init__(self) -> None:
+            LM.__init__(self)
+            Answers.__init__(self, answers.opened, answers.note)
+
+    manager = TaskManager(include_path=str(folder) if folder else None)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise _no_task(task, manager.all_tasks)
+    try:
+        found: dict[str, Any] = lm_eval.simple_evaluate(
+            model=Model(),
+            tasks=manager.match_tasks(list(tasks)),
+            num_fewshot=few_shot,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    except OSError as error:  # the hub's, the network's, the file system's
+        raise UserError("data", f"--tasks {','.join(tasks)}: lm_eval: {error}") from error
+    return found
+
+
+def _no_task(task: str, names: Iterable[str]) -> UserError:
+    import difflib
+
+    close = tuple(difflib.get_close_matches(task, list(names), n=3))
+    found = Violation("--tasks", task, "command line", "lm_eval has no such task", close)
+    return UserError("usage", f"--tasks {task}: lm_eval has no such task", [found])

@@ -1,0 +1,42 @@
+"""A file of prompts. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nanoscale.errors import UserError
+
+PROMPT = "prompt"
+
+
+def read_prompts(file: Path) -> list[dict[str, Any]]:
+    """Records with at least `prompt`, of a .jsonl file one a line, of any other each line that is not empty.
+
+    Raises:
+        UserError: the file is missing, no UTF-8, or has none; a line is no JSON object with a text `prompt`.
+    """
+    try:
+        lines = file.expanduser().read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError("usage", f"--prompts {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError("usage", f"--prompts {file}: is not UTF-8 at byte {error.start}") from error
+    numbered = [(n, line.removesuffix("\r")) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise UserError("usage", f"--prompts {file}: holds no prompt")
+    if file.suffix == ".jsonl":
+        return [_record(file, number, line) for number, line in numbered]
+    return [{PROMPT: line} for _, line in numbered]
+
+
+def _record(file: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError("usage", f"{file}:{number}: is not JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(PROMPT), str):
+        what = f'is no JSON object with a text "{PROMPT}"'
+        raise UserError("usage", f"{file}:{number}: {what}")
+    return record

@@ -1,0 +1,204 @@
+"""A model to generate with: of a run's checkpoint in whatever layout, or of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoscale.checkpoint import pretrained, sharded
+from nanoscale.checkpoint.store import find_checkpoint
+from nanoscale.checkpoint.tensor_files import BadFileError
+from nanoscale.config.frozen import load as load_config
+from nanoscale.config.huggingface import UnsupportedError, read_shape
+from nanoscale.config.schema import Model
+from nanoscale.data import vocabulary
+from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
+from nanoscale.data.tokenizer import load as load_tokenizer
+from nanoscale.errors import UserError, Violation
+from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs.directory import RunDirectory
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+_ENDS = ("config.json", "generation_config.json")
+"""files of a folder that may name more tokens than one that end a text"""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with its tokenizer."""
+
+    model: Transformer
+    tokenizer: Tokenizer
+    device: torch.device
+    source: str
+    """what it was read from"""
+    before: tuple[int, ...]
+    """tokens that stand before every text"""
+    ends: frozenset[int]
+    """tokens that end one"""
+    trained_len: int | None = None
+    """tokens of a sample of its training; None where that is not known"""
+
+    @property
+    def context(self) -> int:
+        """Tokens that the model can look at together."""
+        return longest(self.model.shape)
+
+    @property
+    def vocab(self) -> int:
+        """Ids that mean something; a model may have room for more."""
+        return min(self.model.shape.vocab, self.tokenizer.vocab_size)
+
+
+def longest(shape: Model) -> int:
+    """How many tokens the model can look at together: attention here looks back to the beginning."""
+    return min(shape.max_seq_len, shape.sliding_window or shape.max_seq_len)
+
+
+def open_model(
+    name: str,
+    *,
+    step: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+) -> Opened:
+    """Read a run's checkpoint, or the folder of a Hugging Face model, onto one device.
+
+    Args:
+        step: the checkpoint of this step, by default the newest.
+        device: as torch has it; by default the first GPU where there is one.
+        dtype: a key of DTYPES, by default bf16 on a GPU and fp32 elsewhere.
+        tokenizer: `byte`, or a tokenizer.json or its folder, where it is to be another than the model's own.
+
+    Raises:
+        UserError: there is no such thing, it is damaged, or no tokenizer is known.
+    """
+    place = _device(device)
+    kind = DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        if step is not None:
+            raise UserError("usage", f"--step {step}: {folder} is a Hugging Face model, not a run")
+        return _open_folder(folder.absolute(), place, kind, tokenizer)
+    return _open_run(RunDirectory.open(name), step, place, kind, tokenizer)
+
+
+def _open_run(
+    run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype, said: str | None
+) -> Opened:
+    config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
+    tokenizer = _named(said) if said else vocabulary.known(config)
+    if tokenizer is None:
+        raise _no_tokenizer(
+            f"{run.path}: its tokens came from a file, and data.tokenizer says none"
+        )
+    model = _empty(config.model, device, dtype)
+    sharded.load_weights(stored, dict(_state(model)))
+    return Opened(
+        model,
+        _fitting(tokenizer, model),
+        device,
+        f"{run.name}, {stored.path.name}",
+        before=(tokenizer.eos,),  # where a document begins, the one before has ended
+        ends=frozenset([tokenizer.eos]),
+        trained_len=config.train.seq_len,
+    )
+
+
+def _open_folder(
+    folder: Path, device: torch.device, dtype: torch.dtype, said: str | None
+) -> Opened:
+    try:
+        model = _empty(read_shape(folder), device, dtype)
+        pretrained.load(folder, model.shape, dict(_state(model)))
+    except (UnsupportedError, BadFileError) as error:
+        raise UserError("model", f"{folder}: {error}") from error
+    if not said and not (folder / "tokenizer.json").is_file():
+        raise _no_tokenizer(f"{folder} has no tokenizer.json")
+    tokenizer = _named(said or str(folder))
+    before: tuple[int, ...] = (tokenizer.eos,)
+    if isinstance(tokenizer, FileTokenizer):
+        before = tokenizer.before()
+    ends = frozenset([tokenizer.eos, *_more_ends(folder)])
+    return Opened(model, _fitting(tokenizer, model), device, folder.name, before, ends)
+
+
+def _device(said: str | None) -> torch.device:
+    if said is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(said)
+    except RuntimeError:
+        device = torch.device("meta")
+    count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    if (device.index or 0) < count:
+        return device
+    there = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
+    found = Violation("--device", said, "command line", "is no device of this machine", there)
+    raise UserError("usage", f"--device {said}: is no device of this machine", [found])
+
+
+def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Without values but for the counters of routers, which begin at 0."""
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
+    for counter in model.buffers():
+        counter.zero_()
+    return model
+
+
+def _state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a model, by its names there."""
+    for name, parameter in model.named_parameters():
+        yield f"model.{name}", parameter.data
+    for number, block in model.layers.items():
+        if isinstance(block.mlp, MixtureOfExperts) and model.shape.balance == "bias":
+            yield f"balance.layers.{number}", block.mlp.router.lean
+
+
+def _named(said: str) -> Tokenizer:
+    if said == "byte":
+        return ByteTokenizer()
+    return load_tokenizer(find(said, "--tokenizer"), key="--tokenizer")
+
+
+def _fitting(tokenizer: Tokenizer, model: Transformer) -> Tokenizer:
+    if tokenizer.eos < model.shape.vocab:
+        return tokenizer
+    raise UserError(
+        "model",
+        f"the tokenizer's end token is {tokenizer.eos}, and the model's ids lie in "
+        f"[0, {model.shape.vocab}): it is another model's; name its own with --tokenizer",
+    )
+
+
+def _no_tokenizer(why: str) -> UserError:
+    ways = ("--tokenizer PATH/tokenizer.json", "--tokenizer byte")
+    found = Violation("--tokenizer", None, "", f"no tokenizer is known: {why}", ways)
+    return UserError("model", f"no tokenizer is known: {why}", [found])
+
+
+def _more_ends(folder: Path) -> Iterator[int]:
+    for name in _ENDS:
+        try:
+            found: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            numbers = found.get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        yield from (
+            n for n in (numbers if isinstance(numbers, list) else [numbers]) if n is not None
+        )

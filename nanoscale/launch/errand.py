@@ -1,0 +1,135 @@
+"""A job that is of no run: the agents do it in folders of their own, and the first rank's result comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoscale.channel import Message
+from nanoscale.launch.command import LaunchPlan
+from nanoscale.launch.fleet import Fleet, Member
+from nanoscale.runs.failure import Evidence, RankFailure
+
+_CAUSE_S = 1.5
+_KILL_S = 10.0
+_LOOK_S = 0.1
+
+
+@dataclass
+class Errand:
+    """The job while it goes on: what has been heard of it."""
+
+    fleet: Fleet
+    members: Sequence[Member]
+    plan: LaunchPlan
+    config: str
+    """as the ranks read it"""
+    job: str
+    """its name in worker.JOBS"""
+    meet_s: float
+    """how long ranks may take to meet, seconds"""
+    limit_s: float | None = None
+    """for all of it"""
+    task: dict[str, Any] | None = None
+    """what the ranks need to know beside the configuration"""
+    heed: Callable[[str], None] = lambda _: None
+    """is told what the first rank prints"""
+    ended: set[str] = field(default_factory=set)
+    failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    result: dict[str, Any] | None = None
+    killing_since: float | None = None
+    failing_since: float | None = None
+    late: list[str] = field(default_factory=list)
+    """hosts whose ranks were still going when time was over"""
+
+    def run(self) -> None:
+        """Do it; when this raises, nothing of it goes on."""
+        try:
+            self._go()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _go(self) -> None:
+        """Launch, listen until all have ended, and end what has failed or takes too long."""
+        self._launch()
+        began = time.monotonic()
+        while self._waiting():
+            for member, message in self.fleet.poll(_LOOK_S):
+                self._take(member, message)
+            now = time.monotonic()
+            if self.killing_since is not None:
+                self._mind_stragglers(now)
+            elif self.failing_since is not None and now - self.failing_since > _CAUSE_S:
+                self._kill()
+            elif self.limit_s is not None and now - began > self.limit_s:
+                self.late = [member.name for member in self._waiting()]
+                self._kill()
+
+    def _kill(self) -> None:
+        self.killing_since = time.monotonic()
+        self.fleet.tell(self.members, "kill", attempt=1, stacks=False)
+
+    def _abandon(self) -> None:
+        """End it at once. An agent that looks for the others obeys no order, but dies with its connection."""
+        for member in self.members:
+            self.fleet.give_up(member)
+        deadline = time.monotonic() + _KILL_S
+        while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
+            self.fleet.poll(_LOOK_S)
+
+    def _launch(self) -> None:
+        for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
+            self.fleet.tell(
+                [member],
+                "launch",
+                job=self.job,
+                run=None,
+                config=self.config,
+                task=self.task,
+                attempt=1,
+                name=host.host,
+                node_rank=number,
+                nodes=len(self.plan.hosts),
+                ranks=host.ranks,
+                master_addr=self.plan.master_addr,
+                master_port=self.plan.master_port,
+                patience_s=self.limit_s or self.meet_s,
+                meet_s=self.meet_s,
+            )
+
+    def _waiting(self) -> list[Member]:
+        for member in self.members:
+            if member.lost is not None and member.name not in self.ended:
+                self.ended.add(member.name)
+                if self.killing_since is None:
+                    self._add([member.lost])
+        return [member for member in self.members if member.name not in self.ended]
+
+    def _take(self, member: Member, message: Message) -> None:
+        if message["kind"] == "output" and (message["rank"], message["stream"]) == (0, "out"):
+            self.heed(message["text"])
+        if message["kind"] == "ended":
+            self.ended.add(member.name)
+            self.evidence[member.name] = Evidence(**message["evidence"])
+            self.result = self.result or message["result"]
+        if message["kind"] in ("failing", "ended") and self.killing_since is None:
+            self._add([RankFailure(**failure) for failure in message["failures"]])
+
+    def _add(self, failures: Sequence[RankFailure]) -> None:
+        for failure in failures:
+            self.failures.setdefault((failure.host, failure.rank), failure)
+        if self.failures:
+            self.failing_since = self.failing_since or time.monotonic()
+
+    def _mind_stragglers(self, now: float) -> None:
+        assert self.killing_since is not None
+        for member in self._waiting() if now - self.killing_since > _KILL_S else ():
+            self.fleet.give_up(member)
+
+
+def _is_connected(member: Member) -> bool:
+    return member.process is not None and member.process.exit_code() is None

@@ -1,0 +1,76 @@
+"""Keys and values of the tokens so far, so that the next ones cost no more than themselves.
+
+The model is as it was trained: a cache takes the place of its attention's core, of its positions and of the way
+through its blocks, as context parallelism does.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanoscale.models.transformer import Block, Rotation, Transformer, run_layers
+
+
+class Cache:
+    """Of a whole model. It holds the model until another cache takes it.
+
+    Args:
+        room: how many tokens a sequence may come to.
+    """
+
+    def __init__(self, model: Transformer, batch: int, room: int) -> None:
+        self.length = 0
+        """tokens that were seen"""
+        self._model = model
+        self._last_only = False
+        shape, parameter = model.shape, next(model.parameters())
+        head_dim = shape.head_dim or shape.hidden // shape.heads
+        size = (batch, shape.kv_heads or shape.heads, room, head_dim)
+        for block in cast("list[Block]", list(model.layers.values())):
+            block.attention.core = CachedAttention(self, *parameter.new_empty(2, *size))
+        model.place = self._place
+        model.run_layers = self._run_layers
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
+        """Logits `[batch, seq, vocab]` of the `[batch, seq]` tokens that follow; of the last of them alone."""
+        self._last_only = last_only
+        found: Tensor = self._model(tokens)
+        self.length += tokens.shape[1]
+        return found
+
+    def _place(self, seq: int, device: torch.device) -> Tensor:
+        return torch.arange(self.length, self.length + seq, device=device)
+
+    def _run_layers(self, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation) -> Tensor:
+        hidden = run_layers(layers, hidden, rotation)
+        return hidden[:, -1:] if self._last_only else hidden
+
+
+class CachedAttention(nn.Module):
+    """`[batch, heads, new, head_dim]` from queries of new tokens, keys and values of these and all before."""
+
+    def __init__(self, cache: Cache, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self._cache, self._keys, self._values = cache, keys, values
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        past, new = self._cache.length, q.shape[2]
+        self._keys[:, :, past : past + new] = k
+        self._values[:, :, past : past + new] = v
+        k, v = self._keys[:, :, : past + new], self._values[:, :, : past + new]
+        mask = None
+        if past and new > 1:  # a new token sees the past, the new ones before it, and itself
+            mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=not past,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )

@@ -1,0 +1,128 @@
+"""The loss of a checkpoint on validation data: what the ranks of `nanoscale eval` do. They change nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nanoscale.backends.base import Engine
+from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.config.derive import derive
+from nanoscale.data.dataset import open_data
+from nanoscale.data.loader import Loader
+from nanoscale.data.tokenizer import Tokenizer
+from nanoscale.errors import UserError, Violation
+from nanoscale.parallel import ranks
+from nanoscale.runs.directory import read_json, write_json
+from nanoscale.train.job import begin, make_engine
+from nanoscale.train.loop import validate
+
+if TYPE_CHECKING:
+    from nanoscale.worker import RankContext
+
+_WEIGHTS = ("model.", "balance.")
+"""what of a training's state the model computes with"""
+T = TypeVar("T")
+_SAID_EVERY_S = 1.0
+_DECODED = 1 << 16
+"""tokens that are decoded at once"""
+
+
+def run(context: RankContext) -> str:
+    """Evaluate, and leave the figures in the first rank's result.
+
+    The task is `checkpoint`, the path and step of one, or null for the weights of `model.init_from`; and
+    `samples`, null for all of the split.
+
+    Raises:
+        UserError: the data or the checkpoint are not what the configuration needs.
+    """
+    config, task = context.config, read_json(context.run.task)
+    device = ranks.local_device(config.launcher.device)
+    without_samples = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
+    data = open_data(config.data, without_samples, config.model.vocab)
+    if data.valid is None:
+        raise _nothing_to_validate_on(data.description)
+    ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
+    engine = make_engine(config, device)
+    if task["checkpoint"] is None:
+        begin(engine, config, lambda *_, **__: None)
+    else:
+        load_weights(engine, StoredCheckpoint(Path(task["checkpoint"]), task["step"]))
+    samples, sizes = data.valid.evaluated(task["samples"] or len(data.valid)), derive(config)
+    batches = data.valid.valid_batches(samples, engine.dp_rank, sizes.dp, sizes.micro_batch)
+    count = -(-samples // (sizes.dp * sizes.micro_batch))
+    began = time.perf_counter()
+    loss_sum, tokens = validate(engine, _told(batches, count) if context.rank == 0 else batches)
+    seconds = time.perf_counter() - began
+    if context.rank == 0:
+        text_bytes = data.tokenizer and count_bytes(data.valid, samples, data.tokenizer)
+        figures: dict[str, Any] = {
+            "loss_sum": loss_sum,
+            "tokens": tokens,
+            "samples": samples,
+            "bytes": text_bytes,
+            "seconds": seconds,
+            "data": data.description,
+        }
+        write_json(context.run.result, figures)
+    ranks.leave()
+    return "completed"
+
+
+def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
+    """Take over what a checkpoint has of the model, without the optimizer's states.
+
+    Raises:
+        UserError: it is damaged, or of another model.
+    """
+    state = engine.state()
+    wanted = {name: value for name, value in state.items() if name.startswith(_WEIGHTS)}
+    sharded.load_weights(stored, wanted)
+    engine.take(state)
+
+
+def count_bytes(valid: Loader, samples: int, tokenizer: Tokenizer) -> int:
+    """Bytes of the text that the predicted tokens of a split's first samples are."""
+    rows = (valid.batch([number])[0, 1:] for number in range(samples))
+    return sum(len(tokenizer.decode(part).encode()) for part in _parts(rows, tokenizer.eos))
+
+
+def _parts(rows: Iterable[np.ndarray], end: int) -> Iterator[list[int]]:
+    """Tokens one after another, cut where documents end, or where they are many."""
+    held: list[int] = []
+    for row in rows:
+        held += row.tolist()
+        if len(held) > _DECODED:
+            cut = _last(held, end) + 1 or len(held)
+            yield held[:cut]
+            held = held[cut:]
+    yield held
+
+
+def _last(tokens: list[int], token: int) -> int:
+    """Its last place; -1 where it is nowhere."""
+    return next((n for n in range(len(tokens) - 1, -1, -1) if tokens[n] == token), -1)
+
+
+def _nothing_to_validate_on(description: str) -> UserError:
+    what = "nothing is held out for validation"
+    ways = ("data.valid_path=PATH", "data.valid_fraction=0.01")
+    found = Violation("data.valid_fraction", "", "", f"{what} of {description}", ways)
+    return UserError("data", f"{what} of {description}", [found])
+
+
+def _told(batches: Iterable[T], count: int) -> Iterator[T]:
+    """The same, and how far it is, on standard output."""
+    last = 0.0
+    for number, batch in enumerate(batches, 1):
+        if time.monotonic() - last > _SAID_EVERY_S:
+            last = time.monotonic()
+            print(f"{number:,} of {count:,} batches", flush=True)
+        yield batch

@@ -1,0 +1,146 @@
+"""`nanoscale generate` from the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli import generate
+from nanoscale.cli.main import run as nanoscale
+from tests.generate.conftest import one_thread  # noqa: F401
+from tests.generate.test_writing import make
+
+GREEDY = ["--temperature", "0", "--max-tokens", "12"]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "runs").mkdir()
+    make(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Typed(io.StringIO):
+    """Standard input or output that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert nanoscale(["generate", "run", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_one_prompt(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = said(capsys, "--prompt", "abc", *GREEDY)
+    document = json.loads(said(capsys, "--prompt", "abc", *GREEDY, "--json"))
+    assert document["text"] + "\n" * (not document["text"].endswith("\n")) == text
+    assert (document["prompt_tokens"], document["model"]) == (4, "run, step-00000007")
+    assert document["tokens"] == 12 or document["finish"] == "end"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n"))
+    assert said(capsys, *GREEDY) == text
+    warm = ["--prompt", "abc", "--temperature", "1", "--json"]
+    seed = json.loads(said(capsys, *warm))["seed"]
+    pair = [json.loads(said(capsys, *warm, "--seed", str(seed))) for _ in range(2)]
+    assert pair[0]["text"] == pair[1]["text"] and pair[0]["seed"] == seed
+
+
+def test_a_file_of_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.jsonl").write_text('{"prompt": "abc", "id": 7}\n\n{"prompt": "z"}\r\n')
+    Path("p.txt").write_text("abc\nz\n")
+    first, second = map(json.loads, said(capsys, "--prompts", "p.jsonl", *GREEDY).splitlines())
+    assert (first["id"], first["prompt"], second["prompt"]) == (7, "abc", "z")
+    assert said(capsys, "--prompts", "p.txt", *GREEDY, "--out", "out.jsonl") == ""
+    lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [line["text"] for line in lines] == [first["text"], second["text"]]
+    found = json.loads(said(capsys, "--prompts", "p.txt", *GREEDY, "--json"))
+    assert found["results"] == lines
+    alone = json.loads(said(capsys, "--prompt", "z", *GREEDY, "--json"))
+    assert alone["text"] == second["text"], "whatever was answered before"
+
+
+def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    Path("empty.txt").write_text("\n \n")
+    Path("latin.txt").write_bytes(b"caf\xe9\n")
+    Path("there").touch()
+    prompt = ["--prompt", "x"]
+    for words, text in (
+        ([*prompt, "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+        ([*prompt, "--temperature", "nan"], "must be 0 or more"),
+        ([*prompt, "--top-k", "0"], "--top-k 0: must be at least 1"),
+        ([*prompt, "--top-p", "1.5"], "--top-p 1.5: lies in (0, 1]"),
+        ([*prompt, "--max-tokens", "0"], "--max-tokens 0"),
+        ([*prompt, "--stop", ""], "must be a text"),
+        ([*prompt, "--prompts", "p.txt"], "one of them must go"),
+        ([*prompt, "--out", "o"], "--out is for the JSON lines"),
+        ([*prompt, "--step", "3"], "--step 7"),
+        ([*prompt, "--device", "cuda:77"], "no device of this machine"),
+        (["--prompts", "none.txt"], "No such file"),
+        (["--prompts", "empty.txt"], "holds no prompt"),
+        (["--prompts", "latin.txt"], "is not UTF-8 at byte 3"),
+        (["--prompts", "bad.jsonl"], 'bad.jsonl:2: is no JSON object with a text "prompt"'),
+        (["--prompts", "bad.jsonl", "--out", "there"], "exists already"),
+        (["--prompts", "bad.jsonl", "--out", "no/o"], "there is no folder"),
+        (["--prompt", "x" * 60], "has 61 tokens, and the model looks at 48"),
+    ):
+        assert nanoscale(["generate", "run", *words]) == 2, words
+        seen = capsys.readouterr()
+        assert text in seen.err and "Traceback" not in seen.err, words
+        assert seen.out == ""
+    assert nanoscale(["generate", "rum", *prompt]) == 2
+    assert "type instead: run" in capsys.readouterr().err
+
+
+def test_a_conversation(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while typing and while it answers, an empty line, a prompt that is too long, and Ctrl-D."""
+    lines = iter(["abc", KeyboardInterrupt, "", "x" * 60, "slow", "abc", EOFError])
+    stream = generate._stream
+
+    def typed(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def answer(opened, prompt, tokens, wish, screen):  # type: ignore[no-untyped-def]
+        if prompt == "slow":
+            raise KeyboardInterrupt
+        return stream(opened, prompt, tokens, wish, screen)
+
+    alone = said(capsys, "--prompt", "abc", *GREEDY)
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(generate, "_stream", answer)
+    monkeypatch.setattr(sys, "stdin", Typed())
+    monkeypatch.setattr(sys, "stdout", screen := Typed())
+    assert nanoscale(["generate", "run", *GREEDY]) == 0
+    assert screen.getvalue() == f"{alone}\n\n{alone}\n"
+    assert "the prompt has 61 tokens" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert nanoscale(["generate", "run"]) == 2, "nobody would see the question"
+
+
+def test_a_reader_that_has_seen_enough(folder: Path) -> None:
+    words = [sys.executable, "-m", "nanoscale", "generate", "run", "--prompt", "abc", "--seed", "1"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

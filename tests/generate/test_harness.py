@@ -1,0 +1,169 @@
+"""What lm-eval is told, against sums of log-probabilities computed here; the library too, where it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.errors import UserError
+from nanoscale.generate import harness
+from nanoscale.generate.harness import Answers, evaluate_tasks
+from nanoscale.generate.sampling import Sampling
+from nanoscale.generate.weights import Opened, open_model
+from nanoscale.generate.writing import Wish, Written, encode, write
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from tests.generate.test_writing import BYTES, make
+
+PAIRS = [("ab", "cd"), ("", "x"), ("a longer context ", "and more"), ("k" * 60, "lm"), ("q ", "")]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Opened:
+    return open_model(str(make(tmp_path).path), dtype="fp64")
+
+
+def requests(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=it) for it in arguments]
+
+
+def directly(text: bytes, count: int, first: int = 256) -> tuple[float, bool]:
+    """The log-probability of the last `count` bytes, token by token, from another model without a cache."""
+    model = Transformer(BYTES).double()
+    initialise(model, replace(BYTES, init_std=0.3), seed=4)
+    ids = [first, *text]
+    total, greedy = 0.0, True
+    for place in range(len(ids) - count, len(ids)):
+        with torch.no_grad():
+            seen = torch.tensor([ids[:place][-BYTES.max_seq_len :]])
+            logits = model(seen)[0, -1].log_softmax(0)
+        total += logits[ids[place]].item()
+        greedy &= int(logits.argmax()) == ids[place]
+    return total, greedy
+
+
+def test_continuations(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches of several, and of one; the longest context is cut at its beginning."""
+    short = [pair for pair in PAIRS if len(pair[0]) < 40]
+    expected = [directly((a + b).encode(), len(b) + len(a) - len(a.rstrip())) for a, b in short]
+    for size in (1 << 26, 1):
+        monkeypatch.setattr(harness, "_LOGITS", size)
+        seen: list[tuple[int, int]] = []
+        answers = Answers(opened, lambda *done: seen.append(done))  # noqa: B023
+        found = answers.loglikelihood(requests(*short))
+        assert seen[-1] == (len(short), len(short))
+        for (score, greedy), (wanted, likely) in zip(found, expected, strict=True):
+            assert score == pytest.approx(wanted, abs=1e-9) and greedy == likely
+    ((cut, _),) = Answers(opened).loglikelihood(requests(PAIRS[3]))
+    # 48 tokens are looked at, the one before the last byte among them.
+    assert cut == pytest.approx(directly(b"k" * 46 + b"lm", 2, first=ord("k"))[0], abs=1e-9)
+
+
+def test_whole_texts_window_by_window(opened: Opened) -> None:
+    text = "The quick brown fox jumps over the lazy dog; " * 3
+    (found,) = Answers(opened).loglikelihood_rolling(requests((text,)))
+    ids = [256, *text.encode()]
+    model = Transformer(BYTES).double()
+    initialise(model, replace(BYTES, init_std=0.3), seed=4)
+    total = 0.0
+    for start in range(1, len(ids), 48):
+        end = min(start + 48, len(ids))
+        window = ids[max(0, end - 49) : end]
+        with torch.no_grad():
+            scores = model(torch.tensor([window[:-1]]))[0].log_softmax(-1)
+        wanted = torch.tensor(window[1:])
+        total += scores.gather(1, wanted[:, None])[-(end - start) :].sum().item()
+    assert found == pytest.approx(total, abs=1e-9)
+    (short,) = Answers(opened).loglikelihood_rolling(requests(("abc",)))
+    assert short == pytest.approx(directly(b"abc", 3)[0], abs=1e-9)
+
+
+def test_texts(opened: Opened) -> None:
+    whole = Written("")
+    for _ in write(opened, encode(opened, "ab"), Wish(Sampling(0.0), 12), whole):
+        pass
+    stop = whole.text[4]
+    wishes = ({"max_gen_toks": 12}, {"until": [stop], "max_gen_toks": 12}, {"until": stop})
+    found = Answers(opened).generate_until(requests(*(("ab", wish) for wish in wishes)))
+    assert found[0] == whole.text
+    assert found[1] == found[2] == whole.text[: whole.text.index(stop)]
+    with pytest.raises(UserError, match="num_beams"):
+        Answers(opened).generate_until(requests(("ab", {"num_beams": 4})))
+
+
+def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        import lm_eval  # noqa: F401
+
+        pytest.skip("lm_eval is installed")
+    except ImportError:
+        pass
+    assert nanoscale(["eval", opened.source, "--tasks", "hellaswag"]) == 2
+    assert "pip install 'nanoscale[lm-eval]'" in capsys.readouterr().err
+
+
+TASKS = {
+    "choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{q}}",
+        "doc_to_choice": "{{a}}",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{q}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+    "text": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "{{said}}",
+        "generation_kwargs": {"max_gen_toks": 8, "until": ["\n"]},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def test_the_library_comes_to_the_same(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="pip install lm-eval")
+    import yaml
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    answers = Answers(opened)
+    rows = [{"q": q, "a": ["xy", "0", "zz"]} for q in ("ab", "def", "import os")]
+    for row in rows:
+        scores = [directly((row["q"] + a).encode(), len(a))[0] for a in row["a"]]
+        row["gold"] = scores.index(max(scores))
+        wish = {"max_gen_toks": 8, "until": ["\n"]}
+        (row["said"],) = answers.generate_until(requests((row["q"], wish)))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks").mkdir()
+    files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    for name, task in TASKS.items():
+        about = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": files,
+            "test_split": "test",
+        }
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(about | task))
+    found = evaluate_tasks(answers, list(TASKS), None, None, tmp_path / "tasks")["results"]
+    assert found["choice"]["acc,none"] == 1.0
+    assert found["text"]["exact_match,none"] == 1.0
+    nats = sum(directly(row["q"].encode(), len(row["q"]))[0] for row in rows)
+    size = sum(len(row["q"]) for row in rows)
+    bits = -nats / size / torch.tensor(2.0).log().item()
+    assert found["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-6)
+    with pytest.raises(UserError, match="no such task"):
+        evaluate_tasks(answers, ["chioce"], None, None, tmp_path / "tasks")

@@ -1,0 +1,153 @@
+"""What a model writes, against transformers' own generation from the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.export import export
+from nanoscale.config.schema import Config, Data, Model, Run, Train
+from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.errors import UserError
+from nanoscale.generate.sampling import Sampling
+from nanoscale.generate.weights import DTYPES, Opened, open_model
+from nanoscale.generate.writing import Wish, Written, encode, write
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs import fence
+from nanoscale.runs.directory import RunDirectory
+from tests.jobs import SHAPE, make_run
+from tests.models import huggingface
+from tests.models.huggingface import FAMILIES
+
+BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
+GREEDY = Wish(Sampling(0.0), max_tokens=16)
+
+
+def written(opened: Opened, prompt: list[int], wish: Wish) -> Written:
+    found = Written("")
+    pieces = list(write(opened, prompt, wish, found))
+    assert "".join(pieces) == found.text
+    return found
+
+
+def make(folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any) -> RunDirectory:
+    """A run of bytes with a checkpoint of random weights, and an optimizer's state that nobody needs."""
+    data = Data(source="stdlib", cache_dir=str(folder))
+    train = Train(steps=1, seq_len=32)
+    run = make_run(
+        Config(run=Run(name=name, root=str(folder)), model=shape, data=data, train=train), name
+    )
+    model = Transformer(shape)
+    initialise(model, replace(shape, init_std=0.3), seed=4)
+    fence.begin(run, 1)
+    state = {f"model.{n}": value for n, value in model.named_parameters()} | balance
+    state |= {"optimizer.norm.weight.exp_avg": torch.ones(shape.hidden)}
+    about = {"consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
+    sharded.save(run.workspace(1), state, {"step": 7, **about})
+    return run
+
+
+def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    ids = torch.tensor([prompt])
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False,
+        eos_token_id=end, pad_token_id=0,
+    )  # fmt: skip
+    new: list[int] = found[0, len(prompt) :].tolist()
+    return new
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_most_likely_tokens_are_those_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, settings = FAMILIES[family]
+    monkeypatch.setitem(FAMILIES, family, (name, settings | {"vocab_size": 257}))
+    huggingface.save(family, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")  # not asked for
+    opened = open_model(str(tmp_path), dtype="fp64", tokenizer="byte")
+    prompt = encode(opened, "abc")
+    assert prompt[-3:] == [97, 98, 99]
+    found = written(opened, prompt, GREEDY)
+    expected = theirs(tmp_path, prompt, ByteTokenizer.eos)
+    ended = ByteTokenizer.eos in expected
+    assert found.tokens == expected[: -1 if ended else None] and len(set(expected)) > 3
+    assert found.finish == ("end" if ended else "length")
+
+
+def test_a_run_and_what_is_exported_of_it(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    config = Config(model=BYTES, data=Data(source="stdlib", cache_dir=str(tmp_path)))
+    stored = store.find_checkpoint(run.checkpoints, None)
+    export(stored, config, tmp_path / "out", "fp64", 10**9, lambda *_: None)
+    opened = open_model(str(run.path), dtype="fp64")
+    assert opened.before == (256,) and opened.trained_len == 32
+    prompt = encode(opened, "def ")
+    found = written(opened, prompt, GREEDY)
+    assert found.tokens == theirs(tmp_path / "out", prompt, None) and len(set(found.tokens)) > 3
+    other = open_model(str(tmp_path / "out"), dtype="fp64")
+    assert encode(other, "def ") == prompt[1:], "as its tokenizer.json begins a text"
+    assert written(other, prompt, GREEDY).text == found.text
+
+
+def test_seeds_stops_and_the_end_of_the_context(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    opened = open_model(str(run.path))
+    prompt = encode(opened, "xyz")
+    long = replace(GREEDY, sampling=Sampling(1.0), max_tokens=100, seed=1)
+    first, again = written(opened, prompt, long), written(opened, prompt, long)
+    assert first == again and first.finish in ("context", "end")
+    other = written(opened, prompt, replace(long, seed=2))
+    assert other.tokens != first.tokens
+    full = next(w for w in (first, other) if w.finish == "context")
+    assert full.prompt_tokens + len(full.tokens) == BYTES.max_seq_len == opened.context
+    assert full.text == ByteTokenizer().decode(full.tokens)
+    stop = full.text[5:8]
+    seed = 1 if full is first else 2
+    stopped = written(opened, prompt, replace(long, seed=seed, stops=(stop,)))
+    assert stopped.finish == "stop" and stopped.text == full.text[: full.text.index(stop)]
+    with pytest.raises(UserError, match="48"):
+        encode(opened, "x" * 47)
+    assert len(encode(opened, "x" * 46)) == 47
+
+
+def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
+    shape = replace(BYTES, experts=4, experts_per_token=2, balance="bias")
+    lean = {f"balance.layers.{n}": torch.tensor([n, -1, 2, 3]) for n in range(4)}
+    opened = open_model(str(make(tmp_path, shape, **lean).path), dtype="bf16")
+    for number, block in opened.model.layers.items():
+        assert block.mlp.router.lean.tolist() == [int(number), -1, 2, 3]
+        assert block.mlp.router.load.tolist() == [0, 0, 0, 0]
+    assert {p.dtype for p in opened.model.parameters()} == {DTYPES["bf16"]}
+
+
+def test_what_cannot_be_opened(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    small = make(tmp_path, replace(SHAPE, vocab=64), "small")
+    file = next((run.checkpoints / "step-00000007").glob("*.distcp"))
+    for name, options, words in (
+        (str(run.path), {"step": 3}, "no checkpoint of step 3"),
+        (str(run.path), {"device": "cuda:99"}, "no device of this machine"),
+        (str(run.path), {"device": "toaster"}, "no device of this machine"),
+        (str(run.path), {"tokenizer": str(tmp_path / "t.json")}, "there is no such file"),
+        (str(small.path), {}, "it is another model's"),
+        (str(tmp_path / "nothing"), {}, "does not exist"),
+    ):
+        with pytest.raises(UserError, match=words):
+            open_model(name, **options)  # type: ignore[arg-type]
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(UserError, match="is damaged: .*bytes, written were"):
+        open_model(str(run.path))
+    text = run.config.read_text().replace("source: stdlib", "source: megatron")
+    run.config.write_text(text)
+    with pytest.raises(UserError, match="no tokenizer is known"):
+        open_model(str(run.path))

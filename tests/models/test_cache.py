@@ -1,0 +1,49 @@
+"""A cache of keys and values changes no logit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoscale.config.huggingface import read_shape
+from nanoscale.config.schema import Model
+from nanoscale.models.cache import Cache
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from tests.jobs import SHAPE
+from tests.models.huggingface import FAMILIES, save, tokens
+
+MOE = replace(SHAPE, experts=4, experts_per_token=2)
+
+
+def shape_of(family: str, folder: Path) -> Model:
+    if family == "experts":
+        return MOE
+    save(family, folder)
+    return read_shape(folder)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "experts"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_logits_are_those_without_it(
+    family: str, dtype: torch.dtype, bound: float, tmp_path: Path
+) -> None:
+    shape = replace(shape_of(family, tmp_path), init_std=0.2)
+    model = Transformer(shape).to(dtype)
+    initialise(model, shape, seed=4)
+    ids = tokens(20)
+    with torch.no_grad():
+        expected = model(ids)
+    cache = Cache(model, batch=2, room=20)
+    cuts = [0, 5, 6, 7, 14, 20]  # one token and several, after some and after none
+    parts = [cache.logits(ids[:, a:b]) for a, b in pairwise(cuts)]
+    found = torch.cat(parts, dim=1)
+    assert expected.std() > 0.1 and found.dtype == dtype
+    assert (found - expected).abs().max() <= bound * expected.abs().max()
+    again = Cache(model, batch=2, room=20).logits(ids, last_only=True)
+    assert again.shape == (2, 1, shape.vocab) and cache.length == 20
+    assert (again - expected[:, -1:]).abs().max() <= bound * expected.abs().max()

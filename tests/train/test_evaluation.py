@@ -1,0 +1,152 @@
+"""`nanoscale eval`: the run's own last validation loss, in its layout and in others; nothing of it changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config import frozen
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.train import evaluation
+from nanoscale.worker import RankContext, StopFlag
+from tests.jobs import PRECISIONS, SHAPE, make_config, make_run, read_metrics, train, write_tokens
+from tests.ranks import run_ranks
+
+SAMPLES = 5
+MOE = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rate=0.05)
+
+
+def evaluate(folder: Path, config: Config, task: dict[str, Any]) -> dict[str, Any]:
+    """What the job finds in the layout of a configuration, without a launcher."""
+    aside = RunDirectory(folder / f"aside-{len(list(folder.iterdir()))}")
+    aside.path.mkdir()
+    aside.config.write_text(frozen.dump(config))
+    write_json(aside.task, task)
+    done = run_ranks(_evaluate_rank, derive(config).world_size, aside.path)
+    assert set(done) == {"completed"}
+    found: dict[str, Any] = read_json(aside.result)
+    return found
+
+
+def _evaluate_rank(rank: int, path: Path) -> str:
+    run = RunDirectory(path)
+    world_size = int(os.environ["WORLD_SIZE"])
+    config = frozen.load(run.config)
+    return evaluation.run(
+        RankContext(run, config, rank, rank, world_size, "localhost", 1, StopFlag())
+    )
+
+
+def snapshot(run: RunDirectory) -> dict[str, tuple[int, int]]:
+    files = (path for path in run.path.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=40)
+    layout = {"tp": 2} if model == "dense" else {}
+    config = make_config(
+        tmp_path,
+        model=SHAPE if model == "dense" else MOE,
+        parallel=layout,
+        checkpoint=Checkpoint(at_end=True),
+        data=Data(source="megatron", path=str(tmp_path / "tokens"), valid_fraction=0.25),
+    )
+    config = replace(
+        config,
+        train=replace(config.train, steps=4, eval_every=4, eval_samples=SAMPLES),
+    )
+    run = make_run(config)
+    train(run, config)
+    own = read_metrics(run)[-1]["eval_loss"]
+    task = {"checkpoint": str(run.checkpoint(4)), "step": 4, "samples": SAMPLES}
+    before = snapshot(run)
+    found = evaluate(tmp_path, config, task)
+    assert found["loss_sum"] / found["tokens"] == own and found["tokens"] == SAMPLES * 16
+    two = Parallel(dp=2, virtual_stages=1)
+    others: list[tuple[float, dict[str, Any]]] = [(1e-9, {"parallel": two})]
+    if model == "dense":
+        deepspeed = {"backend": Backend(name="deepspeed"), "precision": PRECISIONS["fp32"]}
+        others.append((1e-5, {"parallel": two, **deepspeed}))
+        others.append((1e-9, {"parallel": replace(two, dp=1, pp=2)}))
+    for bound, changes in others:
+        again = evaluate(tmp_path, replace(config, **changes), task)
+        assert again["loss_sum"] == pytest.approx(found["loss_sum"], rel=bound)
+    if model == "experts":
+        # The bias decides which experts are taken: without it the loss is another.
+        no_bias = replace(config, model=replace(MOE, balance="none"))
+        assert evaluate(tmp_path, no_bias, task)["loss_sum"] != found["loss_sum"]
+    assert snapshot(run) == before
+
+
+def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
+    """Tokens that end documents are none of it."""
+    from nanoscale.data.indexed import IndexedTokens, IndexedWriter
+    from nanoscale.data.loader import Loader, Split
+    from nanoscale.data.tokenizer import ByteTokenizer
+
+    texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]
+    writer = IndexedWriter(tmp_path / "tokens", np.uint16)
+    for ids in ByteTokenizer().encode_documents(texts):
+        writer.add_document(ids.astype(np.uint16))
+    writer.finish()
+    tokens = IndexedTokens(tmp_path / "tokens")
+    loader = Loader(tokens, Split(0, len(tokens.tokens)), 16, 0, 257)
+    ids = [token for text in texts for token in (*text.encode(), 256)]
+    for samples in (2, len(loader)):
+        predicted = ids[1 : 1 + 16 * samples]
+        if samples == len(loader):
+            expected = sum(token != 256 for token in predicted)
+            assert evaluation.count_bytes(loader, samples, ByteTokenizer()) == expected
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the launcher: a run's last checkpoint, and an export of it."""
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "recipe=debug",
+        "train.seq_len=32",
+        "launcher.threads=1",
+        "parallel.dp=1",
+        "train.micro_batch=8",
+    ]
+    more = ["train.steps=2", "train.eval_every=2", "train.sample_tokens=0", "train.global_batch=8"]
+    assert nanoscale(["train", *words, *more, "run.name=one", "precision=fp64"]) == 0
+    run = RunDirectory(tmp_path / "runs" / "one")
+    before = snapshot(run)
+    capsys.readouterr()
+    assert nanoscale(["eval", "one", "--samples", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == read_metrics(run)[-1]["eval_loss"]
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    assert found["tokens"] == 64 * 32 and found["step"] == 2 and found["world_size"] == 1
+    per_byte = found["loss"] / np.log(2) * found["tokens"] / found["bytes"]
+    assert found["bits_per_byte"] == pytest.approx(per_byte)
+    assert snapshot(run) == before and [it.name for it in run.path.parent.iterdir()] == ["one"]
+    for wrong, said in (
+        (["eval", "two"], "no run 'two'"),
+        (["eval", "one", "--step", "9"], "no checkpoint of step 9"),
+        (["eval", "one", "data.valid_fraction=0"], "needs a validation split"),
+        (["eval", "one", "--samples", "0"], "at least 1"),
+        (["eval", "one", "--limit", "3"], "for --tasks only"),
+        (["eval", "one", "parallel.tp=3"], "tp"),
+    ):
+        assert nanoscale(wrong) == 2, wrong
+        assert said in capsys.readouterr().err
+    assert nanoscale(["checkpoints", "export", "one", "--format", "hf", "--out", "hf"]) == 0
+    capsys.readouterr()
+    assert nanoscale(["eval", "hf", *words, "precision=fp64", "--samples", "64", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["loss"] == pytest.approx(found["loss"], rel=1e-9) and again["step"] is None
