@@ -197,22 +197,34 @@ def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> 
     """`eval --json`. What is no number, or beyond all bounds, is null."""
     from nanoscale.config.derive import derive
 
-    loss = figures["loss_sum"] / figures["tokens"]
-    text_bytes = figures["bytes"]
-    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
+    parts = [_part(part) for part in figures["parts"]]
+    shares = [part["share"] for part in figures["parts"]]
+    loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))
+    alone = parts[0] if len(parts) == 1 else None
     return {
         "checkpoint": task["checkpoint"] or config.model.init_from,
         "step": task["step"],
         "loss": _finite(loss),
-        "perplexity": _finite(math.exp(loss)) if loss < 700 else None,
-        "bits_per_byte": _finite(bits),
-        "samples": figures["samples"],
-        "tokens": figures["tokens"],
-        "bytes": text_bytes,
-        "seconds": figures["seconds"],
+        "perplexity": _perplexity(loss),
+        "bits_per_byte": alone and alone["bits_per_byte"],
+        **{name: sum(part[name] for part in parts) for name in ("samples", "tokens", "seconds")},
+        "bytes": alone and alone["bytes"],
+        "sources": [] if alone else [part | {"loss": _finite(part["loss"])} for part in parts],
         "world_size": derive(config).world_size,
         "data": figures["data"],
     }
+
+
+def _part(figures: dict[str, Any]) -> dict[str, Any]:
+    """The same of one source."""
+    loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
+    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
+    named = {name: figures[name] for name in ("name", "samples", "tokens", "seconds", "bytes")}
+    return {**named, "loss": loss, "perplexity": _perplexity(loss), "bits_per_byte": _finite(bits)}
+
+
+def _perplexity(loss: float) -> float | None:
+    return _finite(math.exp(loss)) if loss < 700 else None
 
 
 def _finite(value: float | None) -> float | None:
@@ -228,6 +240,9 @@ def _print(document: dict[str, Any]) -> None:
     typer.echo(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
     if document["bytes"]:
         typer.echo(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
+    for part in document["sources"]:
+        words = f"{shown(part['loss'], '.4f')}, perplexity {shown(part['perplexity'], ',.3f')}"
+        typer.echo(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
     speed = document["tokens"] / document["seconds"]
     ranks = f"{document['world_size']} rank{'s' if document['world_size'] > 1 else ''}"
     typer.echo(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from nanoscale.config.mixture import sources_of
 from nanoscale.config.prepared import TOKENIZER, folder_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
@@ -65,10 +66,11 @@ def known(config: Config) -> Tokenizer | None:
         return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
     if begun is not None and (Path(begun) / "tokenizer.json").is_file():
         return load(Path(begun) / "tokenizer.json")
-    folder = folder_of(data.path) if data.path else None
-    if folder is None:
+    folders = [folder_of(source.path) for source in sources_of(data) if source.path]
+    made = [folder for folder in folders if folder is not None]
+    if not made or len(made) < len(folders):
         return None
-    file = folder / TOKENIZER
+    file = made[0] / TOKENIZER  # of several sources the rules want one tokenizer
     return load(file) if file.is_file() else ByteTokenizer()
 
 

@@ -14,14 +14,14 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config.derive import derive
-from nanoscale.data.dataset import open_data
+from nanoscale.data.dataset import Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.tokenizer import Tokenizer
 from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.job import begin, make_engine
-from nanoscale.train.loop import validate
+from nanoscale.train.loop import samples_of, validate
 
 if TYPE_CHECKING:
     from nanoscale.worker import RankContext
@@ -38,7 +38,7 @@ def run(context: RankContext) -> str:
     """Evaluate, and leave the figures in the first rank's result.
 
     The task is `checkpoint`, the path and step of one, or null for the weights of `model.init_from`; and
-    `samples`, null for all of the split.
+    `samples` of all sources together, null for all of their splits.
 
     Raises:
         UserError: the data or the checkpoint are not what the configuration needs.
@@ -47,7 +47,7 @@ def run(context: RankContext) -> str:
     device = ranks.local_device(config.launcher.device)
     without_samples = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
     data = open_data(config.data, without_samples, config.model.vocab)
-    if data.valid is None:
+    if not data.valid:
         raise _nothing_to_validate_on(data.description)
     ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
@@ -55,25 +55,36 @@ def run(context: RankContext) -> str:
         begin(engine, config, lambda *_, **__: None)
     else:
         load_weights(engine, StoredCheckpoint(Path(task["checkpoint"]), task["step"]))
-    samples, sizes = data.valid.evaluated(task["samples"] or len(data.valid)), derive(config)
-    batches = data.valid.valid_batches(samples, engine.dp_rank, sizes.dp, sizes.micro_batch)
+    found = [_evaluate(context, engine, part, task["samples"]) for part in data.valid]
+    if context.rank == 0:
+        for part, figures in zip(data.valid, found, strict=True):
+            known = data.tokenizer
+            samples = figures["samples"]
+            figures["bytes"] = known and count_bytes(part.loader, samples, known)
+        write_json(context.run.result, {"data": data.description, "parts": found})
+    ranks.leave()
+    return "completed"
+
+
+def _evaluate(
+    context: RankContext, engine: Engine, part: Validation, asked: int | None
+) -> dict[str, Any]:
+    """On the samples of one source."""
+    loader, sizes = part.loader, derive(context.config)
+    wanted = len(loader) if asked is None else samples_of(part, asked)
+    samples = loader.evaluated(wanted)
+    batches = loader.valid_batches(samples, engine.dp_rank, sizes.dp, sizes.micro_batch)
     count = -(-samples // (sizes.dp * sizes.micro_batch))
     began = time.perf_counter()
     loss_sum, tokens = validate(engine, _told(batches, count) if context.rank == 0 else batches)
-    seconds = time.perf_counter() - began
-    if context.rank == 0:
-        text_bytes = data.tokenizer and count_bytes(data.valid, samples, data.tokenizer)
-        figures: dict[str, Any] = {
-            "loss_sum": loss_sum,
-            "tokens": tokens,
-            "samples": samples,
-            "bytes": text_bytes,
-            "seconds": seconds,
-            "data": data.description,
-        }
-        write_json(context.run.result, figures)
-    ranks.leave()
-    return "completed"
+    return {
+        "name": part.name,
+        "share": part.share,
+        "loss_sum": loss_sum,
+        "tokens": tokens,
+        "samples": samples,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:

@@ -137,7 +137,7 @@ class Training:
 
     def evaluate_on(self, part: Validation) -> float:
         batches = part.loader.valid_batches(
-            max(1, round(part.share * self.config.train.eval_samples)),
+            samples_of(part, self.config.train.eval_samples),
             self.engine.dp_rank,
             self.sizes.dp,
             self.sizes.micro_batch,
@@ -188,6 +188,11 @@ def validate(engine: Engine, batches: Iterable[tuple[np.ndarray, int]]) -> tuple
     """The sum of the losses of all ranks' batches and the number of their tokens; see `Engine.evaluate`."""
     total = ranks.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())
+
+
+def samples_of(part: Validation, samples: int) -> int:
+    """How many of an evaluation's samples are one source's."""
+    return max(1, round(part.share * samples))
 
 
 def is_due(step: int, every: int) -> bool:

@@ -33,8 +33,8 @@ def evaluate(folder: Path, config: Config, task: dict[str, Any]) -> dict[str, An
     write_json(aside.task, task)
     done = run_ranks(_evaluate_rank, derive(config).world_size, aside.path)
     assert set(done) == {"completed"}
-    found: dict[str, Any] = read_json(aside.result)
-    return found
+    (found,) = read_json(aside.result)["parts"]
+    return dict(found)
 
 
 def _evaluate_rank(rank: int, path: Path) -> str:
