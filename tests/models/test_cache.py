@@ -14,8 +14,11 @@ from nanoscale.config.schema import Model
 from nanoscale.models.cache import Cache
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
+from tests.generate.conftest import one_thread  # noqa: F401
 from tests.jobs import SHAPE
 from tests.models.huggingface import FAMILIES, save, tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOE = replace(SHAPE, experts=4, experts_per_token=2)
 
