@@ -87,11 +87,14 @@ class Merged:
         return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
 
     def _frozen(self, name: str) -> Tensor:
+        import torch
         from safetensors import safe_open
 
-        place, size = self._places[name], self._sizes[name]
-        there = self._stored[place.name]
-        slices = place.slices(size, (0,) * len(size), size)
-        with safe_open(there.file, "pt") as opened:
-            part = read_part(opened, there.name, slices)
-        return part.T if place.transposed else part
+        size, parts = self._sizes[name], []
+        for place in self._places[name]:
+            there = self._stored[place.name]
+            slices = place.slices(size, (0,) * len(size), size)
+            with safe_open(there.file, "pt") as opened:
+                part = read_part(opened, there.name, slices)
+            parts.append(part.T if place.transposed else part)
+        return parts[0] if place.expert is None else torch.stack(parts)

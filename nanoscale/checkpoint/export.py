@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,20 +55,29 @@ class Exported:
     files: list[str]
     bytes: int
     tokenizer: bool
+    dropped_bias: float
+    """the largest preference of an expert that was left out, in units of the router's softmax; mostly 0"""
 
 
 def export(
-    stored: StoredCheckpoint, config: Config, out: Path, dtype: str, largest: int, note: Note
+    stored: StoredCheckpoint,
+    config: Config,
+    out: Path,
+    dtype: str,
+    largest: int,
+    note: Note,
+    drop_bias: bool = False,
 ) -> Exported:
     """Write a checkpoint that `require_whole` has found whole.
 
     Args:
         dtype: fp32, bf16, fp16 or fp64.
         largest: bytes of a file, at most, unless one tensor has more.
+        drop_bias: leave out what `model.balance=bias` has made of the choice of experts.
 
     Raises:
-        UserError: no family of transformers has this shape, `out` is there, or the disk is full; with lora, the
-            weights that the adapters are for are not what they were.
+        UserError: no family of transformers has this shape or a bias of its experts, `out` is there, or the disk
+            is full; with lora, the weights that the adapters are for are not what they were.
     """
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")
@@ -79,6 +88,9 @@ def export(
     names = file_names(len(files))
     size = sum(WIDTH[kind] * math.prod(shape) for shape in wanted.values())
     about = _config(config.model, kind)
+    bias = _largest_bias(stored.path, config.model)
+    if bias and not drop_bias:
+        _refuse_bias(bias, config.model)
     out.parent.mkdir(parents=True, exist_ok=True)
     store.require_space(out.parent, size)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
@@ -94,7 +106,7 @@ def export(
         shutil.rmtree(aside, ignore_errors=True)
         raise
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
-    return Exported(out, stored.step, dtype, names, size, has_tokenizer)
+    return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
 
 
 def require_whole(stored: StoredCheckpoint) -> None:
@@ -109,6 +121,26 @@ def _config(model: Model, kind: str) -> dict[str, Any]:
         return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
     except UnsupportedError as error:
         raise UserError("model", f"transformers has no such model: {error}") from error
+
+
+def _largest_bias(path: Path, model: Model) -> float:
+    """How far, at most, the run has moved the preference for an expert."""
+    reader, largest = _Reader(path), 0
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith("balance.") and model.balance == "bias":
+            lean = reader.read(name, tuple(cast(Any, about).size))
+            largest = max(largest, int(lean.abs().max()))
+    return largest * model.balance_rate
+
+
+def _refuse_bias(bias: float, model: Model) -> NoReturn:
+    message = (
+        f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
+        f"router's scores is {1 / model.experts:.3g}; transformers has no place for them, and its model "
+        "would choose other experts. --drop-bias exports it all the same; runs with model.balance=aux or none "
+        "have no such bias"
+    )
+    raise UserError("model", message)
 
 
 def _write_weights(
@@ -135,11 +167,13 @@ class _Source:
         self._ours = shapes(config.model)
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
-            self._weight = Merged(config, self._read)
+            self._weight = Merged(config, self._reader.read)
         self._parts: dict[str, list[tuple[str, Place]]] = {}
-        for name, place in places(config.model).items():
-            self._parts.setdefault(place.name, []).append((name, place))
+        for name, parts in places(config.model).items():
+            for place in parts:
+                self._parts.setdefault(place.name, []).append((name, place))
         self._done = 0
+        self._held: tuple[str, Tensor] | None = None
 
     def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
         for name in tensors:
@@ -153,26 +187,34 @@ class _Source:
         """One of theirs; several of ours side by side make one, along its last dimension."""
         made = []
         for ours, place in self._parts[name]:
-            value = self._weight(ours).to(_DTYPES[self.kind])
+            value = self._one(ours, place).to(_DTYPES[self.kind])
             made.append(value.T if place.transposed else value)
         yield made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
-    def _stored(self, name: str) -> Tensor:
-        return self._read(f"model.{name}", self._ours[name])
+    def _one(self, ours: str, place: Place) -> Tensor:
+        """The experts of a matrix follow each other: it is read once, and held for all of them."""
+        if self._held is None or self._held[0] != ours:
+            self._held = None
+            self._held = ours, self._weight(ours)
+        value = self._held[1]
+        return value if place.expert is None else value[place.expert]
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        about: Any = self._reader.read_metadata().state_dict_metadata[name]
-        value = torch.empty(shape, dtype=about.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-            dcp.load({name: value}, storage_reader=self._reader, no_dist=True)
-        return value
+    def _stored(self, name: str) -> Tensor:
+        return self._reader.read(f"model.{name}", self._ours[name])
 
 
 class _Reader(FileSystemReader):
     """Reads what a checkpoint says of itself once, not once for every tensor."""
 
     _metadata: Metadata | None = None
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        about: Any = self.read_metadata().state_dict_metadata[name]
+        value = torch.empty(shape, dtype=about.properties.dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
+            dcp.load({name: value}, storage_reader=self, no_dist=True)
+        return value
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.tensor_files import WIDTH, BadFileError, Stored, read_folder
 from nanoscale.config.huggingface import UnsupportedError, read_shape
 from nanoscale.config.schema import Model
-from nanoscale.models.huggingface import PREFIXES, is_needless, places, shapes, theirs
+from nanoscale.models.huggingface import PREFIXES, Place, is_needless, places, shapes, theirs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def find(folder: Path, model: Model) -> dict[str, Stored]:
     wanted, held = theirs(model), read_folder(folder)
     stored = {name: there for name in wanted if (there := _named(held, name)) is not None}
     if "lm_head.weight" in wanted.keys() - stored.keys() and _is_tied(folder):
-        stored["lm_head.weight"] = stored[places(model)["embed.weight"].name]
+        stored["lm_head.weight"] = stored[places(model)["embed.weight"][0].name]
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += [
         f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
@@ -70,7 +70,12 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     from safetensors import SafetensorError, safe_open
 
     stored, whole = find(folder, model), shapes(model)
-    wanted = [(place, name) for name, place in places(model).items() if f"model.{name}" in state]
+    wanted = [
+        (place, name)
+        for name, parts in places(model).items()
+        if f"model.{name}" in state
+        for place in parts
+    ]
     by_file = sorted(wanted, key=lambda pair: str(stored[pair[0].name].file))
     with ExitStack() as held, torch.no_grad():
         file, opened = None, None
@@ -80,7 +85,7 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
                 if there.file != file:
                     held.close()
                     file, opened = there.file, held.enter_context(safe_open(there.file, "pt"))
-                for box, memory in boxes(state[f"model.{name}"]):
+                for box, memory in _parts(state[f"model.{name}"], place):
                     slices = place.slices(whole[name], box.offsets, box.sizes)
                     part = read_part(opened, there.name, slices)
                     memory.copy_(part.T if place.transposed else part)
@@ -110,6 +115,15 @@ def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     """These elements of a tensor, and no others, from an open file."""
     part: Tensor = opened.get_slice(name)[slices]
     return part
+
+
+def _parts(target: Tensor, place: Place) -> Iterator[tuple[Box, Tensor]]:
+    """As `boxes`; of one expert, the boxes that have something of it, with the memory of that."""
+    for box, memory in boxes(target):
+        if place.expert is None:
+            yield box, memory
+        elif (row := place.row(box.offsets, box.sizes)) is not None:
+            yield box, memory[row]
 
 
 def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:

@@ -128,6 +128,12 @@ def export_checkpoint(
     max_shard_size: Annotated[
         str, typer.Option(metavar="SIZE", help="Largest file: bytes, or as in 500MB, 5GB.")
     ] = "5GB",
+    drop_bias: Annotated[
+        bool,
+        typer.Option(
+            "--drop-bias", help="Leave out the bias of model.balance=bias in the choice of experts."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model: safetensors, config.json and the tokenizer.
@@ -147,12 +153,17 @@ def export_checkpoint(
     config = _with_base(config, base)
     require_whole(stored)
     kind = dtype or Dtype(config.precision.compute)
-    written = export(stored, config, folder, kind, largest, _progress(as_json))
+    written = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     if as_json:
         print_json(asdict(written) | {"folder": str(folder)})
         return
     size = f"{written.bytes / 2**20:,.1f} MiB in {kind}"
     typer.echo(f"{stored.path.name} is {folder}, {size}, {len(written.files)} files of weights")
+    if written.dropped_bias:
+        most = f"up to {written.dropped_bias:.3g} of a router's scores"
+        typer.echo(
+            f"  without the bias in the choice of experts ({most}): it chooses others than this run"
+        )
     if not written.tokenizer:
         typer.echo("  without a tokenizer: data.tokenizer names none for the tokens of this run")
 

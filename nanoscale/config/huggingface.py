@@ -16,6 +16,8 @@ from nanoscale.config.report import shown
 from nanoscale.config.schema import Model, RopeScaling
 
 Json = dict[str, Any]
+_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
+"""as Qwen2-MoE and DeepSeek have them"""
 
 
 class UnsupportedError(Exception):
@@ -30,6 +32,10 @@ def read_shape(folder: Path) -> Model:
     """
     document = read_config(folder)
     family = document.get("model_type")
+    for key in _SHARED:
+        if document.get(key):
+            shared = f"{key}={document[key]}: experts that every token takes are not offered"
+            raise UnsupportedError(f"model_type={shown(family)}, {shared}")
     if family not in _READ:
         families = ", ".join(_READ)
         raise UnsupportedError(f"model_type={shown(family)} is none of the families {families}")
@@ -67,10 +73,6 @@ def write_shape(model: Model) -> Json:
     Raises:
         UnsupportedError: no family of theirs has this shape.
     """
-    if model.experts:
-        raise UnsupportedError(
-            f"model.experts={model.experts}: mixtures of experts are not exported"
-        )
     if model.position == "learned":
         return _write_gpt2(model)
     return _write_llama(model)
@@ -89,7 +91,7 @@ def _require(document: Json, key: str, usual: Any, *others: Any) -> None:
         raise UnsupportedError(f"{key}={shown(value)}: only {shown(usual)} is offered")
 
 
-# --- Llama, Mistral, Qwen2, Qwen3 -------------------------------------------------------------------
+# --- Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE ---------------------------------------------------
 
 
 def _read_llama(document: Json) -> Json:
@@ -117,6 +119,38 @@ def _read_qwen3(document: Json) -> Json:
     _require(document, "attention_bias", False)
     values = _read_common(document, kv_heads=32) | {"qk_norm": True}
     return values | {"head_dim": document.get("head_dim", 128)}
+
+
+def _read_mixtral(document: Json) -> Json:
+    usual = {"sliding_window": None, "rope_theta": 1e6, "rms_norm_eps": 1e-5}
+    values = _read_mistral(usual | document)
+    return values | _read_experts(document, "num_local_experts", experts=8, taken=2)
+
+
+def _read_qwen3_moe(document: Json) -> Json:
+    """Its `intermediate_size` is that of blocks without experts, of which there must be none."""
+    _require(document, "use_sliding_window", False)
+    _require(document, "attention_bias", False)
+    _require(document, "decoder_sparse_step", 1)
+    _require(document, "mlp_only_layers", [], None)
+    if document.get("norm_topk_prob", False) is not True:
+        raise UnsupportedError(
+            "norm_topk_prob=false: only true is offered, a token's weights add up to 1"
+        )
+    key = "num_experts" if "num_experts" in document else "num_local_experts"
+    ffn = document.get("moe_intermediate_size", 768)
+    values = _read_common(document | {"intermediate_size": ffn}, kv_heads=4) | {"qk_norm": True}
+    return values | _read_experts(document, key, experts=128, taken=8)
+
+
+def _read_experts(document: Json, key: str, experts: int, taken: int) -> Json:
+    """`experts`, `taken`: what transformers takes where the file says nothing."""
+    _require(document, "router_jitter_noise", 0.0)
+    _require(document, "output_router_logits", False)  # with it their loss has another part
+    return {
+        "experts": document.get(key, experts),
+        "experts_per_token": document.get("num_experts_per_tok", taken),
+    }
 
 
 def _read_common(document: Json, kv_heads: int | None) -> Json:
@@ -189,6 +223,8 @@ def _write_llama(model: Model) -> Json:
 
 def _family(model: Model) -> Json:
     """What tells the families apart; several of these options together are none's."""
+    if model.experts:
+        return _family_of_experts(model)
     options = {
         "model.bias": model.bias,
         "model.qkv_bias": model.qkv_bias,
@@ -209,6 +245,40 @@ def _family(model: Model) -> Json:
         return _named("mistral", "MistralForCausalLM") | {"sliding_window": model.sliding_window}
     bias = {"attention_bias": model.bias, "mlp_bias": model.bias}
     return _named("llama", "LlamaForCausalLM") | bias
+
+
+def _family_of_experts(model: Model) -> Json:
+    for key, idle in (("bias", False), ("qkv_bias", False)):
+        if getattr(model, key) != idle:
+            raise UnsupportedError(f"no family has both model.experts and model.{key}")
+    taken = {"num_experts_per_tok": model.experts_per_token, "output_router_logits": False}
+    if not model.qk_norm:
+        return (
+            _named("mixtral", "MixtralForCausalLM")
+            | taken
+            | {
+                "num_local_experts": model.experts,
+                "sliding_window": model.sliding_window,
+                "router_jitter_noise": 0.0,
+            }
+        )
+    if model.sliding_window is not None:
+        raise UnsupportedError(
+            "no family has model.experts, model.qk_norm and model.sliding_window"
+        )
+    return (
+        _named("qwen3_moe", "Qwen3MoeForCausalLM")
+        | taken
+        | {
+            "num_experts": model.experts,
+            "moe_intermediate_size": model.ffn,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+            "attention_bias": False,
+        }
+    )
 
 
 def _named(family: str, architecture: str) -> Json:
@@ -288,5 +358,7 @@ _READ: dict[str, Callable[[Json], Json]] = {
     "mistral": _read_mistral,
     "qwen2": _read_qwen2,
     "qwen3": _read_qwen3,
+    "mixtral": _read_mixtral,
+    "qwen3_moe": _read_qwen3_moe,
     "gpt2": _read_gpt2,
 }

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 KEY = "model.init_from"
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MODEL_BY_HAND = re.compile(r"\+*model=")
+_TRAINING = ("balance", "balance_rate")
+"""keys of a mixture of experts that no folder speaks of: they shape no weight"""
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """what is fetched of a model by its name"""
 
@@ -94,6 +96,8 @@ def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:
     violations = []
     for name in (field.name for field in fields(Model) if field.name != "init_from"):
         mine, given = getattr(asked, name), getattr(theirs, name)
+        if name in _TRAINING and theirs.experts:
+            given = mine
         values[name] = given
         if mine == given or not _said(composed, name):
             continue

@@ -4,6 +4,7 @@
 |---|---|
 | a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
 | queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
+| a matrix of all experts `[experts, out, in]` | one of each expert `[out, in]` |
 
 Rotary pairs are (i, i + head_dim / 2) on both sides.
 """
@@ -23,26 +24,39 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors stands in theirs."""
+    """Where one of our tensors, or one expert's part of it, stands in theirs."""
 
     name: str
     transposed: bool = False
     part: int = 0
     """which of the `parts` equal ones, along the last dimension of theirs"""
     parts: int = 1
+    expert: int | None = None
+    """which one of our first dimension; None: that is no dimension of experts"""
 
     def shape(self, ours: Shape) -> Shape:
         """Of their tensor as a whole."""
+        ours = self._within(ours)
         theirs = ours[::-1] if self.transposed else ours
         return (*theirs[:-1], theirs[-1] * self.parts)
 
     def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
-        """Where a box of our tensor lies in theirs."""
+        """Where a box of our tensor, or what it has of the expert, lies in theirs."""
+        ours, offsets, sizes = map(self._within, (ours, offsets, sizes))
         order = range(len(ours))[:: -1 if self.transposed else 1]
         start = [offsets[axis] for axis in order]
         length = [sizes[axis] for axis in order]
         start[-1] += self.part * ours[order[-1]]
         return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
+
+    def row(self, offsets: Shape, sizes: Shape) -> int | None:
+        """Which row of a box of our tensor is the expert's; None: the box has nothing of it."""
+        assert self.expert is not None
+        row = self.expert - offsets[0]
+        return row if 0 <= row < sizes[0] else None
+
+    def _within(self, lengths: Shape) -> Shape:
+        return lengths if self.expert is None else lengths[1:]
 
 
 def shapes(model: Model) -> dict[str, Shape]:
@@ -58,19 +72,24 @@ def shapes(model: Model) -> dict[str, Shape]:
     return found
 
 
-def places(model: Model) -> dict[str, Place]:
-    """Where each parameter stands in a file of the model's family."""
+def places(model: Model) -> dict[str, tuple[Place, ...]]:
+    """Where each parameter stands in a file of the model's family: in one place, or in one for each expert."""
     if model.position == "learned":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
         return _places(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
-    return _places(model, "model.", "layers", root, _LLAMA)
+    mixture = _QWEN3_MOE if model.qk_norm else _MIXTRAL
+    return _places(model, "model.", "layers", root, _LLAMA | mixture)
 
 
 def theirs(model: Model) -> dict[str, Shape]:
     """Their tensors and the shapes of them, in our order."""
     ours = shapes(model)
-    return {place.name: place.shape(ours[name]) for name, place in places(model).items()}
+    return {
+        place.name: place.shape(ours[name])
+        for name, parts in places(model).items()
+        for place in parts
+    }
 
 
 def is_needless(name: str, model: Model) -> bool:
@@ -82,20 +101,23 @@ def _block(model: Model) -> dict[str, Shape]:
     head_dim = model.head_dim or model.hidden // model.heads
     q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
     gate = [("mlp.gate", model.ffn, model.hidden)] if model.mlp == "swiglu" else []
+    dense = [*gate, ("mlp.up", model.ffn, model.hidden), ("mlp.down", model.hidden, model.ffn)]
     linears = [
         ("attention.wq", q, model.hidden),
         ("attention.wk", kv, model.hidden),
         ("attention.wv", kv, model.hidden),
         ("attention.wo", model.hidden, q),
-        *gate,
-        ("mlp.up", model.ffn, model.hidden),
-        ("mlp.down", model.hidden, model.ffn),
+        *([("mlp.router", model.experts, model.hidden)] if model.experts else dense),
     ]
     found: dict[str, Shape] = _norm("attention_norm", model) | _norm("mlp_norm", model)
     for name, outputs, inputs in linears:
         found[f"{name}.weight"] = (outputs, inputs)
         if model.bias or (model.qkv_bias and name.endswith(("wq", "wk", "wv"))):
             found[f"{name}.bias"] = (outputs,)
+    if model.experts:
+        wide = (model.experts, model.ffn, model.hidden)
+        found |= {"mlp.experts.gate": wide, "mlp.experts.up": wide}
+        found["mlp.experts.down"] = (model.experts, model.hidden, model.ffn)
     if model.qk_norm:
         found |= {f"attention.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
     return found
@@ -119,6 +141,18 @@ _LLAMA = {
     "mlp.up": Place("mlp.up_proj"),
     "mlp.down": Place("mlp.down_proj"),
 }
+_MIXTRAL = {
+    "mlp.router": Place("block_sparse_moe.gate"),
+    "mlp.experts.gate": Place("block_sparse_moe.experts.{expert}.w1.weight"),
+    "mlp.experts.up": Place("block_sparse_moe.experts.{expert}.w3.weight"),
+    "mlp.experts.down": Place("block_sparse_moe.experts.{expert}.w2.weight"),
+}
+_QWEN3_MOE = {
+    "mlp.router": Place("mlp.gate"),
+    "mlp.experts.gate": Place("mlp.experts.{expert}.gate_proj.weight"),
+    "mlp.experts.up": Place("mlp.experts.{expert}.up_proj.weight"),
+    "mlp.experts.down": Place("mlp.experts.{expert}.down_proj.weight"),
+}
 _GPT2 = {
     "attention_norm": Place("ln_1"),
     "attention.wq": Place("attn.c_attn", True, 0, 3),
@@ -133,18 +167,23 @@ _GPT2 = {
 
 def _places(
     model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, Place]
-) -> dict[str, Place]:
-    found = {}
+) -> dict[str, tuple[Place, ...]]:
+    found: dict[str, tuple[Place, ...]] = {}
     for name in shapes(model):
         module, _, kind = name.rpartition(".")
         if module == "head":
-            found[name] = Place(f"lm_head.{kind}")
+            found[name] = (Place(f"lm_head.{kind}"),)
         elif module in root:
-            found[name] = Place(f"{prefix}{root[module]}.{kind}")
+            found[name] = (Place(f"{prefix}{root[module]}.{kind}"),)
+        elif module.endswith(".experts"):
+            _, layer, within = name.split(".", 2)
+            full = f"{prefix}{layers}.{layer}.{block[within].name}"
+            each = range(model.experts)
+            found[name] = tuple(Place(full.format(expert=i), expert=i) for i in each)
         else:
             _, layer, within = module.split(".", 2)
             there = block[within]
             transposed = there.transposed and kind == "weight"
             full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
-            found[name] = Place(full, transposed, there.part, there.parts)
+            found[name] = (Place(full, transposed, there.part, there.parts),)
     return found

@@ -45,11 +45,13 @@ def from_pretrained(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def checkpoint_of(model: Transformer, folder: Path) -> store.StoredCheckpoint:
+def checkpoint_of(
+    model: Transformer, folder: Path, others: sharded.State | None = None
+) -> store.StoredCheckpoint:
     run = RunDirectory.create(folder, "run")
     fence.begin(run, 1)
     state = {f"model.{name}": value for name, value in model.named_parameters()}
-    path = sharded.save(run.workspace(1), state, ABOUT)
+    path = sharded.save(run.workspace(1), state | (others or {}), ABOUT)
     return store.StoredCheckpoint(path, 7)
 
 
@@ -85,6 +87,22 @@ def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
     load(tmp_path / "out", again.shape, state)
     for name, value in model.named_parameters():
         assert torch.equal(value, again.get_parameter(name)), name
+
+
+def test_a_bias_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    shape = replace(GPT2, norm="rmsnorm", mlp="swiglu", position="rope", bias=False, experts=4)
+    shape = replace(shape, balance="bias", balance_rate=0.01)
+    model, config = random_model(shape), Config(model=shape, data=Data(source="megatron"))
+    lean = torch.tensor([3, 0, -5, 2])
+    for name, leaning in (("even", 0 * lean), ("moved", lean)):
+        stored = checkpoint_of(model, tmp_path / name, {"balance.layers.1": leaning})
+        even = name == "even"
+        if not even:
+            with pytest.raises(UserError, match=r"up to 0\.05, .* is 0\.25"):
+                export(stored, config, tmp_path / name / "out", "fp32", 10**9, quiet)
+        written = export(stored, config, tmp_path / name / "out", "fp32", 10**9, quiet, not even)
+        assert written.dropped_bias == (0 if even else 0.05)
+    assert from_pretrained(tmp_path / "moved" / "out").config.model_type == "mixtral"
 
 
 def test_types_and_one_file(tmp_path: Path) -> None:
@@ -190,8 +208,9 @@ def write_documents(folder: Path) -> None:
     [
         (Model(qk_norm=True), {"dp": 2, "tp": 2, "stage": 3}, False),
         (Model(qkv_bias=True), {"dp": 2, "stage": 3}, True),
+        (Model(experts=4, balance="aux"), {"dp": 2, "ep": 2, "stage": 3}, False),
     ],
-    ids=["qwen3, dp 2 · tp 2", "qwen2, deepspeed stage 3"],
+    ids=["qwen3, dp 2 · tp 2", "qwen2, deepspeed stage 3", "mixtral, ep 2"],
 )
 def test_training_goes_on_from_an_export(
     shape: Model, layout: dict[str, Any], deepspeed: bool, tmp_path: Path
@@ -201,7 +220,7 @@ def test_training_goes_on_from_an_export(
         shape, layers=2, hidden=32, heads=8, kv_heads=4, head_dim=4, ffn=48, vocab=64,
         max_seq_len=32, init_std=0.2,
     )  # fmt: skip
-    degrees = {key: value for key, value in layout.items() if key == "tp"}
+    degrees = {key: value for key, value in layout.items() if key in ("tp", "ep")}
     base = make_config(
         tmp_path, dp=2, stage=layout["stage"], model=shape, precision="fp32", parallel=degrees
     )

@@ -79,6 +79,9 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"dp": 2, "tp": 2, "stage": 3}),
     ("qwen2", {"deepspeed": True, "dp": 2, "stage": 3}),
     ("gpt2", {"deepspeed": True, "dp": 2, "tp": 2, "stage": 1, **WHOLE}),
+    ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
+    ("qwen3_moe", {"dp": 4, "ep": 2, "stage": 1}),
+    ("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
 ]
 
 
@@ -95,18 +98,28 @@ def test_every_layout_begins_with_the_same_model(
         assert 0 < read == held, "each number that a rank holds is read once, and no other"
 
 
+@pytest.mark.parametrize(
+    ("experts", "degrees"), [(0, {"tp": 2}), (8, {"tp": 2, "ep": 2})], ids=["dense", "experts"]
+)
 def test_reading_needs_the_shards_and_a_part_of_a_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    experts: int, degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large model's first rank of 8, without the other 7."""
     shape = Model(
-        layers=2, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1792, vocab=8192, max_seq_len=64
+        layers=2, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1792 // (experts or 1), experts=experts,
+        vocab=8192, max_seq_len=64,
     )  # fmt: skip
     whole = Transformer(shape)
     initialise(whole, shape, seed=0)
-    named = {pretrained.places(shape)[name].name: p for name, p in whole.named_parameters()}
-    save_file({name: p.detach() for name, p in named.items()}, tmp_path / "model.safetensors")
-    config = make_config(tmp_path, dp=4, stage=3, precision="fp32", parallel={"tp": 2})
+    save_file(
+        {
+            place.name: p.detach() if place.expert is None else p.detach()[place.expert].clone()
+            for name, p in whole.named_parameters()
+            for place in pretrained.places(shape)[name]
+        },
+        tmp_path / "model.safetensors",
+    )
+    config = make_config(tmp_path, dp=4, stage=3, precision="fp32", parallel=degrees)
     config = replace(config, model=replace(shape, init_from=str(tmp_path)))
     parts: list[int] = []
     plain = pretrained.read_part
@@ -133,10 +146,15 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
         (tmp_path / "model.safetensors").stat().st_size
     )  # not in memory, though torch counts it
     assert peak_bytes(recorded) <= 1.01 * (share + largest) + mapped
-    first = part.layers["0"].mlp.down.weight
-    rows, columns = first.to_local().shape
-    expected = whole.layers["0"].mlp.down.weight[:rows, :columns]
-    assert torch.equal(first.to_local(), expected) and columns == 1792 // 2
+    mlp, expected = part.layers["0"].mlp, whole.layers["0"].mlp
+    first, expected = (
+        (mlp.experts.down, expected.experts.down)
+        if experts
+        else (mlp.down.weight, expected.down.weight)
+    )
+    local = first.to_local()
+    assert torch.equal(local, expected[tuple(map(slice, local.shape))])
+    assert local.shape[-1] == shape.ffn // 2 and 8 * local.numel() == expected.numel()
 
 
 def lose_a_file(folder: Path) -> str:

@@ -158,6 +158,23 @@ def test_adapters_are_trained_resumed_and_merged(
     }
 
 
+def test_experts_are_trained_as_said_here_and_exported_without_their_bias(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64, "num_local_experts": 4}
+    monkeypatch.setitem(FAMILIES, "mixtral", ("Mixtral", settings))
+    huggingface.save("mixtral", folder / "mixture")
+    words = [*WORDS, "model.init_from=mixture", "model.balance=bias", "model.balance_rate=0.01"]
+    assert nanoscale(["train", *words, "train.steps=1", "run.name=moved", "--json"]) == 0
+    frozen = yaml.safe_load(Path("runs/moved/config.yaml").read_text())["model"]
+    assert (frozen["experts"], frozen["balance"]) == (4, "bias")
+    words = ["checkpoints", "export", "moved", "--format", "hf"]
+    assert nanoscale(words) == 2
+    assert "up to 0.01, where" in " ".join(capsys.readouterr().err.split())
+    assert nanoscale([*words, "--drop-bias"]) == 0
+    assert "without the bias in the choice of experts (up to 0.01 " in capsys.readouterr().out
+
+
 def test_a_name_is_looked_up_in_the_cache(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("Mistral", COMMON | {"sliding_window": 24}),
     "qwen2": ("Qwen2", COMMON | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", COMMON | {"head_dim": 8}),
+    "mixtral": ("Mixtral", COMMON | {"num_local_experts": 4, "sliding_window": 24}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        COMMON
+        | {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"norm_topk_prob": True},
+    ),
     "gpt2": (
         "GPT2",
         {

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanoscale.checkpoint import pretrained
+from nanoscale.config.compose import compose
 from nanoscale.config.huggingface import UnsupportedError, read_shape, write_shape
 from nanoscale.config.schema import Model
 from nanoscale.models.huggingface import shapes
@@ -90,6 +91,67 @@ def test_a_tied_head_can_begin_a_life_of_its_own(tmp_path: Path) -> None:
     assert_equal_logits(model(tokens()), logits(theirs, tokens()))
 
 
+# mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B at the hub, what of their config.json is of the shape
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", PUBLISHED)
+def test_recipes_of_experts_have_the_published_shapes(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[recipe]))
+    ours = compose([f"recipe={recipe}"]).config.model
+    published = read_shape(tmp_path)
+    assert ours == replace(published, name=recipe, balance=ours.balance)
+
+
 def test_a_window_is_kept(tmp_path: Path) -> None:
     save("mistral, window", tmp_path)
     assert read_shape(tmp_path).sliding_window == 24
@@ -98,6 +160,8 @@ def test_a_window_is_kept(tmp_path: Path) -> None:
 
 
 LLAMA = COMMON | {"model_type": "llama"}
+MIXTRAL = COMMON | {"model_type": "mixtral"}
+QWEN3_MOE = COMMON | {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 
 @pytest.mark.parametrize(
@@ -114,6 +178,16 @@ LLAMA = COMMON | {"model_type": "llama"}
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "no vocab_size"),
         (LLAMA | {"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=true"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function=relu"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (MIXTRAL | {"output_router_logits": True}, "output_router_logits=true"),
+        (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        (COMMON | {"model_type": "qwen3_moe"}, "norm_topk_prob=false"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (
+            QWEN3_MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 8},
+            "qwen2_moe, shared_expert_intermediate_size=8",
+        ),
     ],
 )
 def test_what_we_cannot_compute_is_refused(
@@ -127,7 +201,8 @@ def test_what_we_cannot_compute_is_refused(
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"experts": 4}, "mixtures of experts"),
+        ({"experts": 4, "qkv_bias": True}, "model.experts and model.qkv_bias"),
+        ({"experts": 4, "qk_norm": True, "sliding_window": 8}, "model.sliding_window"),
         ({"mlp": "gelu"}, "model.mlp=gelu"),
         ({"position": "learned"}, "model.norm"),
         ({"qk_norm": True, "bias": True}, "model.bias and model.qk_norm"),
