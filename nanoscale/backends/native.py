@@ -19,7 +19,7 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
-from nanoscale.models.initialization import initialise
+from nanoscale.models.initialization import begin_counters, initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel.apply import parallelise
@@ -180,6 +180,7 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
             float8.apply(part)
         parallelise(part, config, layout)
         part.to_empty(device=device)
+        begin_counters(part)
         begun = config.model.init_from is not None  # then all but adapters are read
         if not begun or config.lora.rank:
             initialise(part, config.model, config.train.seed, adapters_only=begun)

@@ -76,8 +76,8 @@ def export(
         drop_bias: leave out what `model.balance=bias` has made of the choice of experts.
 
     Raises:
-        UserError: no family of transformers has this shape or a bias of its experts, `out` is there, or the disk
-            is full; with lora, the weights that the adapters are for are not what they were.
+        UserError: no family of transformers has this shape or a bias of its experts, `out` is there, or the
+            disk is full; with lora, the weights that the adapters are for are not what they were.
     """
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")

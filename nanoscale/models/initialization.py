@@ -24,9 +24,7 @@ ADAPTER = ".adapter."
 
 @torch.no_grad()
 def initialise(model: nn.Module, shape: Model, seed: int, adapters_only: bool = False) -> None:
-    """Fill every parameter of a materialised model, sharded (DTensor) or not; counters begin at 0."""
-    for counter in model.buffers():
-        counter.zero_()
+    """Fill every parameter of a materialised model, sharded (DTensor) or not."""
     for name, parameter in model.named_parameters():
         if adapters_only and ADAPTER not in name:
             continue
@@ -36,6 +34,13 @@ def initialise(model: nn.Module, shape: Model, seed: int, adapters_only: bool = 
             parameter.to_local().copy_(own_shard(whole, parameter))
         else:
             parameter.copy_(whole)
+
+
+@torch.no_grad()
+def begin_counters(model: nn.Module) -> None:
+    """Set what a materialised model counts to 0, wherever its weights come from."""
+    for counter in model.buffers():
+        counter.zero_()
 
 
 def own_shard(whole: Tensor, like: DTensor) -> Tensor:

@@ -24,7 +24,7 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.models import lora
-from nanoscale.models.initialization import draw
+from nanoscale.models.initialization import begin_counters, draw
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import prepare_blocks
 from nanoscale.parallel.mesh import context_group
@@ -60,6 +60,7 @@ class DeepSpeedEngine(Engine):
             self.engine.timers = pipeline.no_timers()
         self.balance = self._make_balance()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
+        begin_counters(self.model)
         begun = config.model.init_from is not None  # then all weights but adapters are read
         if not begun or config.lora.rank:
             self._initialise(frozen=not begun)
@@ -158,8 +159,6 @@ class DeepSpeedEngine(Engine):
         `frozen`: those that are not updated too.
         """
         model, seed = self.config.model, self.config.train.seed
-        for counter in self.model.buffers():
-            counter.zero_()
         for mine in pieces.by_home(self.pieces):
             with pieces.in_memory(mine, self.engine.optimizer):
                 for piece in mine:
