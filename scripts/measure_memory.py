@@ -48,6 +48,8 @@ SHAPE = Model(
     layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=352, vocab=512, max_seq_len=512
 )
 SEQ = 128
+SOME: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "ffn": 176, "balance": "bias"}
+MIXTURE = replace(SHAPE, **SOME)
 GPT2 = replace(SHAPE, kv_heads=8, norm="layernorm", mlp="gelu", position="learned", bias=True)
 SMALL_BUCKETS = {"reduce_bucket": 2**18, "allgather_bucket": 2**18, "prefetch_bucket": 2**16}
 
@@ -134,6 +136,32 @@ ROWS = [
     Row("cp 2, bf16", {"cp": 2}, precision="bf16"),
     Row("ulysses cp 2, bf16", {"cp": 2, "cp_method": "ulysses"}, precision="bf16"),
     Row("dp 2 · pp 2, bf16, stage 1", {"dp": 2, "pp": 2}, 1, 2, "bf16"),
+    Row("experts", shape=MIXTURE),
+    Row("experts, aux", shape=replace(MIXTURE, balance="aux")),
+    Row("experts, wide", shape=replace(MIXTURE, ffn=1408), micro_batch=1, global_batch=1),
+    Row("experts, many", shape=replace(MIXTURE, experts=16, experts_per_token=4, ffn=64)),
+    Row("experts, bf16", precision="bf16", shape=MIXTURE),
+    *(Row(f"experts, {mode}", recomputed(mode), shape=MIXTURE) for mode in ("full", "selective")),
+    Row("experts, tp 2", {"tp": 2}, shape=MIXTURE),
+    *(Row(f"experts, dp 2, stage {s}", {"dp": 2}, s, shape=MIXTURE) for s in (0, 2, 3)),
+    *(Row(f"experts, ep 2, stage {s}", {"dp": 2, "ep": 2}, s, shape=MIXTURE) for s in range(4)),
+    Row("experts, ep 2, stage 3, bf16", {"dp": 2, "ep": 2}, 3, precision="bf16", shape=MIXTURE),
+    Row("experts, ep 2, full", {"dp": 2, "ep": 2} | recomputed("full"), 3, shape=MIXTURE),
+    Row("experts, ep 2, selective", {"dp": 2, "ep": 2} | recomputed("selective"), shape=MIXTURE),
+    Row(
+        "experts, wide, ep 2",
+        {"dp": 2, "ep": 2},
+        3,
+        1,
+        shape=replace(MIXTURE, ffn=1408),
+        global_batch=2,
+    ),
+    Row("experts, ep 2 · tp 2", {"dp": 2, "ep": 2, "tp": 2}, 3, shape=MIXTURE),
+    Row("experts, ep 2 · dp 2", {"dp": 4, "ep": 2}, 3, shape=MIXTURE),
+    Row("experts, ep 2 · cp 2", {"dp": 1, "cp": 2, "ep": 2}, 2, shape=MIXTURE),
+    Row("experts, pp 2", {"pp": 2}, micro_batch=2, shape=MIXTURE),
+    Row("experts, zbv", scheduled("zbv"), micro_batch=2, shape=MIXTURE),
+    *(deepspeed(f"experts, dp 2, stage {s}", {"dp": 2}, s, shape=MIXTURE) for s in (1, 3)),
     *(deepspeed(f"dp 2, stage {s}", {"dp": 2}, s) for s in range(4)),
     *(deepspeed(f"dp 2, stage {s}, bf16", {"dp": 2}, s, precision="bf16") for s in range(4)),
     *(deepspeed(f"dp 2, stage {s}, fp16", {"dp": 2}, s, precision="fp16") for s in (0, 2, 3)),
@@ -172,11 +200,11 @@ ROWS = [
                 tie_embeddings=row.shape.tie_embeddings,
                 qkv_bias=row.shape.qkv_bias,
                 qk_norm=row.shape.qk_norm,
+                **(SOME if row.shape.experts else {}),
             ),
             global_batch=8,
         )
         for row in MATRIX
-        if not row.shape.experts  # of which nothing is planned
     ),
 ]
 LARGE = {"layers": 4, "hidden": 512, "head_dim": 64, "ffn": 1408, "vocab": 4096}

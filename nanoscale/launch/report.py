@@ -63,7 +63,7 @@ def what(config: Config) -> Document:
         "device": config.launcher.device,
         "world_size": sizes.world_size,
         "layout": {
-            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp")
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
         },
         "schedule": layout.schedule if layout.pp > 1 else None,
         "zero_stage": config.zero.stage,

@@ -50,6 +50,8 @@ def head(about: Document) -> list[str]:
         return ["its config.yaml cannot be read"]
     layout = what["layout"]
     degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp")]
+    if layout["ep"] > 1:
+        degrees.append(f"ep {layout['ep']}")
     if layout["dp_replicate"] > 1:
         degrees.insert(1, f"in {layout['dp_replicate']} replicas")
     if what["schedule"]:

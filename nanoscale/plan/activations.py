@@ -13,6 +13,7 @@ from math import ceil, isqrt
 from typing import Literal
 
 from nanoscale.config.schema import Model, Parallel
+from nanoscale.plan.experts import saved_by_mixture, working_of_mixture
 from nanoscale.plan.part import mib
 
 STATISTIC = 4
@@ -39,6 +40,12 @@ class Shape:
     gated: bool
     layernorm: bool
     qk_norm: bool = False
+    experts: int = 0
+    """of all ranks; 0: one feed-forward block for all tokens"""
+    own: int = 0
+    """of them, those of this rank"""
+    taken: int = 1
+    """experts of a token"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,8 @@ class Execution:
     """masks after the output, the feed-forward and the scores"""
     offloaded: bool = False
     """what a block keeps waits on the host; not on a CPU, which has one memory and copies nothing back"""
+    grouped: bool = False
+    """all experts of a rank in one kernel, not one after another"""
     narrow: bool = False
     """products in 8 bits, of copies that they make for themselves"""
     gathered_keys: int = 0
@@ -110,6 +119,9 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         gated=model.mlp == "swiglu",
         layernorm=model.norm == "layernorm",
         qk_norm=model.qk_norm,
+        experts=model.experts,
+        own=model.experts // parallel.ep,
+        taken=model.experts_per_token if model.experts else 1,
     )
 
 
@@ -131,6 +143,8 @@ def saved(shape: Shape, run: Execution) -> Sizes:
     sizes |= _attention(shape, run)
     if shape.qk_norm:
         sizes |= _head_norms(shape, run)
+    if shape.experts:
+        return sizes | saved_by_mixture(shape, run)
     inner = tokens * shape.ffn * e
     sizes["up"] = inner
     if shape.gated:
@@ -178,11 +192,11 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
 
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
     """What `activation.Keeps` keeps besides the input: attention, reduced results, and some products."""
-    sizes, names = saved(shape, run), set(products(shape.gated))
+    sizes, names = saved(shape, run), set(products(shape.gated, shape.experts > 0))
     if isinstance(keep, frozenset):
         names = set(keep)
     elif keep == "every-2nd-matmul":
-        names = set(products(shape.gated)[1::2])
+        names = set(products(shape.gated, shape.experts > 0)[1::2])
     elif keep == "attention":
         names = set()
     kept: Sizes = {name: sizes[name] for name in ("rotation", "attended") if name in sizes}
@@ -191,7 +205,11 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     whole = shape.tokens * shape.hidden * run.compute
     made = {"wo": whole, "down": whole, "v": shape.tokens * shape.kv * run.compute}
     made["wq"], made["wk"] = shape.tokens * shape.q * run.compute, made["v"]
-    made["gate"] = made["up"] = shape.tokens * shape.ffn * run.compute
+    made["gate"] = made["up"] = shape.tokens * shape.taken * shape.ffn * run.compute
+    if shape.experts:
+        made |= {"router": sizes["scores of experts"], "down": sizes["found"]}
+        if shape.own < shape.experts:  # what has travelled to an expert, and back
+            kept["exchanged"] = 2 * sizes["found"]
     if run.tensor_parallel:
         kept["reduced"] = 2 * whole // shape.shares
     if run.exchanged:
@@ -202,9 +220,10 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     return kept
 
 
-def products(gated: bool) -> tuple[str, ...]:
+def products(gated: bool, router: bool = False) -> tuple[str, ...]:
     """The matrix products of a block in their order, by what their results are called here."""
-    return ("wq", "wk", "v", "wo", *(("gate",) if gated else ()), "up", "down")
+    first = ("wq", "wk", "v", "wo", *(("router",) if router else ()))
+    return (*first, *(("gate",) if gated else ()), "up", "down")
 
 
 def entry(shape: Shape, run: Execution) -> int:
@@ -230,6 +249,8 @@ def block_memory(
     # before the last product, whose result stays.
     taken = sum(held.get(name, 0) for name in ("wq", "wk", "wo", "received"))
     taken += held.get("reduced", 0) // 2
+    if shape.experts:  # whose second pass ends later
+        taken += sum(held.get(name, 0) for name in ("router", "down", "exchanged"))
     whole = sum((sizes | held).values()) - taken
     return BlockMemory(sum(held.values()), whole, working_memory(shape, run))
 
@@ -243,6 +264,8 @@ def working_memory(shape: Shape, run: Execution) -> int:
     their results and, once for each of them, of what they had in common; what the activation read has gone too.
     Beside these there are a product's copies in 8 bits.
     """
+    if shape.experts:
+        return working_of_mixture(shape, run)
     inner = shape.tokens * shape.ffn * run.compute
     whole = shape.tokens * shape.hidden * run.compute
     first = 2 if shape.gated else 1
@@ -277,7 +300,8 @@ def between_passes(shape: Shape, run: Execution) -> int:
     They are those of the results of all its products and norms: torch keeps what reaches the operation that a
     weight takes part in (torch.distributed.pipelining._backward).
     """
-    products = shape.q + 2 * shape.kv + 2 * shape.hidden + (2 if shape.gated else 1) * shape.ffn
+    inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
+    products = shape.q + 2 * shape.kv + shape.hidden + shape.taken * inner
     wide = max(4, run.stream) if run.composed_norm and not shape.layernorm else run.stream
     norms = 2 * (shape.tokens // shape.shares) * shape.hidden * wide
     return shape.tokens * products * run.compute + norms
@@ -338,7 +362,8 @@ def stage_activations(
         last = block.kept if recomputed else plain.kept
     one = between_passes(shape, run)
     # The pass for inputs frees nothing, and the gradients of a block are all there when it comes to its end.
-    held = 0 if again or run.fused else shape.tokens * shape.ffn * run.compute
+    inner = shape.tokens * shape.taken * shape.ffn * run.compute
+    held = 0 if again or run.fused else inner
     for_inputs = (layers - 1) * one + max(extra + held, one + norm_working(shape, run))
     if run.offloaded:
         return StageActivations(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
-from nanoscale.plan import links, operations
+from nanoscale.plan import links, operations, routing
 from nanoscale.plan.hardware import Hardware, kind
 from nanoscale.plan.work import NOTHING, Passes, Work, passes
 
@@ -71,6 +71,7 @@ class Slice:
     composed_norm: bool = False
     """other software: RMSNorm as single operations in fp32, as PyTorch before 2.9 has it where it is not
     compiled"""
+    ep: int = 1
     megatron: bool = False
     """Megatron-LM since 2022: backward, collectives of column-split products run beside products, and products
     add their gradients to fp32 sums themselves (its options gradient_accumulation_fusion and
@@ -102,52 +103,89 @@ def slice_of(config: Config) -> Slice:
         wide=precision.compute,
         compiled=config.backend.compile != "off",
         recompute=layout.selective_keep if mode == "selective" else mode,
+        ep=layout.ep,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One product of a block after tp: `inputs` to `outputs` for every token."""
+    """One product of a block after tp: `inputs` to `outputs` for every token; of experts, all alike."""
 
     inputs: int
     outputs: int
+    experts: int = 1
+    """of this rank"""
+    taken: int = 1
+    """of them, those of a token"""
+    wide: bool = False
+    """in fp32, whatever else is computed in"""
+
+    @property
+    def parameters(self) -> int:
+        return self.experts * self.inputs * self.outputs
+
+    def rows(self, tokens: int) -> int:
+        """Of one expert, where all have as many."""
+        return max(1, tokens * self.taken // self.experts)
 
 
-def linears(model: Model, tp: int) -> tuple[_Linear, ...]:
-    """Query, key, value, output, (gate,) up, down, in the order in which they are computed."""
+def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
+    """Query, key, value, output, (router,) (gate,) up, down, in the order in which they are computed."""
     width = model.head_dim or model.hidden // model.heads
     heads, kv_heads = model.heads * width // tp, (model.kv_heads or model.heads) * width // tp
-    inner = _Linear(model.hidden, model.ffn // tp)
+    own, taken = (model.experts // ep, model.experts_per_token) if model.experts else (1, 1)
+    inner = _Linear(model.hidden, model.ffn // tp, own, taken)
+    router = [_Linear(model.hidden, model.experts, wide=True)] if model.experts else []
     return (
         _Linear(model.hidden, heads),
         _Linear(model.hidden, kv_heads),
         _Linear(model.hidden, kv_heads),
         _Linear(heads, model.hidden),
+        *router,
         *([inner, inner] if model.mlp == "swiglu" else [inner]),
-        _Linear(model.ffn // tp, model.hidden),
+        _Linear(model.ffn // tp, model.hidden, own, taken),
     )
+
+
+def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") -> float:
+    """Seconds of one of them; `swap`: inputs, for the gradients of these, or weights, for theirs.
+
+    With ep, as many choices arrive as leave. Experts are one kernel in bf16, else as many as they are.
+    """
+    m, n, k = linear.rows(part.tokens), linear.outputs, linear.inputs
+    if swap == "inputs":
+        n, k = k, n
+    elif swap == "weights":
+        m, n, k = n, k, m
+    kind = _wide(part) if linear.wide else part.kind
+    if linear.experts == 1 or kind == "bf16":
+        return operations.product(hardware, kind, m, n, k, linear.experts)
+    return linear.experts * operations.product(hardware, kind, m, n, k)
+
+
+def _wide(part: Slice) -> str:
+    """The type in which experts are chosen."""
+    return "fp64" if part.wide == "fp64" else "fp32"
 
 
 @lru_cache(maxsize=16384)
 def block(hardware: Hardware, part: Slice) -> Passes:
     """One block."""
-    products = linears(part.model, part.tp)
-    forward_products = [
-        operations.product(hardware, part.kind, part.tokens, p.outputs, p.inputs) for p in products
-    ]
+    products = linears(part.model, part.tp, part.ep)
+    forward_products = [product(hardware, part, p) for p in products]
     backward_products = sum(
-        operations.product(hardware, part.kind, part.tokens, p.inputs, p.outputs)
-        + operations.product(hardware, part.kind, p.outputs, p.inputs, part.tokens)
+        product(hardware, part, p, "inputs") + product(hardware, part, p, "weights")
         for p in products
     )
     if part.megatron:
-        sums = 8.0 * sum(p.inputs * p.outputs for p in products)
+        sums = 8.0 * sum(p.parameters for p in products)
         backward_products += _SUMMING * operations.elementwise(hardware, sums)
     core = _core(hardware, part)
     bytes_forward, bytes_backward = _traffic(part)
     inputs, outputs = _casts(part, products)
     tp_gather, tp_scatter = _tp_pair(hardware, part)
     cp_forward, cp_backward = _cp(hardware, part, core)
+    ep_forward, ep_backward = routing.exchange(hardware, part)
     forward = _waiting(
         hardware,
         part,
@@ -158,6 +196,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
             elementwise=operations.elementwise(hardware, bytes_forward + inputs),
             tp=2 * (tp_gather + tp_scatter),
             cp=cp_forward,
+            ep=ep_forward,
         ),
     )
     backward = _waiting(
@@ -170,6 +209,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
             elementwise=operations.elementwise(hardware, bytes_backward + outputs),
             tp=_tp_backward(hardware, part, backward_products),
             cp=cp_backward,
+            ep=ep_backward,
         ),
     )
     again = _again(part, len(products))
@@ -182,8 +222,10 @@ def block(hardware: Hardware, part: Slice) -> Passes:
             elementwise=forward.elementwise,
             tp=2 * tp_gather + (tp_scatter if whole else 0.0),
             cp=cp_forward if whole else 0.0,
+            ep=ep_forward if whole else 0.0,
         )
-    flops = sum(2.0 * part.tokens * products[i].inputs * products[i].outputs for i in again)
+    taken = [p.taken * p.inputs * p.outputs for p in products]
+    flops = sum(2.0 * part.tokens * taken[i] for i in again)
     if part.recompute in ("full", "sqrt"):
         flops += attention_flops(part)
     return passes(forward, backward, recomputed, flops)
@@ -233,6 +275,9 @@ def _traffic(part: Slice) -> tuple[float, float]:
     width = model.head_dim or model.hidden // model.heads
     stream = part.stream * model.hidden
     inner = part.tokens * model.ffn / part.tp
+    routed = (0.0, 0.0)
+    if model.experts:
+        inner, routed = inner * model.experts_per_token, routing.traffic(part)
     activation = _GATED[compiled] if model.mlp == "swiglu" else _GELU
     rope = (0, 0)
     if model.position == "rope":
@@ -252,7 +297,7 @@ def _traffic(part: Slice) -> tuple[float, float]:
     if part.cp > 1 and part.cp_method == "ring":
         hops = _MERGED * (part.cp - 1) * part.tokens * width / part.tp
         merged = hops * _MERGE[0] * model.heads, hops * _MERGE[1] * (model.heads + 2 * kv_heads)
-    return forward * wide + merged[0], backward * wide + merged[1]
+    return forward * wide + merged[0] + routed[0], backward * wide + merged[1] + routed[1]
 
 
 def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
@@ -322,9 +367,18 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
     """The same, with the time that the device waits because the CPU starts kernels slower than it ends them."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    cpu = _KERNELS[part.compiled][direction] * each * (_DTENSOR if part.tp > 1 else 1)
-    idle = max(0.0, cpu - work.total)
-    return Work(work.matmul, work.attention, work.elementwise, idle, work.tp, work.cp)
+    cpu = _kernels(part)[direction] * each * (_DTENSOR if part.tp > 1 else 1)
+    return replace(work, launch=max(0.0, cpu - work.total))
+
+
+def _kernels(part: Slice) -> tuple[int, int]:
+    """Of a forward and of a backward pass; where experts are computed one after another, those of each."""
+    forward, backward = _KERNELS[part.compiled]
+    if part.model.experts:
+        more = routing.KERNELS[part.ep > 1]
+        apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1
+        forward, backward = forward + more[0] + 5 * apart, backward + more[1] + 9 * apart
+    return forward, backward
 
 
 @lru_cache(maxsize=16384)

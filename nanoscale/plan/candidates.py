@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, TypeVar
 
 from nanoscale.config.rules.backends import limits
@@ -60,8 +61,7 @@ def shapes(room: Room) -> Iterator[Config]:
                 for stage in _stages(room, dp * cp, pp):
                     for replicas in _replicas(room, tp, cp, dp, stage):
                         found = _shape(room, tp, pp, cp, method, dp, stage, replicas)
-                        if honoured(found):
-                            yield found
+                        yield from islice(expert_degrees(room, found), 1)
 
 
 def micro_batches(room: Room, config: Config) -> Iterator[Config]:
@@ -117,6 +117,25 @@ def _recomputing(config: Config, mode: Recomputation) -> Config:
         selective_keep=plain.selective_keep,
     )
     return replace(config, parallel=layout)
+
+
+def expert_degrees(room: Room, config: Config) -> Iterator[Config]:
+    """The same with experts shared out in every way, the largest degree first, which needs least memory.
+
+    Within an island, unless it is said. Dense models are as they are.
+    """
+    layout, experts = config.parallel, max(1, config.model.experts)
+    assert isinstance(layout.dp, int)
+    ranks = layout.dp // layout.dp_replicate * layout.cp
+    within = [
+        n
+        for n in divisors(math.gcd(experts, ranks))
+        if n * layout.tp <= max(room.island, layout.tp)
+    ]
+    for ep in _choices(room, "ep", reversed(within)):
+        shared = config if ep == layout.ep else replace(config, parallel=replace(layout, ep=ep))
+        if ranks % ep == 0 and experts % ep == 0 and honoured(shared):
+            yield shared
 
 
 def schedules(room: Room, config: Config) -> Iterator[Config]:

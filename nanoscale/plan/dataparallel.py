@@ -55,17 +55,31 @@ def shards(config: Config) -> int:
 
 
 @lru_cache(maxsize=1024)
-def block_parameters(model: Model, tp: int) -> int:
+def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
     """Of one block on a rank of tp, as far as they take time: biases do not; the norms are whole."""
-    return sum(p.inputs * p.outputs for p in linears(model, tp)) + 2 * model.hidden
+    return sum(p.parameters for p in linears(model, tp, ep)) + 2 * model.hidden
 
 
-def rank_parameters(model: Model, tp: int, holding: Holding) -> int:
+@lru_cache(maxsize=1024)
+def expert_parameters(model: Model, tp: int, ep: int) -> int:
+    """Of those, the experts'."""
+    return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
+
+
+def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int:
     """Of a rank before ZeRO, as far as they take time; both ends have one table where they are tied."""
     table = model.vocab * model.hidden // tp
     both = holding.first and holding.last and model.tie_embeddings
     ends = 1 if both else holding.first + holding.last
-    return holding.blocks * block_parameters(model, tp) + ends * table
+    return holding.blocks * block_parameters(model, tp, ep) + ends * table
+
+
+def own_parameters(config: Config, holding: Holding) -> float:
+    """Those that a rank updates: of experts, ep ranks have each another part before ZeRO."""
+    model, layout, ranks = config.model, config.parallel, shards(config)
+    experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
+    rest = rank_parameters(model, layout.tp, holding, layout.ep) - experts
+    return rest / ranks + experts / max(1, ranks // layout.ep)
 
 
 def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
@@ -76,20 +90,21 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
         operations.WIDTH[config.precision.compute],
         operations.WIDTH[config.precision.reduce],
     )
-    size = block_parameters(config.model, layout.tp)
+    size = block_parameters(config.model, layout.tp, layout.ep)
     copies = layout.dp * layout.cp
     if config.backend.name == "deepspeed":
         return _deepspeed(config, hardware, micro_batches, size, copies, wide, narrow)
-    shard = shards(config)
-    near = links.group(hardware, shard, layout.tp)
-    far = links.group(hardware, copies // shard, layout.tp * shard)
-    gather = links.all_gather(hardware, near, size * wide)
+    experts = expert_parameters(config.model, layout.tp, layout.ep)
+    gather, reduce, all_reduce = _travel(config, hardware, 1, size - experts, wide, narrow)
+    if experts:
+        more = _travel(config, hardware, layout.ep, experts, wide, narrow)
+        gather, reduce, all_reduce = gather + more[0], reduce + more[1], all_reduce + more[2]
     every = zero.stage == 3 and layout.pp == 1
     return Plan(
         gather=gather,
         gather_again=gather,
-        reduce=links.reduce_scatter(hardware, near, size * narrow),
-        all_reduce=links.all_reduce(hardware, far, size / shard * narrow),
+        reduce=reduce,
+        all_reduce=all_reduce,
         copies_gather=operations.elementwise(hardware, 2.0 * wide * size),
         copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
         accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
@@ -98,6 +113,23 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
         hidden=layout.pp == 1,
         at_end=0.0,
+    )
+
+
+def _travel(
+    config: Config, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
+) -> tuple[float, float, float]:
+    """Seconds of a gather, of a reduction and of what is left of it over replicas, of `size` parameters that
+    every ep-th rank of those with other tokens has."""
+    layout = config.parallel
+    assert isinstance(layout.dp, int)
+    shard, stride = max(1, shards(config) // ep), layout.tp * ep
+    near = links.group(hardware, shard, stride)
+    far = links.group(hardware, layout.dp * layout.cp // ep // shard, stride * shard)
+    return (
+        links.all_gather(hardware, near, size * wide),
+        links.reduce_scatter(hardware, near, size * narrow),
+        links.all_reduce(hardware, far, size / shard * narrow),
     )
 
 
@@ -167,7 +199,7 @@ def cost(
 ) -> Cost:
     """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
     blocks, overlap = holding.blocks, hardware.efficiency.overlap
-    table = part.model.vocab * part.model.hidden / part.tp / block_parameters(part.model, part.tp)
+    table = part.model.vocab * part.model.hidden / part.tp / _block(part)
     ends = table * (holding.first + holding.last)
     if part.model.tie_embeddings:
         ends = min(ends, table)
@@ -200,6 +232,10 @@ def cost(
     if not part.megatron:
         copies += plan.accumulate * (micro_batches - plan.reduces)
     return Cost(exposed, overlap * hidden, copies * units)
+
+
+def _block(part: Slice) -> int:
+    return block_parameters(part.model, part.tp, part.ep)
 
 
 def update(config: Config, hardware: Hardware, parameters: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nanoscale.plan.memory import RankMemory
+from nanoscale.plan.model_math import active_parameters, parameters
 from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 
@@ -26,8 +27,10 @@ def document(plan: Prediction) -> dict[str, Any]:
         "hfu": time.hfu,
         "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
         "training": asdict(plan.training),
+        "parameters": parameters(plan.config.model),
+        "active_parameters": active_parameters(plan.config.model),
         "layout": {
-            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp")
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
         },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }

@@ -24,7 +24,7 @@ CPU = "cpu"
 
 
 class UnknownHardwareError(UserError):
-    """Nobody has said what the hardware is, or what it does with the trained type or with experts.
+    """Nobody has said what the hardware is, or what it does with the trained type.
 
     A plan needs that, a launch does not.
     """
@@ -116,12 +116,6 @@ def hardware_of(config: Config) -> Hardware:
     Raises:
         UserError: the device is unknown, is not described wholly, or lacks the trained type.
     """
-    if config.model.experts:
-        raise UnknownHardwareError(
-            "config",
-            f"model.experts={config.model.experts}: what memory and time a mixture of experts takes is not "
-            "predicted; `nanoscale train` launches it without a plan",
-        )
     cluster = described(config)
     missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
     if missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
-from nanoscale.plan import blocks, dataparallel, links, operations
+from nanoscale.plan import blocks, dataparallel, links, operations, routing
 from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.shards import rank_holdings
@@ -22,6 +22,7 @@ def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
         "launch": _launch(hardware, part),
         "tp": _tp(hardware, part),
         "cp": _cp(part),
+        "ep": _ep(hardware, part),
         "pp": "waiting for what neighbours send: at the ends of the step, and with 1F1B, which has no micro "
         "batch to spare, for every one",
         "dp": _dp(config, hardware, count),
@@ -42,13 +43,13 @@ def _matmul(hardware: Hardware, part: Slice, count: int) -> str:
         f"2·m·n·k FLOPs over {share:.0%} of {peak / 1e12:g} TFLOP/s, more where tiles do not fill the "
         f"{hardware.multiprocessors} multiprocessors; {count} micro batches, forward once and backward twice",
     ]
-    for name, product in zip(_names(part), blocks.linears(part.model, part.tp), strict=True):
-        seconds = operations.product(
-            hardware, part.kind, part.tokens, product.outputs, product.inputs
-        )
-        flops = 2.0 * part.tokens * product.outputs * product.inputs
+    linears = blocks.linears(part.model, part.tp, part.ep)
+    for name, product in zip(_names(part), linears, strict=True):
+        seconds, rows = blocks.product(hardware, part, product), product.rows(part.tokens)
+        flops = 2.0 * product.experts * rows * product.outputs * product.inputs
+        each = f", of each of {product.experts} experts" if product.taken > 1 else ""
         lines.append(
-            f"  {name}: [{part.tokens}, {product.inputs}] · [{product.inputs}, {product.outputs}] in "
+            f"  {name}: [{rows}, {product.inputs}] · [{product.inputs}, {product.outputs}]{each} in "
             f"{_micro(seconds)}, {flops / seconds / peak:.0%} of the peak"
         )
     return "\n".join(lines)
@@ -56,7 +57,8 @@ def _matmul(hardware: Hardware, part: Slice, count: int) -> str:
 
 def _names(part: Slice) -> list[str]:
     gate = ["gate"] if part.model.mlp == "swiglu" else []
-    return ["wq", "wk", "wv", "wo", *gate, "up", "down"]
+    router = ["router, in fp32"] if part.model.experts else []
+    return ["wq", "wk", "wv", "wo", *router, *gate, "up", "down"]
 
 
 def _launch(hardware: Hardware, part: Slice) -> str:
@@ -113,6 +115,16 @@ def _cp(part: Slice) -> str:
     return f"{part.cp - 1} rounds of keys and values, where one takes longer than its part of attention"
 
 
+def _ep(hardware: Hardware, part: Slice) -> str:
+    rows = part.tokens * part.model.experts_per_token
+    once, _ = routing.exchange(hardware, part)
+    return (
+        f"two all-to-alls forward and two backward among {part.ep} ranks (arXiv:2006.16668, section 3.3) of "
+        f"{rows:,} rows of {part.model.hidden}, all experts chosen alike; forward the host first learns how "
+        f"many arrive, {_micro(once)} in all"
+    )
+
+
 def _dp(config: Config, hardware: Hardware, count: int) -> str:
     plan = dataparallel.plan(config, hardware, count)
     return (
@@ -135,13 +147,10 @@ def _bubble(config: Config) -> str:
 
 def _optimizer(config: Config, hardware: Hardware) -> str:
     shards = dataparallel.shards(config)
-    most = max(
-        dataparallel.rank_parameters(config.model, config.parallel.tp, held)
-        for held in rank_holdings(config, shards)
-    )
+    most = max(dataparallel.own_parameters(config, held) for held in rank_holdings(config, shards))
     return (
-        f"{most / shards / 1e6:.1f} M parameters on a rank ({most / 1e6:.1f} M over {shards}); each is read "
-        "and written with its gradient and moments, and clipping reads the gradients twice"
+        f"{most / 1e6:.1f} M parameters on a rank, which {shards} ranks share out; each is read and "
+        " written with its gradient and moments, and clipping reads the gradients twice"
     )
 
 

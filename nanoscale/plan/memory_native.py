@@ -55,7 +55,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
     grads = int(states.gradients)
     before = grads * held.numel if setting.micro_batches > 1 else 0
-    product, head = grads * held.largest_product, grads * held.head
+    product, head = grads * _product(setting, held), grads * held.head
     copies = setting.compute * held.numel if setting.run.autocast else 0
     blocks = copies
     if setting.config.parallel.activation_checkpointing != "none":
@@ -146,7 +146,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             (
                 weights,
                 copies,
-                before + head + compute * held.largest_product,
+                before + head + compute * _product(setting, held),
                 optimizer,
                 gathered,
                 fly.activations - fly.ends + fly.extra,
@@ -174,7 +174,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             (
                 weights,
                 left,
-                max(before, done) + compute * held.largest_product,
+                max(before, done) + compute * _product(setting, held),
                 optimizer,
                 needed if apart else 0,
                 fly.last + fly.extra,
@@ -233,7 +233,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
             (
                 weights,
                 copies,
-                before + compute * held.largest_product,
+                before + compute * _product(setting, held),
                 optimizer,
                 0,
                 fly.activations - fly.ends + fly.extra,
@@ -263,6 +263,13 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
         parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
         phases.append(Phase("second micro batch's backward pass", parts))
     return tuple(phases)
+
+
+def _product(setting: Setting, held: Holding) -> int:
+    """Elements of a block's first gradient of weights; experts one after another have none before the others
+    (`experts.working_of_mixture`)."""
+    one_by_one = setting.shape.experts and not setting.run.grouped
+    return 0 if one_by_one else held.largest_product
 
 
 def _waiting(setting: Setting) -> int:

@@ -22,6 +22,12 @@ def parameters(model: Model) -> int:
     )
 
 
+def active_parameters(model: Model) -> int:
+    """Those that a token meets: of experts, as many as it takes."""
+    idle = max(0, model.experts - model.experts_per_token) if model.experts else 0
+    return parameters(model) - model.layers * idle * _feed_forward(model)
+
+
 def matmul_parameters(model: Model) -> int:
     """The parameters that multiply every token: blocks and head, not the input embedding.
 

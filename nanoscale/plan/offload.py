@@ -46,6 +46,8 @@ def _saved(part: Slice) -> float:
     width = model.head_dim or model.hidden // model.heads
     heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
     inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
+    if model.experts:  # and what is put in order for them, and what they have found
+        inner = model.experts_per_token * (inner + 2 * part.tokens * model.hidden)
     if part.recompute == "attention":
         inner, heads = 0.0, heads / 2
     numbers = 2 * stream + 2 * part.tokens * model.hidden + heads + inner

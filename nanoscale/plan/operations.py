@@ -36,28 +36,28 @@ _BACKWARD_RATE = 0.8
 
 
 @lru_cache(maxsize=65536)
-def product(hardware: Hardware, kind: str, m: int, n: int, k: int) -> float:
-    """Seconds for [m, k] · [k, n] with numbers of type `kind`.
+def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int = 1) -> float:
+    """Seconds for [m, k] · [k, n] with numbers of type `kind`; of `groups` such products in one kernel.
 
     Tiles are dealt to the multiprocessors in waves, and the last wave is rarely full (NVIDIA, Matrix
     Multiplication Background User's Guide, sections on tile and wave quantization).
     """
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
-    arithmetic = 2.0 * m * n * k / (hardware.peaks[kind] * share)
-    arithmetic *= waves(hardware.multiprocessors, m, n) * (1 + _PROLOGUE / max(k, 1))
+    arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
+    arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
     result = 2 if kind == "fp8" else WIDTH[kind]
-    traffic = WIDTH[kind] * (m + n) * k + result * m * n
+    traffic = groups * (WIDTH[kind] * (m + n) * k + result * m * n)
     return max(arithmetic, traffic / (hardware.memory_bandwidth * efficiency.memory)) + FILL
 
 
-def waves(multiprocessors: int, m: int, n: int) -> float:
+def waves(multiprocessors: int, m: int, n: int, groups: int = 1) -> float:
     """Time over that of a device whose every multiprocessor always had a full tile, at least 1."""
     best = float("inf")
     for rows, columns, rate in _TILES:
         down, across = ceil(m / rows), ceil(n / columns)
-        tiles = down * across
-        padded = tiles * rows * columns / (m * n)
+        tiles = groups * down * across
+        padded = down * across * rows * columns / (m * n)
         whole = ceil(tiles / multiprocessors) * multiprocessors / tiles
         if tiles >= multiprocessors:
             whole = min(whole, SPLIT)

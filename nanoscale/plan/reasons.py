@@ -18,6 +18,7 @@ _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,
     "pp": lambda plan: plan.config.parallel.pp,
     "cp": lambda plan: plan.config.parallel.cp,
+    "ep": lambda plan: plan.config.parallel.ep,
     "ZeRO": lambda plan: plan.config.zero.stage,
     "offload": lambda plan: offloaded(plan.config),
     "replicas": lambda plan: plan.config.parallel.dp_replicate,

@@ -22,6 +22,7 @@ SEARCHED = (
     "parallel.pp",
     "parallel.cp",
     "parallel.cp_method",
+    "parallel.ep",
     "parallel.sequence_parallel",
     "parallel.schedule",
     "parallel.virtual_stages",
@@ -141,6 +142,8 @@ def _legal(config: Config) -> Config:
         config = _with(config, "parallel.schedule", Parallel().schedule)
     if layout.schedule in SPLIT_BACKWARD and config.backend.compile == "on":
         config = _with(config, "backend.compile", "off")
+    if layout.ep > 1:
+        config = _with(config, "parallel.dp", layout.ep * layout.dp_replicate)
     config = _with(config, "parallel.sequence_parallel", native or layout.tp == 1)
     stages = (_with(config, "zero.stage", stage) for stage in (config.zero.stage, 1, 2, 3))
     return next(filter(honoured, stages), config)

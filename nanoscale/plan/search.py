@@ -1,7 +1,8 @@
 """All legal layouts of a job, the fastest that fit first, and why the first is first.
 
 The fastest schedule is looked for last, among the shapes that are best with 1F1B: a schedule fills the bubble
-of a shape, and what else a shape costs is the same with all of them.
+of a shape, and what else a shape costs is the same with all of them. Experts are shared out as far as possible
+first; other degrees of ep are tried with the best shapes.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.candidates import (
     Room,
+    expert_degrees,
     last_resorts,
     micro_batches,
     recomputations,
@@ -89,8 +92,12 @@ def _search(room: Room, hardware: Hardware) -> Found:
     tried = _Tried(hardware)
     for shape in shapes(room):
         tried.add_all(room, shape)
+    if room.base.model.experts:
+        for plan in list(_best_of_shapes(sorted(tried.fitting, key=_speed), 1)):
+            for shared in islice(expert_degrees(room, plan.config), 1, None):
+                tried.add_all(room, shared)
     first = sorted(tried.fitting, key=_speed)
-    for plan in _best_of_shapes(first):
+    for plan in _best_of_shapes(first, 2):
         for scheduled in schedules(room, plan.config):
             tried.add_all(room, scheduled)
     ranked = _simulate_first(sorted(tried.fitting, key=_speed))
@@ -153,13 +160,16 @@ class _Tried:
         )
 
 
-def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
-    """The fastest layout of every shape, as far as it is worth to look further."""
+def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:
+    """The fastest layout of every shape with so many stages, as far as it is worth to look further."""
     seen: set[tuple[int, ...]] = set()
     for plan in ranked:
         layout = plan.config.parallel
-        shape = (layout.tp, layout.pp, layout.cp, plan.config.zero.stage, layout.dp_replicate)
-        if layout.pp > 1 and shape not in seen:
+        shape = (
+            *(layout.tp, layout.pp, layout.cp, layout.ep),
+            *(plan.config.zero.stage, layout.dp_replicate),
+        )
+        if layout.pp >= least_pp and shape not in seen:
             seen.add(shape)
             yield plan
         if len(seen) == REFINED:
@@ -169,5 +179,6 @@ def _best_of_shapes(ranked: list[Prediction]) -> Iterator[Prediction]:
 def _speed(plan: Prediction) -> tuple[float, int, int]:
     """Of layouts that are as fast, to four digits, the one with the fewest axes and the least memory."""
     layout = plan.config.parallel
-    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.dp_replicate > 1)
+    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.ep > 1)
+    axes += layout.dp_replicate > 1
     return float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total

@@ -40,6 +40,8 @@ def name_of(plan: Prediction) -> str:
     config = plan.config
     layout = config.parallel
     degrees = [f"{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp")]
+    if config.model.experts:
+        degrees.append(f"ep {layout.ep}")
     words = [*degrees, f"ZeRO {config.zero.stage}"]
     if layout.pp > 1:
         words.append(f"{layout.schedule} ×{layout.virtual_stages}")

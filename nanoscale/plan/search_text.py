@@ -110,6 +110,7 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
         "tp",
         "pp",
         "cp",
+        *(("ep",) if plans[0].config.model.experts else ()),
         "schedule",
         "ZeRO",
         "micro",
@@ -122,8 +123,9 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
         *cost,
     )
     table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
-    for column in (*table.columns[1:5], *table.columns[6:8], *table.columns[9:]):
-        column.justify = "right"
+    for column in table.columns[1:]:
+        if column.header not in ("schedule", "recompute"):
+            column.justify = "right"
     for plan in plans:
         table.add_row(*_row(plan, plan in front))
     return table
@@ -144,6 +146,7 @@ def _row(plan: Prediction, on_front: bool) -> list[str]:
         str(layout.tp),
         str(layout.pp),
         cp,
+        *([str(layout.ep)] if config.model.experts else []),
         f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
         str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
         str(config.train.micro_batch),

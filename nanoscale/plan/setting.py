@@ -74,6 +74,7 @@ def setting_of(config: Config) -> Setting:
         composed_norm=not gpu,
         fused=config.backend.compile == "on",
         offloaded=layout.offload_activations and gpu,
+        grouped=gpu and _one_kernel(config),
         narrow=precision.fp8,
     )
     divided = layout.tp > 1 and not deepspeed
@@ -98,6 +99,12 @@ def setting_of(config: Config) -> Setting:
         vocabulary_parallel=divided,
         loss=max(4, compute),
     )
+
+
+def _one_kernel(config: Config) -> bool:
+    """Whether a kernel takes all experts at once (`models.moe.run_experts`)."""
+    ffn = config.model.ffn // config.parallel.tp
+    return config.precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0
 
 
 def _unfused(config: Config, compute: int) -> bool:

@@ -8,6 +8,35 @@ from functools import lru_cache
 from nanoscale.config.schema import Config, Model
 from nanoscale.config.stages import stage_layers, stages_of
 
+EXPERT_MATRICES = 3
+"""gate, up and down"""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Those of a block that a rank of ep has."""
+
+    count: int
+    each: int
+    """elements of one, on a rank of tp"""
+    hidden: int
+    ep: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of them, whole."""
+        return self.count * self.each
+
+    def shard(self, ranks: int) -> int:
+        """Elements on the rank that has most, of `ranks` of which every ep-th has the same experts.
+
+        Whole experts, or parts of all where they are too few (`parallel.expert.shard_dimension`).
+        """
+        same = ranks // self.ep
+        if self.count % same and self.hidden % same == 0:
+            return self.numel // same
+        return -(-self.count // same) * self.each
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -20,18 +49,29 @@ class Unit:
     """rows and width of each, on a rank of tp"""
     vectors: tuple[int, ...]
     """lengths of norms and biases, on a rank of tp"""
+    experts: Experts | None = None
 
     @property
     def numel(self) -> int:
         """Elements of one unit, whole."""
-        return sum(rows * width for rows, width in self.matrices) + sum(self.vectors)
+        own = self.experts.numel if self.experts else 0
+        return sum(rows * width for rows, width in self.matrices) + sum(self.vectors) + own
+
+    @property
+    def largest_product(self) -> int:
+        """Elements of the last matrix, or of all experts' last one: its gradient is the first to come."""
+        if self.experts:
+            return self.experts.numel // EXPERT_MATRICES
+        rows, width = self.matrices[-1]
+        return rows * width
 
     def shard(self, ranks: int) -> int:
         """Elements of one unit on the rank that has most: rows are dealt out whole, the last ones padded."""
         if ranks == 1:
             return self.numel
         matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
-        return matrices + sum(-(-length // ranks) for length in self.vectors)
+        own = self.experts.shard(ranks) if self.experts else 0
+        return matrices + sum(-(-length // ranks) for length in self.vectors) + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +147,7 @@ def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[S
     return _rank_stages(*_key(config, whole_ends))
 
 
-_Key = tuple[Model, int, int, int, str, tuple[int, ...] | None, bool]
+_Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool]
 
 
 def _key(config: Config, whole_ends: bool | None) -> _Key:
@@ -116,6 +156,7 @@ def _key(config: Config, whole_ends: bool | None) -> _Key:
     return (
         config.model,
         layout.tp,
+        layout.ep,
         layout.pp,
         layout.virtual_stages,
         layout.schedule,
@@ -128,6 +169,7 @@ def _key(config: Config, whole_ends: bool | None) -> _Key:
 def _rank_stages(
     model: Model,
     tp: int,
+    ep: int,
     pp: int,
     virtual: int,
     schedule: str,
@@ -136,7 +178,7 @@ def _rank_stages(
 ) -> tuple[tuple[Stage, ...], ...]:
     number = pp * virtual
     counts = stage_layers(model, number, list(layers) if layers is not None else None)
-    stages = [_stage(model, k, counts[k], number, tp, whole_ends) for k in range(number)]
+    stages = [_stage(model, k, counts[k], number, tp, ep, whole_ends) for k in range(number)]
     return tuple(
         tuple(stages[k] for k in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)
     )
@@ -158,7 +200,6 @@ def _kinds(key: _Key, shards: int) -> tuple[Holding, ...]:
 def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
     units = [unit for stage in stages for unit in stage.units]
     block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
-    rows, width = block.matrices[-1]
     named = {unit.name: unit for unit in units}
     numel = {name: unit.numel for name, unit in named.items()}
     rest = numel.get("rest", 0)
@@ -173,19 +214,21 @@ def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
         head=rest if tied else numel.get("head", 0),
         embedding=rest if tied else numel.get("embedding", 0),
         rest=rest,
-        largest_product=rows * width,
+        largest_product=block.largest_product,
         head_shard=named["head"].shard(shards) if "head" in named else 0,
     )
 
 
-def _stage(model: Model, number: int, layers: int, stages: int, tp: int, whole_ends: bool) -> Stage:
+def _stage(
+    model: Model, number: int, layers: int, stages: int, tp: int, ep: int, whole_ends: bool
+) -> Stage:
     """`whole_ends`: embedding and head are not divided by tp, as with DeepSpeed's layers."""
     first, last = number == 0, number == stages - 1
     rows = model.vocab if whole_ends else model.vocab // tp
     positions = [(model.max_seq_len // (1 if whole_ends else tp), model.hidden)]
     norm = (model.hidden,) * (2 if model.norm == "layernorm" else 1)
     vocabulary = (rows, model.hidden)
-    units = [_block(model, tp, layers)]
+    units = [_block(model, tp, ep, layers)]
     rest = positions if first and model.position == "learned" else []
     if model.tie_embeddings and (first or last):  # never with a pipeline
         units.append(Unit("rest", 1, (vocabulary, *rest), norm))
@@ -200,7 +243,7 @@ def _stage(model: Model, number: int, layers: int, stages: int, tp: int, whole_e
     return Stage(number, layers, first, last, tuple(units), numel)
 
 
-def _block(model: Model, tp: int, count: int) -> Unit:
+def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
     """Columns first, then rows: biases of the former are divided, of the latter and of norms not."""
     head_dim = model.head_dim or model.hidden // model.heads
     q = model.heads * head_dim // tp
@@ -208,7 +251,13 @@ def _block(model: Model, tp: int, count: int) -> Unit:
     ffn, gates = model.ffn // tp, 2 if model.mlp == "swiglu" else 1
     hidden = model.hidden
     matrices: tuple[tuple[int, int], ...] = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
-    matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
+    experts = None
+    if model.experts:
+        matrices += ((model.experts, hidden),)
+        each = EXPERT_MATRICES * hidden * ffn
+        experts = Experts(model.experts // ep, each, hidden, ep)
+    else:
+        matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
     vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
     if model.qk_norm:
         vectors += (head_dim,) * 2
@@ -216,4 +265,4 @@ def _block(model: Model, tp: int, count: int) -> Unit:
         vectors += (q, kv, kv)
     if model.bias:
         vectors += (hidden, *((ffn,) * gates), hidden)
-    return Unit("block", count, matrices, vectors)
+    return Unit("block", count, matrices, vectors, experts)

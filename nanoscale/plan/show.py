@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nanoscale.config.derive import derive
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_text import bars
-from nanoscale.plan.model_math import parameters
+from nanoscale.plan.model_math import active_parameters, parameters
 from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
 
@@ -22,6 +22,7 @@ MEANINGS = {
     "launch": "starting kernels",
     "tp": "tensor parallel, exposed",
     "cp": "context parallel, exposed",
+    "ep": "tokens to their experts",
     "pp": "between stages, exposed",
     "dp": "gathers and reductions, exposed",
     "bubble": "pipeline bubble",
@@ -56,6 +57,8 @@ def head(plan: Prediction) -> list[str]:
     count = f"{sizes.world_size} × {hardware.device}"
     on = f"on {hosts} hosts" if hosts > 1 else "on one host"
     degrees = [f"dp {sizes.dp}", f"tp {layout.tp}", f"pp {layout.pp}", f"cp {layout.cp}"]
+    if model.experts:
+        degrees.append(f"ep {layout.ep}")
     if layout.dp_replicate > 1:
         degrees.insert(1, f"in {layout.dp_replicate} replicas")
     if layout.pp > 1:
@@ -68,6 +71,8 @@ def head(plan: Prediction) -> list[str]:
     )
     precision = "fp8" if config.precision.fp8 else config.precision.compute
     size = f"{parameters(model) / 1e9:.4g} B parameters"
+    if model.experts:
+        size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
     return [
         f"{model.name}, {size}, {precision}, {config.backend.name}, {count} {on}",
         " · ".join(degrees),

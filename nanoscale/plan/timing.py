@@ -31,6 +31,8 @@ class Parts:
     """the device waits for the CPU to start kernels"""
     tp: float
     cp: float
+    ep: float
+    """tokens on the way to their experts and back"""
     pp: float
     """activations and their gradients on the way between stages"""
     dp: float
@@ -118,7 +120,7 @@ def step_time(
         idle = waits - late
     plan = dataparallel.plan(config, hardware, count)
     dp = dataparallel.cost(hardware, part, holding, plan, count, forward, backward)
-    local = dataparallel.rank_parameters(config.model, layout.tp, holding) / shards
+    local = dataparallel.own_parameters(config, holding)
     parts = Parts(
         matmul=count * busy.matmul,
         attention=count * busy.attention,
@@ -127,6 +129,7 @@ def step_time(
         launch=count * busy.launch,
         tp=count * busy.tp,
         cp=count * busy.cp,
+        ep=count * busy.ep,
         pp=late,
         dp=dp.total,
         bubble=idle,
@@ -229,6 +232,7 @@ def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
         number * block.launch,
         number * block.tp + first.tp + last.tp,
         number * block.cp,
+        number * block.ep,
     )
 
 

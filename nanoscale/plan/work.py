@@ -16,10 +16,12 @@ class Work:
     """in which the device waits for the CPU"""
     tp: float = 0.0
     cp: float = 0.0
+    ep: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matmul + self.attention + self.elementwise + self.launch + self.tp + self.cp
+        computed = self.matmul + self.attention + self.elementwise + self.launch
+        return computed + self.tp + self.cp + self.ep
 
 
 NOTHING = Work()

@@ -32,7 +32,8 @@ from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import ENOUGH, capacity, fits_probability
 from nanoscale.plan.setting import setting_of
 from nanoscale.plan.timing import step_time
-from tests.plan.machines import job
+from tests.plan.machines import BF16, job
+from tests.plan.machines import model as named
 
 CUDNN = 0.55
 """of an H100's peak, cuDNN's fused attention forward (Shah et al. 2024, arXiv:2407.08608, figure 5)"""
@@ -123,6 +124,7 @@ LLAMA2_7B, LLAMA2_13B = llama(32, 4096, 32, 11008), llama(40, 5120, 40, 13824)
 LLAMA2_70B = llama(80, 8192, 64, 28672, kv_heads=8)
 LLAMA3_8B = llama(32, 4096, 32, 14336, kv_heads=8, vocab=128256)
 LLAMA3_70B = llama(80, 8192, 64, 28672, kv_heads=8, vocab=128256)
+MIXTRAL, QWEN3_MOE = named("mixtral-8x7b"), named("qwen3-30b-a3b")
 TINY = llama(22, 2048, 32, 5632, kv_heads=4)
 
 NEMO = "NVIDIA NeMo 24.12, performance summary"
@@ -184,13 +186,25 @@ RUNS = [
 ]  # fmt: skip
 
 
+MIXTURES = [
+    # In the README of Megatron-Core's mixtures, as of 0.9; stages a rank and batch are not stated.
+    Run("Mixtral 8x7B", "Megatron-Core 0.9", tokens(MIXTRAL, 4096, 468),
+        nemo(MIXTRAL, dp=16, pp=4, ep=8, virtual_stages=8, global_batch=256, precision=BF16,
+             backend=EAGER), MEGATRON),
+    # DeepEP sends a token once to each rank that has any of its experts.
+    Run("Qwen3 30B-A3B", "NeMo AutoModel 26.02, performance summary", 12040,
+        run(QWEN3_MOE, "h100-sxm", dp=8, ep=8, global_batch=512, micro_batch=4, **FSDP, backend=EAGER,
+            cluster=reaching("h100-sxm", CUDNN))),
+]  # fmt: skip
+
+
 def error(one: Run) -> float:
     part = replace(blocks.slice_of(one.config), **one.ways)
     step = step_time(one.config, hardware_of(one.config), part=part)
     return step.tokens_per_s_per_gpu / one.tokens_per_s - 1
 
 
-@pytest.mark.parametrize("one", RUNS, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", [*RUNS, *MIXTURES], ids=lambda one: one.name)
 def test_tokens_per_second(one: Run):
     assert abs(error(one)) < one.within
 

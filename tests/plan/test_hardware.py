@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.schema import Cluster, Config, Launcher, Model, Peaks, Precision
+from nanoscale.config.schema import Cluster, Config, Launcher, Peaks, Precision
 from nanoscale.devices import Devices
 from nanoscale.errors import UserError
 from nanoscale.plan import hardware as room
@@ -46,11 +46,6 @@ def refusal(config: Config) -> str:
         hardware_of(config)
     assert caught.value.kind == "config"
     return str(caught.value)
-
-
-def test_a_mixture_of_experts_is_not_guessed():
-    mixture = Config(model=Model(experts=8), cluster=Cluster(device="h100-sxm"))
-    assert "mixture of experts" in refusal(replace(mixture, precision=Precision(compute="bf16")))
 
 
 def test_every_machine_of_the_brief_is_there():

@@ -20,6 +20,10 @@ CHOSEN = [
     BY_NAME["pp 2, interleaved-1f1b, selective"],
     BY_NAME["pp 2, zero-bubble, full"],
     BY_NAME["matrix: pp 2 · tp 2, zero-bubble"],
+    BY_NAME["experts, full"],
+    replace(BY_NAME["experts, ep 2 · dp 2"], global_batch=16),
+    BY_NAME["experts, ep 2 · tp 2"],
+    BY_NAME["experts, ep 2, stage 3, bf16"],
     Row("logits", shape=LOGITS, micro_batch=4, global_batch=8),
     Row(
         "logits in a pipeline",

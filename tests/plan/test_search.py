@@ -12,7 +12,7 @@ from nanoscale.config.compose import Composed, compose
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
-from nanoscale.plan.candidates import SHORTEST_PIECE, Room, shapes
+from nanoscale.plan.candidates import SHORTEST_PIECE, Room, expert_degrees, shapes
 from nanoscale.plan.hardware import hardware_of
 from nanoscale.plan.machines import planned_devices
 from nanoscale.plan.predict import predict
@@ -80,6 +80,22 @@ def test_shapes_are_those_that_the_rules_let_pass(more: tuple[str, ...]) -> None
             legal.add((tp, pp, cp, method if cp > 1 else "", stage, 1))
     assert len(legal) > 5
     assert {shape for shape in ours if shape[-1] == 1} == legal
+
+
+def test_experts_are_shared_out_as_the_rules_let_pass() -> None:
+    words = ("recipe=mixtral-8x7b", "cluster=h100-sxm", "cluster.hosts=2", "train.global_batch=64")
+    words += ("parallel.pp=1", "parallel.cp=1", "zero.stage=3")
+    composed, where = looked_in(*words)
+    looked = [shared for shape in shapes(where) for shared in expert_degrees(where, shape)]
+    assert {config.parallel.ep for config in looked} == {1, 2, 4, 8}
+    assert all(shape.parallel.ep == 8 for shape in shapes(where) if shape.parallel.dp == 16)
+    for config in looked:
+        check(replace(composed, config=config), planned_devices(composed))
+    best = search(where, hardware_of(composed.config)).best
+    assert best is not None and best.config.parallel.ep > 1
+    assert typed(words, to_type(composed, best.config)).parallel == best.config.parallel
+    _, held = looked_in(*words, "parallel.ep=2")
+    assert {shape.parallel.ep for shape in shapes(held)} == {2}
 
 
 def test_what_is_proposed_can_be_typed_and_is_what_was_meant() -> None:

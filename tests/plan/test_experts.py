@@ -1,0 +1,126 @@
+"""Mixtures of experts in the plan: what a rank holds of them, and what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from nanoscale.config.schema import Zero
+from nanoscale.models.huggingface import shapes
+from nanoscale.plan import blocks, routing
+from nanoscale.plan.dataparallel import own_parameters
+from nanoscale.plan.model_math import active_parameters, parameters
+from nanoscale.plan.predict import predict
+from nanoscale.plan.setting import setting_of
+from nanoscale.plan.shards import rank_holdings
+from nanoscale.plan.timing import step_time
+from tests.plan.machines import job, machine, model
+
+MIXTRAL, QWEN = model("mixtral-8x7b"), model("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("mixtral-8x7b", 46.7, 12.9), ("qwen3-30b-a3b", 30.5, 3.3)]
+)
+def test_parameters_are_the_published_ones(name: str, total: float, active: float) -> None:
+    """arXiv:2401.04088, section 2.1; arXiv:2505.09388, table 2 and its model card."""
+    assert round(parameters(model(name)) / 1e9, 1) == total
+    assert abs(active_parameters(model(name)) / 1e9 - active) < 0.06
+    dense = model("llama-8b")
+    assert active_parameters(dense) == parameters(dense)
+
+
+def counted(name: str, degrees: dict[str, int], stage: int) -> float:
+    """Elements of a rank from the shapes of all tensors, nothing padded."""
+    ranks = degrees["dp"] if stage else 1
+    total = 0.0
+    for tensor, size in shapes(model(name)).items():
+        norm = len(size) == 1
+        routers = tensor.endswith("router.weight")
+        width = prod(size) / (1 if norm or routers else degrees.get("tp", 1))
+        total += width / (max(ranks, degrees["ep"]) if ".experts." in tensor else ranks)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees", "stage"),
+    [
+        ("mixtral-8x7b", {"dp": 8, "ep": 8}, 3),
+        ("mixtral-8x7b", {"dp": 8, "ep": 8}, 0),
+        ("mixtral-8x7b", {"dp": 32, "ep": 4}, 1),
+        ("mixtral-8x7b", {"dp": 16, "ep": 2, "tp": 2}, 2),
+        ("qwen3-30b-a3b", {"dp": 64, "ep": 8}, 3),
+        ("qwen3-30b-a3b", {"dp": 16, "ep": 1}, 3),
+    ],
+    ids=str,
+)
+def test_a_rank_holds_its_share(name: str, degrees: dict[str, int], stage: int) -> None:
+    config = job(name, zero=Zero(stage=stage), global_batch=512, **degrees)  # type: ignore[arg-type]
+    setting = setting_of(config)
+    (held,) = rank_holdings(config, setting.shards)
+    expected = counted(name, degrees, stage)
+    assert held.shard == pytest.approx(expected, rel=2e-3)
+    assert own_parameters(config, held) == pytest.approx(expected, rel=2e-3)
+
+
+def test_one_expert_that_all_take_costs_what_a_dense_block_does_and_its_routing() -> None:
+    hardware, dense = machine(), replace(model("llama-8b"), ffn=14336)
+    one = replace(dense, experts=1, experts_per_token=1)
+    part = replace(blocks.slice_of(job("llama-8b", seq_len=4096)), model=dense, compiled=False)
+    with_one = blocks.block(hardware, replace(part, model=one))
+    without = blocks.block(hardware, part)
+    router = blocks.product(hardware, part, blocks.linears(one, 1)[4])
+    assert with_one.forward.matmul == pytest.approx(without.forward.matmul + router)
+    moved = routing.traffic(replace(part, model=one))[0] / hardware.memory_bandwidth
+    more = with_one.forward.elementwise - without.forward.elementwise
+    assert more == pytest.approx(moved / hardware.efficiency.memory)
+
+
+def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> None:
+    """And more where few tokens are left for each of them, whose weights are read all the same."""
+    hardware = machine()
+    shares = []
+    for tokens in (65536, 4096, 256):
+        part = replace(blocks.slice_of(job("qwen3-30b-a3b", seq_len=tokens)), ep=1)
+        linear = blocks.linears(QWEN, 1)[5]
+        flops = 2.0 * tokens * QWEN.experts_per_token * QWEN.hidden * QWEN.ffn
+        shares.append(flops / blocks.product(hardware, part, linear) / hardware.peaks["bf16"])
+    assert hardware.efficiency.matmul >= shares[0] > shares[1] > shares[2] > 0
+    read = 2.0 * QWEN.experts * QWEN.hidden * QWEN.ffn / hardware.memory_bandwidth
+    assert blocks.product(hardware, part, linear) > read
+
+
+def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
+    hardware = machine()
+    part = blocks.slice_of(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))
+    rows = 4 * 4096 * 2 * 4096 * 2 * 7 / 8
+    wire = rows / (hardware.intra_bandwidth * hardware.efficiency.intra_host * 0.87)
+    forward, backward = routing.exchange(hardware, part)
+    assert 2 * wire < backward < 2 * wire + 1e-4
+    assert backward < forward < backward + 1e-4
+    assert routing.exchange(hardware, replace(part, ep=1)) == (0.0, 0.0)
+
+
+def test_utilisation_counts_the_experts_that_a_token_takes() -> None:
+    config = job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, global_batch=64, zero=Zero(stage=3))
+    step = step_time(config, machine())
+    embedding = MIXTRAL.vocab * MIXTRAL.hidden
+    attention = 12 * MIXTRAL.layers * MIXTRAL.hidden * 4096
+    flops = 6 * (active_parameters(MIXTRAL) - embedding) + attention
+    assert step.mfu == pytest.approx(step.tokens_per_s_per_gpu * flops / 989.5e12, rel=1e-3)
+    assert step.parts.ep > 0
+
+
+def test_sharing_experts_out_spares_memory_and_gathers() -> None:
+    alone, shared = (
+        job("mixtral-8x7b", dp=16, ep=ep, seq_len=4096, global_batch=64, zero=Zero(stage=3))
+        for ep in (1, 8)
+    )
+    before, after = predict(alone), predict(shared)
+    assert (
+        after.worst.part("units in flight").bytes < before.worst.part("units in flight").bytes / 3
+    )
+    assert after.time.parts.dp < before.time.parts.dp / 2
+    assert after.time.parts.ep > before.time.parts.ep == 0
