@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
-from nanoscale.checkpoint import pretrained
+from nanoscale.checkpoint import foreign, pretrained
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import Coordinates
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import stage_layers
 from nanoscale.data.batch import IGNORED, Batch
+from nanoscale.models.foreign import Foreign
 from nanoscale.models.transformer import Transformer
 
 
@@ -99,7 +100,11 @@ class Engine(ABC):
             BadFileError: they are not whole, or of another shape.
         """
         state = self.state() | self.frozen_state()
-        pretrained.load(folder, self.config.model, state)
+        part = next(iter(self.parts.values()))
+        if isinstance(part, Foreign):
+            foreign.load(folder, part.hf, state)
+        else:
+            pretrained.load(folder, self.config.model, state)
         self.take(state)
 
     @abstractmethod
@@ -238,6 +243,13 @@ class Engine(ABC):
         if self.device.type == "cuda":  # from pinned memory the copy does not hold up the host
             return host.contiguous().pin_memory().to(self.device, non_blocking=True)
         return host
+
+
+def make_part(config: Config, stage: int, *, real: bool = False) -> Transformer:
+    """A pipeline stage, or the whole of a model that is transformers'; `real` as there."""
+    if config.model.source == "hf":
+        return Foreign(config.model, real=real)
+    return Transformer(config.model, blocks_of_stage(config, stage))
 
 
 def blocks_of_stage(config: Config, stage: int) -> range:

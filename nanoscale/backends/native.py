@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from nanoscale.backends import float8, gradients
-from nanoscale.backends.base import Engine, StepResult, blocks_of_stage
+from nanoscale.backends.base import Engine, StepResult, make_part
 from nanoscale.backends.optimizer import (
     fill_state,
     load_state,
@@ -19,7 +19,7 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
-from nanoscale.models.initialization import begin_counters, initialise
+from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel.apply import parallelise
@@ -174,15 +174,14 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
     parts = {}
     for number in mine:
         with torch.device("meta"):
-            part = Transformer(config.model, blocks_of_stage(config, number))
+            part = make_part(config, number)
         part.to(data_parallel.DTYPES[config.precision.params])
         if config.precision.fp8:
             float8.apply(part)
         parallelise(part, config, layout)
-        part.to_empty(device=device)
-        begin_counters(part)
+        part.materialise(device)
         begun = config.model.init_from is not None  # then all but adapters are read
         if not begun or config.lora.rank:
-            initialise(part, config.model, config.train.seed, adapters_only=begun)
+            fill(part, part.drawer(config.train.seed, device), adapters_only=begun)
         parts[number] = part
     return parts

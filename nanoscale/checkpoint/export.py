@@ -36,11 +36,14 @@ from nanoscale.config.huggingface import UnsupportedError, write_shape
 from nanoscale.config.schema import Config, Model
 from nanoscale.data import vocabulary
 from nanoscale.errors import UserError
-from nanoscale.models.huggingface import Place, places, shapes, theirs
+from nanoscale.models.foreign import PREFIX
+from nanoscale.models.huggingface import Place, Shape, places, shapes
 
 TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+Tensors = dict[str, tuple[Shape, tuple[Place, ...]]]
+"""parameters of ours by name, each with its shape and where it stands in theirs"""
 Note = Callable[[str, int, int], None]
 """called before each tensor: its name, its number from 1, and how many there are"""
 
@@ -83,7 +86,10 @@ def export(
         raise UserError("usage", f"{out} exists already; name another folder with --out")
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
-    kind, wanted = TYPES[dtype], theirs(config.model)
+    kind, tensors = TYPES[dtype], _tensors(stored, config.model)
+    wanted = {
+        place.name: place.shape(shape) for shape, parts in tensors.values() for place in parts
+    }
     files = divide(wanted, kind, largest)
     names = file_names(len(files))
     size = sum(WIDTH[kind] * math.prod(shape) for shape in wanted.values())
@@ -96,8 +102,10 @@ def export(
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir()
     try:
-        about |= vocabulary.write(aside, config)
-        _write_weights(_Source(stored.path, config, kind, note), files, names, aside, size)
+        about = _with_special(about, vocabulary.write(aside, config), config.model)
+        source = _Source(stored.path, config, tensors, kind, note)
+        _write_weights(source, files, names, aside, size)
+        _copy_code(config.model, aside)
         _write_json(aside / "config.json", about)
         store.sync_folder(aside)
         aside.rename(out)
@@ -116,7 +124,37 @@ def require_whole(stored: StoredCheckpoint) -> None:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
 
 
+def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
+    """Our parameters."""
+    if model.source == "own":
+        where = places(model)
+        return {name: (shape, where[name]) for name, shape in shapes(model).items()}
+    prefix = f"model.{PREFIX}"
+    return {
+        name.removeprefix("model."): (tuple(about["shape"]), (Place(name.removeprefix(prefix)),))
+        for name, about in stored.manifest["tensors"].items()
+        if name.startswith(prefix)
+    }
+
+
+def _with_special(about: dict[str, Any], special: dict[str, Any], model: Model) -> dict[str, Any]:
+    """With the numbers of special tokens; what the data leave open is as `model=hf` had it."""
+    if model.source == "hf":
+        special = {name: number for name, number in special.items() if number is not None}
+    return about | special
+
+
+def _copy_code(model: Model, folder: Path) -> None:
+    """The Python files that a model has come with."""
+    if model.trust_remote_code and Path(model.name).is_dir():
+        for file in sorted(Path(model.name).glob("*.py")):
+            shutil.copyfile(file, folder / file.name)
+
+
 def _config(model: Model, kind: str) -> dict[str, Any]:
+    if model.source == "hf":
+        plain = {name: value for name, value in model.hf_config.items() if name != "dtype"}
+        return plain | {"torch_dtype": _OF_TRANSFORMERS[kind]}
     try:
         return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
     except UnsupportedError as error:
@@ -160,16 +198,16 @@ def _write_json(file: Path, document: dict[str, Any]) -> None:
 class _Source:
     """Their tensors, made of those of a checkpoint one after another."""
 
-    def __init__(self, path: Path, config: Config, kind: str, note: Note) -> None:
+    def __init__(self, path: Path, config: Config, tensors: Tensors, kind: str, note: Note) -> None:
         self.kind = kind
         self._note = note
         self._reader = _Reader(path)
-        self._ours = shapes(config.model)
+        self._ours = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
             self._weight = Merged(config, self._reader.read)
         self._parts: dict[str, list[tuple[str, Place]]] = {}
-        for name, parts in places(config.model).items():
+        for name, (_, parts) in tensors.items():
             for place in parts:
                 self._parts.setdefault(place.name, []).append((name, place))
         self._done = 0

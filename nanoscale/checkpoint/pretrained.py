@@ -12,10 +12,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.checkpoint.tensor_files import WIDTH, BadFileError, Stored, read_folder
+from nanoscale.checkpoint.tensor_files import WIDTH, BadFileError, Shapes, Stored, read_folder
 from nanoscale.config.huggingface import UnsupportedError, read_shape
 from nanoscale.config.schema import Model
-from nanoscale.models.huggingface import PREFIXES, Place, is_needless, places, shapes, theirs
+from nanoscale.models.huggingface import (
+    PREFIXES,
+    Place,
+    Shape,
+    is_needless,
+    places,
+    shapes,
+    theirs,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,26 +46,36 @@ def find(folder: Path, model: Model) -> dict[str, Stored]:
     if "lm_head.weight" in wanted.keys() - stored.keys() and _is_tied(folder):
         stored["lm_head.weight"] = stored[places(model)["embed.weight"][0].name]
     problems = [f"{name} is missing" for name in wanted if name not in stored]
-    problems += [
-        f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
-        for name, there in stored.items()
-        if there.shape != wanted[name]
-    ]
-    problems += [
-        f"{name} is {there.dtype}, and only {', '.join(WIDTH)} are read"
-        for name, there in stored.items()
-        if there.dtype not in WIDTH
-    ]
+    problems += differences(stored, wanted)
     used = {there.name for there in stored.values()}
     problems += [
         f"{name} has no place in the shape"
         for name in held
         if name not in used and not is_needless(name, model)
     ]
+    refuse_all(problems)
+    return stored
+
+
+def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
+    """Tensors of other shapes, and of types that are not read, in words."""
+    problems = [
+        f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
+        for name, there in stored.items()
+        if there.shape != wanted[name]
+    ]
+    return problems + [
+        f"{name} is {there.dtype}, and only {', '.join(WIDTH)} are read"
+        for name, there in stored.items()
+        if there.dtype not in WIDTH
+    ]
+
+
+def refuse_all(problems: list[str]) -> None:
+    """Raise a BadFileError of the first of them, if there are any."""
     if problems:
         more = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
         raise BadFileError("; ".join(problems[:_SHOWN]) + more)
-    return stored
 
 
 def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
@@ -66,27 +84,36 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: as `find`, or a file is damaged otherwise.
     """
+    stored, whole = find(folder, model), shapes(model)
+    read_parts(
+        [
+            (stored[place.name], place, whole[name], state[f"model.{name}"])
+            for name, parts in places(model).items()
+            if f"model.{name}" in state
+            for place in parts
+        ]
+    )
+
+
+def read_parts(wanted: list[tuple[Stored, Place, Shape, Tensor]]) -> None:
+    """Fill each tensor, in place, from where it is: its place there, and its shape as a whole.
+
+    Raises:
+        BadFileError: a file is damaged.
+    """
     import torch
     from safetensors import SafetensorError, safe_open
 
-    stored, whole = find(folder, model), shapes(model)
-    wanted = [
-        (place, name)
-        for name, parts in places(model).items()
-        if f"model.{name}" in state
-        for place in parts
-    ]
-    by_file = sorted(wanted, key=lambda pair: str(stored[pair[0].name].file))
+    by_file = sorted(wanted, key=lambda entry: str(entry[0].file))
     with ExitStack() as held, torch.no_grad():
         file, opened = None, None
-        for place, name in by_file:
-            there = stored[place.name]
+        for there, place, whole, target in by_file:
             try:
                 if there.file != file:
                     held.close()
                     file, opened = there.file, held.enter_context(safe_open(there.file, "pt"))
-                for box, memory in _parts(state[f"model.{name}"], place):
-                    slices = place.slices(whole[name], box.offsets, box.sizes)
+                for box, memory in _parts(target, place):
+                    slices = place.slices(whole, box.offsets, box.sizes)
                     part = read_part(opened, there.name, slices)
                     memory.copy_(part.T if place.transposed else part)
             except (SafetensorError, OSError) as error:

@@ -15,7 +15,7 @@ from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nanoscale.config import pretrained, reference
+from nanoscale.config import foreign, pretrained, reference
 from nanoscale.config.convert import convert
 from nanoscale.config.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.provenance import (
@@ -106,19 +106,21 @@ def compose(
     if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
         refuse(violations)
     composed = replace(composed, config=config)
+    if config.model.source == "hf":
+        frozen = config_file is not None and not composed.by_hand(foreign.KEY)
+        return _with_shape(composed, merged, *foreign.take(composed, frozen=frozen))
     frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
     if config.model.init_from is None or frozen:  # a frozen file has the shape, complete
         return composed
-    return _with_pretrained_shape(composed, merged)
-
-
-def _with_pretrained_shape(composed: Composed, merged: Any) -> Composed:
-    """The same with the shape of `model.init_from`, which the values of other keys may refer to."""
-    from omegaconf import open_dict
-
     found = pretrained.read(composed)
     values = pretrained.take_shape(composed, found)
-    source = str(found.folder / "config.json")
+    return _with_shape(composed, merged, str(found.folder / "config.json"), values)
+
+
+def _with_shape(composed: Composed, merged: Any, source: str, values: dict[str, Any]) -> Composed:
+    """The same with a model's shape, which the values of other keys may refer to."""
+    from omegaconf import open_dict
+
     with open_dict(merged):
         for name, value in values.items():
             plain = asdict(value) if isinstance(value, RopeScaling) else value

@@ -362,3 +362,5 @@ _READ: dict[str, Callable[[Json], Json]] = {
     "qwen3_moe": _read_qwen3_moe,
     "gpt2": _read_gpt2,
 }
+FAMILIES = frozenset(_READ)
+"""the values of `model_type` that our own transformer is offered for"""

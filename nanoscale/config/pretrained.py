@@ -41,6 +41,11 @@ def is_folder(asked: str) -> bool:
     return Path(asked).expanduser().is_dir() or _NAME.fullmatch(asked) is None
 
 
+def absolute_name(asked: str) -> str:
+    """A folder by a path that means the same everywhere; a name at the hub as it is."""
+    return str(Path(asked).expanduser().absolute()) if is_folder(asked) else asked
+
+
 def locate(asked: str, *, weights: bool) -> Path:
     """The folder; what a name stands for is taken from the hub's cache, or fetched.
 

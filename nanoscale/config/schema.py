@@ -32,7 +32,8 @@ def key(
         "scaled": scaled,
     }
     if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
+        # What can change has no hash; a section has one all the same, from its other keys.
+        return field(default_factory=default.copy, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -60,7 +61,14 @@ class RopeScaling:
 class Model:
     """The shape of a decoder-only transformer; the families differ in these keys only."""
 
-    name: str = key("custom", "what to call it in tables and logs")
+    source: Literal["own", "hf"] = key(
+        "own",
+        "whose code it is; own: the transformer that the other keys shape · hf: transformers', by config.json",
+    )
+    name: str = key(
+        "custom",
+        "what to call it in tables and logs; hf: folder of a model, or its name at Hugging Face",
+    )
     layers: int = key(8, "transformer blocks", at_least=1)
     hidden: int = key(64, "width of the residual stream", at_least=1)
     heads: int = key(8, "query heads", at_least=1)
@@ -108,7 +116,15 @@ class Model:
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
     init_from: str | None = key(
         None,
-        "folder of a Hugging Face model, or its name there: its weights and its shape to begin with",
+        "folder of a Hugging Face model, or its name there: its weights and its shape to begin with; null: "
+        "random weights",
+    )
+    trust_remote_code: bool = key(False, "hf: run the Python code that comes with the model")
+    hf_config: dict[str, Any] = key(
+        {}, "hf: config.json of model.name; a value that is set here wins over the file's"
+    )
+    parameters: int | None = key(
+        None, "hf: how many it has, counted before the launch; null: not counted yet", at_least=1
     )
 
 

@@ -1,11 +1,15 @@
-"""What a training begins with is looked at before anything is written: `model.init_from`."""
+"""What a training begins with is looked at before anything is written: `model.init_from`, and `model=hf`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
 
 from nanoscale.checkpoint.pretrained import find
 from nanoscale.checkpoint.tensor_files import BadFileError
+from nanoscale.config import foreign
 from nanoscale.config.compose import Composed
 from nanoscale.config.pretrained import KEY, NoSuchModelError, is_folder, locate
 from nanoscale.config.report import refuse
@@ -21,6 +25,8 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
     Raises:
         UserError: a file or tensor is missing, damaged or of another shape.
     """
+    if config.model.source == "hf":
+        return _with_foreign(composed, config, fetch=fetch)
     asked = config.model.init_from
     if asked is None or not (fetch or is_folder(asked)):
         return config
@@ -30,3 +36,33 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
     except (NoSuchModelError, BadFileError) as error:
         refuse([Violation(KEY, asked, composed.source(KEY), str(error))], kind="model")
     return replace(config, model=replace(config.model, init_from=str(folder)))
+
+
+def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
+    """The same where the model is transformers', with the number of its parameters.
+
+    Only transformers can judge it, in a process that takes seconds.
+    """
+    model, asked = config.model, config.model.init_from
+    try:
+        wanted = asked is not None and (fetch or is_folder(asked))
+        folder = str(locate(asked, weights=True)) if asked is not None and wanted else None
+    except NoSuchModelError as error:
+        refuse([Violation(KEY, asked, composed.source(KEY), str(error))], kind="model")
+    request = json.dumps({"model": asdict(model), "folder": folder})
+    words = [sys.executable, "-m", "nanoscale.checkpoint.foreign"]
+    done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        why = f"cannot be judged: {last or 'transformers does not start'}"
+        answer = {"problem": why, "of": "model"}
+    else:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if answer["problem"] is not None:
+        has_code = "auto_map" in model.hf_config and not model.trust_remote_code
+        code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
+        key, value = (KEY, asked) if answer["of"] == "files" else (foreign.KEY, model.name)
+        text = "; ".join(filter(None, (answer["problem"], code)))
+        refuse([Violation(key, value, composed.source(key), text)], kind="model")
+    counted = replace(model, init_from=folder or asked, parameters=answer["parameters"])
+    return replace(config, model=counted)

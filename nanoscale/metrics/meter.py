@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from nanoscale.config.foreign import has_experts
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware import peak_of
 from nanoscale.plan.model_math import trained_flops_per_token
@@ -25,11 +26,18 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
+def _flops_per_token(config: Config) -> int | None:
+    """None where nobody knows: of the experts of `model=hf`, how many a token takes."""
+    if has_experts(config.model.hf_config):
+        return None
+    return trained_flops_per_token(config)
+
+
 class Meter:
     """Times steps; what happens between them (evaluation, checkpoints) does not count."""
 
     def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
-        self._flops_per_token = trained_flops_per_token(config)
+        self._flops_per_token = _flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
         self._began = 0.0
@@ -49,6 +57,6 @@ class Meter:
         tokens_per_s = tokens_per_step / step_time
         self._busy, self._steps = 0.0, 0
         mfu = None
-        if self._peak is not None:
+        if self._peak is not None and self._flops_per_token is not None:
             mfu = tokens_per_s * self._flops_per_token / self._peak
         return {"step_time_s": step_time, "tokens_per_s": tokens_per_s, "mfu": mfu}

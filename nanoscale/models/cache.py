@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.models.transformer import Block, Rotation, Transformer, run_layers
+from nanoscale.models.transformer import Block, Mask, Rotation, Transformer, run_layers
 
 
 class Cache:
@@ -46,8 +46,10 @@ class Cache:
     def _place(self, seq: int, device: torch.device) -> Tensor:
         return torch.arange(self.length, self.length + seq, device=device)
 
-    def _run_layers(self, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation) -> Tensor:
-        hidden = run_layers(layers, hidden, rotation)
+    def _run_layers(
+        self, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
+    ) -> Tensor:
+        hidden = run_layers(layers, hidden, rotation, mask)
         return hidden[:, -1:] if self._last_only else hidden
 
 
@@ -58,12 +60,12 @@ class CachedAttention(nn.Module):
         super().__init__()
         self._cache, self._keys, self._values = cache, keys, values
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
+        assert mask is None, "what is written is one document"
         past, new = self._cache.length, q.shape[2]
         self._keys[:, :, past : past + new] = k
         self._values[:, :, past : past + new] = v
         k, v = self._keys[:, :, : past + new], self._values[:, :, : past + new]
-        mask = None
         if past and new > 1:  # a new token sees the past, the new ones before it, and itself
             mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
         return F.scaled_dot_product_attention(

@@ -92,9 +92,14 @@ def theirs(model: Model) -> dict[str, Shape]:
     }
 
 
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of a file is no parameter, but one that old versions of transformers saved too."""
+    return name.endswith(_BUFFERS)
+
+
 def is_needless(name: str, model: Model) -> bool:
     """Whether a tensor of a file is none that the model lacks a place for."""
-    return name.endswith(_BUFFERS) or (model.tie_embeddings and name == "lm_head.weight")
+    return is_buffer(name) or (model.tie_embeddings and name == "lm_head.weight")
 
 
 def _block(model: Model) -> dict[str, Shape]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +24,28 @@ ADAPTER = ".adapter."
 """in the names of what `models.lora` adds"""
 
 
+Draw = Callable[[str, torch.Size], Tensor]
+"""a whole parameter by its name and size, in fp32"""
+
+
 @torch.no_grad()
-def initialise(model: nn.Module, shape: Model, seed: int, adapters_only: bool = False) -> None:
+def initialise(model: nn.Module, shape: Model, seed: int) -> None:
     """Fill every parameter of a materialised model, sharded (DTensor) or not."""
+    device = next(model.parameters()).device
+    fill(model, partial(draw, shape=shape, seed=seed, device=device))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, drawn: Draw, adapters_only: bool = False) -> None:
+    """Cut what is drawn of every parameter to this rank's shard."""
     for name, parameter in model.named_parameters():
         if adapters_only and ADAPTER not in name:
             continue
-        device = parameter.device
-        whole = draw(name, torch.Size(parameter.shape), shape, seed, device).to(parameter.dtype)
+        whole = drawn(name, torch.Size(parameter.shape)).to(parameter.dtype)
         if isinstance(parameter, DTensor):
             parameter.to_local().copy_(own_shard(whole, parameter))
         else:
             parameter.copy_(whole)
-
-
-@torch.no_grad()
-def begin_counters(model: nn.Module) -> None:
-    """Set what a materialised model counts to 0, wherever its weights come from."""
-    for counter in model.buffers():
-        counter.zero_()
 
 
 def own_shard(whole: Tensor, like: DTensor) -> Tensor:

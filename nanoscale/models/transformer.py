@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor] | None
@@ -74,6 +76,26 @@ class Transformer(nn.Module):
             rotation = rope_rotation(self.shape, position, hidden.dtype)
         hidden = self.run_layers(self.layers, hidden, rotation, mask)
         return self._logits(hidden) if self.last else hidden
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether embedding and head have parameters of their own, which can be gathered apart from others."""
+        return not self.shape.tie_embeddings
+
+    def materialise(self, device: torch.device) -> None:
+        """Give a model on the meta device memory; its parameters hold nothing yet."""
+        self.to_empty(device=device)
+        self.reset_buffers(device)
+
+    @torch.no_grad()
+    def reset_buffers(self, device: torch.device) -> None:
+        """Give what is no parameter the values with which it begins: counters 0."""
+        for counter in self.buffers():
+            counter.zero_()
+
+    def drawer(self, seed: int, device: torch.device) -> Draw:
+        """Where its initial weights are from."""
+        return partial(draw, shape=self.shape, seed=seed, device=device)
 
     def _embed(self, tokens: Tensor, position: Tensor) -> Tensor:
         hidden = self.embed(tokens)

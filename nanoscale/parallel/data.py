@@ -58,9 +58,9 @@ def shard(
     }
     for layer in model.layers.values():
         fully_shard(layer, **options, shard_placement_fn=_experts_apart(layer, mesh, experts))
-    if model.first and not model.shape.tie_embeddings:
+    if model.first and model.has_ends:
         fully_shard(model.embed, **options)
-    if model.last and not model.shape.tie_embeddings:
+    if model.last and model.has_ends:
         # The backward begins with these two: gathering them again at once would be wasted.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
@@ -77,13 +77,14 @@ def _experts_apart(
     Raises:
         UserError: this torch is too old for ep.
     """
-    if not isinstance(block.mlp, MixtureOfExperts):
+    mixture = getattr(block, "mlp", None)
+    if not isinstance(mixture, MixtureOfExperts):
         return None
     spread = mesh if layout is None else layout.data
     ranks = spread.size(spread.ndim - 1)
     cuts = {
         parameter: Shard(shard_dimension(name, parameter, ranks))
-        for name, parameter in block.mlp.experts.named_parameters()
+        for name, parameter in mixture.experts.named_parameters()
     }
     if layout is None:
         return cuts.get

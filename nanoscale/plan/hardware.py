@@ -116,6 +116,12 @@ def hardware_of(config: Config) -> Hardware:
     Raises:
         UserError: the device is unknown, is not described wholly, or lacks the trained type.
     """
+    if config.model.source == "hf":
+        raise UnknownHardwareError(
+            "config",
+            "model=hf: what memory and time a model of transformers takes is not predicted; `nanoscale train` "
+            "launches it without a plan",
+        )
     cluster = described(config)
     missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
     if missing:

@@ -11,7 +11,9 @@ from nanoscale.config.schema import Config, Model
 
 
 def parameters(model: Model) -> int:
-    """All parameters; an embedding that the head shares is counted once."""
+    """All parameters; an embedding that the head shares is counted once. Of `model=hf`, what was counted."""
+    if model.source == "hf":
+        return model.parameters or 0
     head = 0 if model.tie_embeddings else model.hidden * model.vocab
     return (
         model.vocab * model.hidden
@@ -33,6 +35,9 @@ def matmul_parameters(model: Model) -> int:
 
     Of experts, as many as a token takes.
     """
+    if model.source == "hf":
+        embedding = 0 if model.tie_embeddings else model.hidden * model.vocab
+        return parameters(model) - embedding
     return model.layers * _block_products(model) + model.hidden * model.vocab
 
 

@@ -14,6 +14,7 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config.derive import derive
+from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.tokenizer import Tokenizer
@@ -101,7 +102,8 @@ def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
 
 def count_bytes(valid: Loader, samples: int, tokenizer: Tokenizer) -> int:
     """Bytes of the text that the predicted tokens of a split's first samples are."""
-    rows = (valid.batch([number])[0, 1:] for number in range(samples))
+    targets = (valid.batch([number]).targets[0] for number in range(samples))
+    rows = (row[row != IGNORED] for row in targets)
     return sum(len(tokenizer.decode(part).encode()) for part in _parts(rows, tokenizer.eos))
 
 

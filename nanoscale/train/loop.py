@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanoscale.backends.base import Engine, StepResult
 from nanoscale.checkpoint import sharded, store
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
+from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
@@ -143,7 +142,7 @@ class Training:
             self.sizes.micro_batch,
         )
         loss_sum, tokens = validate(self.engine, batches)
-        return loss_sum / tokens
+        return loss_sum / max(tokens, 1)
 
     def leave_early(self) -> str:
         self.note("stopping", f"asked to stop after step {self.progress.step}")
@@ -184,7 +183,7 @@ class Training:
         self.note("checkpoint", message, step=self.progress.step, seconds=seconds)
 
 
-def validate(engine: Engine, batches: Iterable[tuple[np.ndarray, int]]) -> tuple[float, int]:
+def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
     """The sum of the losses of all ranks' batches and the number of their tokens; see `Engine.evaluate`."""
     total = ranks.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())

@@ -24,6 +24,7 @@ OPTIONS = sorted(
     for group in Library().groups()
     if group != RECIPE
     for option in Library().options(group)
+    if (group, option) != ("model", "hf")  # it needs a folder; tests/cli/test_foreign.py has one
 )
 
 NEEDS = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoscale.backends import gradients
-from nanoscale.backends.base import Engine, StepResult, blocks_of_stage
+from nanoscale.backends.base import Engine, StepResult, make_part
 from nanoscale.backends.deepspeed import pieces, pipeline, tensor
 from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.library import load_deepspeed
@@ -24,7 +24,6 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.models import lora
-from nanoscale.models.initialization import begin_counters, draw
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.apply import prepare_blocks
 from nanoscale.parallel.mesh import context_group
@@ -58,9 +57,9 @@ class DeepSpeedEngine(Engine):
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
             self.engine.timers = pipeline.no_timers()
+        self.model.reset_buffers(device)  # DeepSpeed casts them as it casts parameters
         self.balance = self._make_balance()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
-        begin_counters(self.model)
         begun = config.model.init_from is not None  # then all weights but adapters are read
         if not begun or config.lora.rank:
             self._initialise(frozen=not begun)
@@ -136,7 +135,7 @@ class DeepSpeedEngine(Engine):
         apart = self.stage == 3 and parallel.tp == 1
         context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
         with context, torch.device(self.device if apart else "meta"):
-            model = Transformer(self.config.model, blocks_of_stage(self.config, self.place.pp))
+            model = make_part(self.config, self.place.pp, real=apart)
             if self.config.lora.rank:
                 lora.attach(model, self.config.lora)
         if parallel.tp > 1:
@@ -158,18 +157,18 @@ class DeepSpeedEngine(Engine):
 
         `frozen`: those that are not updated too.
         """
-        model, seed = self.config.model, self.config.train.seed
+        draw = self.model.drawer(self.config.train.seed, self.device)
         for mine in pieces.by_home(self.pieces):
             with pieces.in_memory(mine, self.engine.optimizer):
                 for piece in mine:
                     shape, window = self._window(piece.name)
-                    part = draw(piece.name, shape, model, seed, self.device)
+                    part = draw(piece.name, shape)
                     for axis, offset in enumerate(window.offsets):
                         part = part.narrow(axis, offset, window.sizes[axis])
                     end = piece.start + piece.numel
                     piece.master.copy_(part.reshape(-1)[piece.start : end])
         for name, target in self.frozen_state().items() if frozen else ():
-            whole = draw(name.removeprefix("model."), target.shape, model, seed, self.device)
+            whole = draw(name.removeprefix("model."), target.shape)
             for box, memory in pretrained.boxes(target):
                 ends = zip(box.offsets, box.sizes, strict=True)
                 memory.copy_(whole[tuple(slice(at, at + n) for at, n in ends)])

@@ -44,9 +44,9 @@ def _replace(modules: dict[str, nn.Module], name: str, layer: Any) -> None:
     setattr(modules[parent], leaf, layer)
 
 
-def materialise(model: nn.Module, device: Any) -> None:
+def materialise(model: Transformer, device: Any) -> None:
     """Give a model on the meta device memory; what DeepSpeed has noted on its parameters stays."""
     notes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
-    model.to_empty(device=device)
+    model.materialise(device)
     for name, parameter in model.named_parameters():
         parameter.__dict__.update(notes[name])

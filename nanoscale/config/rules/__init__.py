@@ -7,6 +7,7 @@ the nearest legal values, and resolves what was left open (`auto`, null).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 from nanoscale.config.compose import Composed
 from nanoscale.config.report import refuse
@@ -15,6 +16,7 @@ from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
 from nanoscale.config.rules.experts import check_experts
 from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
+from nanoscale.config.rules.foreign import check_foreign
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
@@ -51,6 +53,9 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     """
     case, config = Case(composed, devices, hosts), composed.config
     launcher = resolve_launcher(case)
+    check_foreign(case)
+    if case.violations:  # what else there is follows from degrees that must change
+        _refuse(case)
     model = resolve_model(case)
     layout = resolve_layout(case, model)
     check_experts(case, layout.dp)
@@ -68,7 +73,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     check_saving(case)
     run = resolve_run(case)
     if case.violations:
-        refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")
+        _refuse(case)
     return replace(
         config,
         run=run,
@@ -98,6 +103,10 @@ def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...]
         launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
     run = resolve_run(case)
     if case.violations:
-        refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")
+        _refuse(case)
     data = replace(config.data, cache_dir=absolute(config.data.cache_dir))
     return replace(config, run=run, data=data, launcher=launcher)
+
+
+def _refuse(case: Case) -> NoReturn:
+    refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")

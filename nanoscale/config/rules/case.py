@@ -82,6 +82,12 @@ class Case:
             usually = None if isinstance(usual, dict) else override(key, usual)
             self.refuse(kind, key, message, usually, *instead)
 
+    def more_rows(self, rows: int) -> str | None:
+        """The override for a longer embedding, which a model that is loaded cannot have."""
+        model = self.config.model
+        loaded = model.source == "hf" or model.init_from is not None
+        return None if loaded else f"model.vocab={rows}"
+
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
         if find_spec(package) is None:

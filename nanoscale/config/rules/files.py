@@ -96,7 +96,7 @@ def _tokenizer(case: Case, data: Data) -> None:
     if data.tokenizer == "byte":
         if vocab < BYTE_VOCAB:
             message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
-            case.refuse("config", "model.vocab", message, f"model.vocab={BYTE_VOCAB}")
+            case.refuse("config", "model.vocab", message, case.more_rows(BYTE_VOCAB))
     elif data.tokenizer == "bpe":
         if data.source != "stdlib":
             message = f"is trained on text, and data.source={data.source} has tokens already"
@@ -108,7 +108,7 @@ def _tokenizer(case: Case, data: Data) -> None:
                 "data.bpe_vocab",
                 f"is more than the rows of the embedding (model.vocab={vocab})",
                 f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None,
-                f"model.vocab={data.bpe_vocab}",
+                case.more_rows(data.bpe_vocab),
                 "data.tokenizer=byte",
             )
     elif not Path(data.tokenizer).expanduser().is_file():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanoscale.config.pretrained import is_folder
+from nanoscale.config.pretrained import absolute_name
 from nanoscale.config.rules.case import Case, near_divisors
-from nanoscale.config.rules.files import absolute
 from nanoscale.config.schema import Model
 
 
 def resolve_model(case: Case) -> Model:
-    """The model with its heads counted."""
+    """The model with its heads counted; of transformers' models they are transformers' affair."""
     model = case.config.model
+    if model.source == "hf":
+        _positions(case, model)
+        name, begin = absolute_name(model.name), model.init_from
+        begin = absolute_name(begin) if begin is not None else None
+        return replace(model, name=name, init_from=begin)
     kv_heads = model.kv_heads or model.heads
     if model.heads % kv_heads:
         case.refuse(
@@ -41,8 +45,8 @@ def resolve_model(case: Case) -> Model:
     if model.bias:
         case.refuse_idle("config", "model.qkv_bias", "model.bias=true")
     init_from = model.init_from
-    if init_from is not None and is_folder(init_from):
-        init_from = absolute(init_from)
+    if init_from is not None:
+        init_from = absolute_name(init_from)
     return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim), init_from=init_from)
 
 
@@ -54,7 +58,7 @@ def _positions(case: Case, model: Model) -> None:
             "train.seq_len",
             f"is longer than the model admits (model.max_seq_len={model.max_seq_len})",
             f"train.seq_len={model.max_seq_len}",
-            f"model.max_seq_len={length}",
+            f"model.max_seq_len={length}" if model.source == "own" else None,
         )
     window = model.sliding_window
     if window is not None and length > window:

@@ -54,7 +54,7 @@ def _taken_apart(case: Case, source: Source, folder: Path) -> TokenFiles:
     manifest = prepared.manifest(folder) or {}
     vocab, needed = case.config.model.vocab, manifest.get("vocabulary", 0)
     if needed > vocab:
-        enough = f"model.vocab={-(-needed // 64) * 64}"
+        enough = case.more_rows(-(-needed // 64) * 64)
         message = f"is less than the {needed} tokens of the vocabulary that made {folder}"
         case.refuse("data", "model.vocab", message, enough)
     path, valid_path = source.path, source.valid_path
@@ -98,6 +98,6 @@ def _glance(case: Case, key: str, path: str) -> None:
     vocab = case.config.model.vocab
     if largest >= vocab and not any(it.key == "model.vocab" for it in case.violations):
         held = f"token {largest}" if largest < sys.maxsize else "a negative token"
-        enough = f"model.vocab={largest + 1}" if largest < sys.maxsize else None
+        enough = case.more_rows(largest + 1) if largest < sys.maxsize else None
         message = f"has too few tokens for {path}, which holds {held}: ids lie in [0, {vocab})"
         case.refuse("data", "model.vocab", message, enough)

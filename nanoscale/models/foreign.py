@@ -1,0 +1,221 @@
+"""Any causal language model of transformers, in the place of our own transformer.
+
+It is one part that is first and last: whole in depth, as nothing here knows its insides. Only its residual
+blocks are looked for, which are sharded, recomputed and compiled one by one. Dropout is never applied, since no
+layout could repeat another's.
+
+Parameters are built on the meta device. What else a model computes when it is built (rotary frequencies and the
+like) is computed for real, and again after everything that may have moved, emptied or rounded it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoscale.config.schema import Model
+from nanoscale.models.initialization import Draw, parameter_seed
+from nanoscale.models.transformer import Transformer, whole_sequence
+
+PREFIX = "hf."
+"""what our names of parameters have before transformers'"""
+_CODE = "HF_MODULES_CACHE"
+
+
+class Foreign(Transformer):
+    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]` by transformers' code."""
+
+    def __init__(self, shape: Model, *, real: bool = False) -> None:
+        """`real`: whoever makes it sees to it that parameters take no more memory than they may."""
+        nn.Module.__init__(self)  # none of our own blocks
+        self.shape = shape
+        self.first = self.last = True
+        self.sequence_shards = 1
+        self.place = whole_sequence
+        self.run_layers = lambda layers, tokens, rotation, mask: self.hf(input_ids=tokens).logits
+        self.hf: Any = build(shape, real=real)
+        self.hf.eval()  # training would mean dropout
+        found = nn.ModuleDict({str(i): block for i, block in enumerate(blocks(self.hf).values())})
+        object.__setattr__(self, "layers", found)  # each is registered where transformers has it
+        self._ties = ties(self.hf)
+
+    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
+        assert documents is None, "the rules refuse document masks"
+        return self.run_layers(self.layers, inputs, None, None)
+
+    @property
+    def has_ends(self) -> bool:
+        return False
+
+    def materialise(self, device: torch.device) -> None:
+        self.to_empty(device=device)
+        for alias, name in self._ties.items():  # each of them has become a tensor of its own
+            owner, _, leaf = alias.rpartition(".")
+            setattr(self.hf.get_submodule(owner), leaf, self.hf.get_parameter(name))
+        self.reset_buffers(device)
+
+    @torch.no_grad()
+    def reset_buffers(self, device: torch.device) -> None:
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        for name, value in build(self.shape, dtype).named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            self.hf.get_submodule(owner)._buffers[leaf] = value.to(device)
+
+    def drawer(self, seed: int, device: torch.device) -> Draw:
+        return RandomWeights(self.shape, seed, device)
+
+
+def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
+    """Transformers' model, with parameters on the meta device unless they are to be `real`, all else in memory.
+
+    Raises:
+        ValueError, OSError, ImportError: transformers does not know it, or lacks something that it needs.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    config = read_config(shape)
+    config.use_cache = False
+    where = nullcontext() if real else _parameters_on_meta()
+    with no_init_weights(), where:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=shape.trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
+def read_config(shape: Model) -> Any:
+    """config.json as transformers reads it.
+
+    Raises:
+        ValueError: transformers does not know this `model_type`.
+    """
+    if shape.trust_remote_code and "AutoConfig" in shape.hf_config.get("auto_map", {}):
+        return _remote_config(shape)
+    from transformers import CONFIG_MAPPING
+
+    family = shape.hf_config["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ValueError(f"model_type={family} is none that transformers knows")
+    return CONFIG_MAPPING[family].from_dict(_without_code(shape.hf_config))
+
+
+def _without_code(document: dict[str, Any]) -> dict[str, Any]:
+    """Code that comes with a model is not looked at."""
+    return {name: value for name, value in document.items() if name != "auto_map"}
+
+
+def _remote_config(shape: Model) -> Any:
+    # Ranks copy the code to where it is imported from, and must not read each other's half-written files.
+    folder = tempfile.TemporaryDirectory(prefix="nanoscale-code-")
+    os.environ.setdefault(_CODE, folder.name)
+    _kept.append(folder)
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = shape.hf_config["auto_map"]["AutoConfig"]
+    kind: Any = get_class_from_dynamic_module(reference, shape.name)
+    config = kind.from_dict(dict(shape.hf_config))
+    config._name_or_path = shape.name
+    return config
+
+
+_kept: list[Any] = []
+"""temporary folders, until the process ends"""
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device as soon as a module has it."""
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        original(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def blocks(model: Any) -> dict[str, nn.Module]:
+    """The residual blocks by name: what transformers itself would not split, or the largest list of modules."""
+    whole = set(getattr(model, "_no_split_modules", None) or ())
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__ in whole and not inside:
+            found[name] = module
+    if found:
+        return found
+    lists = {
+        name: list_ for name, list_ in model.named_modules() if isinstance(list_, nn.ModuleList)
+    }
+    if not lists:
+        return {}
+    name, largest = max(lists.items(), key=lambda pair: _size(pair[1]))
+    return {f"{name}.{i}": block for i, block in enumerate(largest)}
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Second names of parameters, and the first names of each."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            found[name] = first[id(parameter)]
+    return found
+
+
+class RandomWeights:
+    """The initial weights by transformers' own rules for the model, which depend on names and the seed alone.
+
+    They are drawn block by block, each from a generator of its own, as some rules reach from a module into what
+    it holds. In memory is one block, or a module that is outside of all blocks.
+    """
+
+    def __init__(self, shape: Model, seed: int, device: torch.device) -> None:
+        self.shape, self.seed, self.device = shape, seed, device
+        self._unit, self._drawn = "", dict[str, Tensor]()
+
+    def __call__(self, name: str, size: torch.Size) -> Tensor:
+        name = name.removeprefix(PREFIX)
+        inside = [block for block in self._blocks if name.startswith(f"{block}.")]
+        unit = inside[0] if inside else name.rpartition(".")[0]
+        if unit != self._unit or not self._drawn:
+            self._unit, self._drawn = unit, self._draw(unit)
+        return self._drawn[name]
+
+    @cached_property
+    def _model(self) -> Any:
+        return build(self.shape)
+
+    @cached_property
+    def _blocks(self) -> list[str]:
+        return list(blocks(self._model))
+
+    @torch.no_grad()
+    def _draw(self, unit: str) -> dict[str, Tensor]:
+        module = copy.deepcopy(self._model.get_submodule(unit)).to_empty(device=self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(parameter_seed(self.seed, unit))
+            module.apply(self._model._init_weights)
+        prefix = f"{unit}." if unit else ""
+        return {f"{prefix}{name}": value.detach() for name, value in module.named_parameters()}

@@ -1,0 +1,121 @@
+"""`model=hf` from the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from nanoscale.checkpoint.foreign import judge
+from nanoscale.cli.main import run as nanoscale
+from tests import foreign
+
+WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
+HF = ["model=hf", "model.name=small"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPT-NeoX with room for bytes, beside us."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    foreign.save("gpt_neox", tmp_path / "small", vocab_size=257)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert nanoscale(["train", *WORDS, *words]) == 2
+    assert not Path("runs").exists(), "nothing was written"
+    return " ".join(capsys.readouterr().err.split())
+
+
+def changed(**keys: Any) -> None:
+    file = Path("small/config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the recipe's own model has; and a frozen configuration has all of it."""
+    assert nanoscale(["config", "show", *WORDS, *HF]) == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]
+    assert (model["source"], model["layers"], model["vocab"]) == ("hf", 2, 257)
+    assert model["init_from"] == "small" and model["norm_eps"] == 1e-5
+    assert model["hf_config"] == json.loads(Path("small/config.json").read_text())
+    words = [*HF, "model.init_from=null", "model.hf_config.num_hidden_layers=3"]
+    assert nanoscale(["config", "show", *WORDS, *words]) == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]
+    assert (model["layers"], model["init_from"]) == (3, None)
+
+
+def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *HF, "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")
+    assert all(f"type instead: parallel.{axis}=1" in text for axis in ("tp", "pp", "cp", "ep"))
+    assert "4 things are wrong" in text
+    assert "precision=bf16" in refused(capsys, *HF, "precision=fp8")
+    text = refused(capsys, *HF, "model.layers=4", "model.norm=layernorm")
+    assert "model.layers=4: is 2 in" in text and "model.hf_config.num_hidden_layers=4" in text
+    assert "model.norm=layernorm: shapes nanoscale's own" in text
+    text = refused(capsys, *HF, "data=stdlib-bpe", "data.bpe_vocab=300")
+    assert "data.bpe_vocab=257" in text and "model.vocab=3" not in text
+    assert "model=hf needs a folder" in refused(capsys, "model=hf")
+    assert "is no folder" in refused(capsys, "model=hf", "model.name=./nowhere")
+    assert "model=hf" in refused(capsys, "model.trust_remote_code=true")
+    assert nanoscale(["plan", *WORDS, *HF]) == 2
+    assert "is not predicted" in capsys.readouterr().err
+
+
+def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for keys, text in (
+        ({"is_encoder_decoder": True}, "only decoders"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"architectures": ["BertForMaskedLM"]}, "no causal language model"),
+    ):
+        kept = Path("small/config.json").read_text()
+        changed(**keys)
+        assert text in refused(capsys, *HF)
+        Path("small/config.json").write_text(kept)
+
+
+def asked(*, folder: str | None = "small", **keys: Any) -> dict[str, Any]:
+    """The judgement on a folder, some keys of whose config.json are other ones."""
+    document = json.loads(Path("small/config.json").read_text()) | keys
+    shape = asdict(foreign.shape_of(Path("small"))) | {"hf_config": document}
+    return judge({"model": shape, "folder": folder})
+
+
+def test_transformers_is_asked(folder: Path) -> None:
+    whole = asked()
+    model = foreign.save("gpt_neox", folder / "again", vocab_size=257)
+    assert whole["problem"] is None
+    assert whole["parameters"] == sum(p.numel() for p in model.parameters())
+    assert "none that transformers knows" in asked(model_type="neoy")["problem"]
+    assert "sees the tokens" in asked(model_type="bert", folder=None)["problem"]
+    wide = asked(hidden_size=64)
+    assert wide["of"] == "files" and "the shape needs" in wide["problem"]
+    assert "is missing" in asked(num_hidden_layers=3)["problem"]
+    assert "is none of its parameters" in asked(num_hidden_layers=1)["problem"]
+    next(Path("small").glob("model-00002*")).unlink()
+    assert "which is not there" in asked()["problem"]
+
+
+def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words = [*WORDS, *HF, "run.name=tuned", "optimizer.lr=0", "train.sample_tokens=2", "--json"]
+    assert nanoscale(["train", *words]) == 0
+    frozen = yaml.safe_load(Path("runs/tuned/config.yaml").read_text())["model"]
+    assert frozen["name"] == frozen["init_from"] == str(folder / "small")
+    assert frozen["parameters"] == asked()["parameters"]
+    Path("small").rename("away")  # what is frozen is complete
+    assert nanoscale(["checkpoints", "export", "tuned", "--format", "hf", "--json"]) == 0
+    out = Path("runs/tuned/hf/step-00000002")
+    theirs = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained("away").state_dict().items():
+        assert torch.equal(value, theirs[name]), "a rate of 0 moves nothing"
+    assert AutoTokenizer.from_pretrained(out).encode("ab") == [97, 98]

@@ -1,0 +1,90 @@
+"""Tiny models that nanoscale has no family for: folders of them, and what training them should give."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from nanoscale.config import foreign
+from nanoscale.config.schema import Model
+from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
+from tests.reference import CURVE
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": COMMON | {"attention_dropout": 0.5, "hidden_dropout": 0.5},
+    "falcon": COMMON | {"alibi": False},
+    "gemma2": COMMON | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+}
+
+
+def save(family: str, folder: Path, **changes: Any) -> Any:
+    """One with random weights, norms and biases too, in several files; the model."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = FAMILIES[family] | changes
+    config = CONFIG_MAPPING[family](**settings)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+def shape_of(folder: Path, *, loaded: bool = True) -> Model:
+    """What the launcher makes of a folder."""
+    document = json.loads((folder / "config.json").read_text())
+    sizes = foreign.sizes(document)
+    begin = str(folder) if loaded else None
+    return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
+
+
+def plain_loop(folder: Path, dtype: torch.dtype) -> CURVE:
+    """As `tests.reference`, with transformers' model."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    tokens = np.random.default_rng(7).integers(0, SHAPE.vocab, SAMPLES * SEQ_LEN + 1)
+    windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(SAMPLES)]
+    batch = torch.tensor(np.stack(windows))
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    update = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    curve = []
+    for step in range(1, STEPS + 1):
+        falling = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / (STEPS - 3))) / 2
+        for group in update.param_groups:
+            group["lr"] = 1e-2 * (step / 3 if step < 3 else falling)
+        logits = model(batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        update.zero_grad()
+        loss.backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
+        update.step()
+        lr = update.param_groups[0]["lr"]
+        curve.append((loss.item(), norm.item(), lr, step * SAMPLES * SEQ_LEN))
+    return curve

@@ -1,0 +1,145 @@
+"""`model=hf` in every layout that it has, against transformers' model in a plain loop; resumed, exported."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.checkpoint.export import export
+from nanoscale.checkpoint.store import find_checkpoint
+from nanoscale.config.schema import Backend, Config
+from nanoscale.models.foreign import Foreign, RandomWeights, blocks, build
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.train import job
+from tests import foreign
+from tests.jobs import StopBefore, make_config, make_run, train, write_tokens
+from tests.ranks import run_ranks
+from tests.reference import CURVE, assert_equal_curves
+from tests.train import test_equivalence
+from tests.train.test_resume import (
+    assert_same_weights,
+    config_for,
+    curve,
+    final_weights,
+    never_stopped,
+)
+
+DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
+LAYOUTS: list[dict[str, Any]] = [
+    {"stage": 0},
+    {"stage": 2},
+    {"stage": 3, "parallel": {"activation_checkpointing": "full"}},
+    {"stage": 3, "parallel": {"activation_checkpointing": "selective", "offload_activations": True}},
+    {"stage": 1, **DEEPSPEED},
+    {"stage": 3, **DEEPSPEED},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
+def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: str) -> None:
+    write_tokens(tmp_path)
+    foreign.save(family, tmp_path / family)
+    shape = foreign.shape_of(tmp_path / family)
+    configs = [make_config(tmp_path, dp=2, model=shape, **layout) for layout in LAYOUTS]
+    curves = run_ranks(curves_of, 2, configs)[0]
+    expected = {
+        name: foreign.plain_loop(tmp_path / family, dtype)
+        for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32))
+    }
+    for config, found in zip(configs, curves, strict=True):
+        assert_equal_curves(found, expected[config.precision.params], config.precision.params)
+
+
+def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:
+    """Of one layout after another, with the weights of the folder."""
+    test_equivalence.make_engine = begun_engine  # in this process alone
+    return [
+        [
+            (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
+            for record in test_equivalence.record_all(rank, config)
+        ]
+        for config in configs
+    ]
+
+
+def begun_engine(config: Config, device: torch.device) -> Any:
+    engine = job.make_engine(config, device)
+    job.begin(engine, config, lambda *_: None)
+    return engine
+
+
+def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
+    """From random weights: stage 3, stopped; resumed as it was, and by DeepSpeed in one process."""
+    from transformers import AutoModelForCausalLM
+
+    write_tokens(tmp_path, samples=100)
+    foreign.save("falcon", tmp_path / "falcon")
+    shape = foreign.shape_of(tmp_path / "falcon", loaded=False)
+    config = config_for(tmp_path, model=shape, dp=2, stage=3, precision="fp32")
+    whole = never_stopped(tmp_path, config)
+    run = make_run(config)
+    train(run, config, StopBefore(8))
+    other = RunDirectory(shutil.copytree(run.path, tmp_path / "other", symlinks=True))
+    train(run, config)
+    assert curve(run) == curve(whole)
+    assert_same_weights(run, whole)
+    alone = config_for(tmp_path, model=shape, stage=1, **DEEPSPEED)
+    train(other, alone)
+    for ours, theirs in zip(curve(other), curve(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+    stored = find_checkpoint(run.checkpoints, None)
+    export(stored, config, tmp_path / "out", "fp32", 30_000, lambda *_: None)
+    loaded, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ours = {n.removeprefix("model."): v for n, v in final_weights(run).items() if "model" in n}
+    part = Foreign(shape)
+    part.materialise(torch.device("cpu"))
+    part.load_state_dict({n: v for n, v in ours.items() if n.startswith("hf.")}, strict=False)
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert torch.equal(part(tokens), loaded(tokens).logits)
+
+
+def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
+    """GPT-2's reach from a block's parts into their projections; Gemma's norms begin at 0."""
+    cpu = torch.device("cpu")
+    for family, scaled in (("gpt2", "h.1.mlp.c_proj.weight"), ("gemma2", None)):
+        foreign.save(family, tmp_path / family, initializer_range=0.2)
+        shape = foreign.shape_of(tmp_path / family, loaded=False)
+        model, draw = build(shape), RandomWeights(shape, 3, cpu)
+        drawn = {name: draw(f"hf.{name}", p.shape) for name, p in model.named_parameters()}
+        for name, value in reversed(drawn.items()):  # in whatever order, by whomever
+            assert torch.equal(value, RandomWeights(shape, 3, cpu)(f"hf.{name}", value.shape))
+        first, second = list(blocks(model))
+        inside = next(n for n, v in drawn.items() if n.startswith(first) and v.ndim == 2)
+        assert not torch.equal(drawn[inside], drawn[inside.replace(first, second)])
+        assert float(drawn[inside].std()) == pytest.approx(0.2, rel=0.1)
+        norm = next(v for n, v in drawn.items() if "norm" in n or "ln_f" in n)
+        assert norm.unique().tolist() == ([0.0] if family == "gemma2" else [1.0])
+        if scaled is not None:
+            assert float(drawn[f"transformer.{scaled}"].std()) == pytest.approx(0.1, rel=0.1)
+
+
+def test_narrow_compute_leaves_rotary_frequencies_alone(tmp_path: Path) -> None:
+    """DeepSpeed casts whatever a module holds."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    foreign.save("gpt_neox", tmp_path / "neox", rope_parameters=rope)
+    shape = foreign.shape_of(tmp_path / "neox")
+    write_tokens(tmp_path)
+    config = make_config(tmp_path, model=shape, stage=1, precision="bf16")
+    config = replace(config, backend=Backend("deepspeed"))
+    exact = build(shape).gpt_neox.rotary_emb.inv_freq
+    assert run_ranks(frequencies, 1, config)[0] == exact.tolist() != exact.bfloat16().tolist()
+
+
+def frequencies(_rank: int, config: Config) -> list[float]:
+    engine = job.make_engine(config, torch.device("cpu"))
+    (part,) = engine.parts.values()
+    assert all(p.dtype == torch.bfloat16 for p in part.parameters())
+    found: list[float] = part.hf.gpt_neox.rotary_emb.inv_freq.tolist()
+    return found
