@@ -9,20 +9,17 @@ import json
 import math
 import shutil
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.adapters import Merged, require_base_of
+from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.checkpoint.tensor_files import (
     INDEX,
@@ -163,7 +160,7 @@ def _config(model: Model, kind: str) -> dict[str, Any]:
 
 def _largest_bias(path: Path, model: Model) -> float:
     """How far, at most, the run has moved the preference for an expert."""
-    reader, largest = _Reader(path), 0
+    reader, largest = Reader(path), 0
     for name, about in reader.read_metadata().state_dict_metadata.items():
         if name.startswith("balance.") and model.balance == "bias":
             lean = reader.read(name, tuple(cast(Any, about).size))
@@ -201,7 +198,7 @@ class _Source:
     def __init__(self, path: Path, config: Config, tensors: Tensors, kind: str, note: Note) -> None:
         self.kind = kind
         self._note = note
-        self._reader = _Reader(path)
+        self._reader = Reader(path)
         self._ours = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
@@ -239,22 +236,3 @@ class _Source:
 
     def _stored(self, name: str) -> Tensor:
         return self._reader.read(f"model.{name}", self._ours[name])
-
-
-class _Reader(FileSystemReader):
-    """Reads what a checkpoint says of itself once, not once for every tensor."""
-
-    _metadata: Metadata | None = None
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        about: Any = self.read_metadata().state_dict_metadata[name]
-        value = torch.empty(shape, dtype=about.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
-            dcp.load({name: value}, storage_reader=self, no_dist=True)
-        return value
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata

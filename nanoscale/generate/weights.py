@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from nanoscale.checkpoint import pretrained, sharded
-from nanoscale.checkpoint.store import find_checkpoint
+from nanoscale.checkpoint.adapters import Merged, require_base_of
+from nanoscale.checkpoint.reader import Reader
+from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.frozen import load as load_config
 from nanoscale.config.huggingface import UnsupportedError, read_shape
-from nanoscale.config.schema import Model
+from nanoscale.config.schema import Config, Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
 from nanoscale.data.tokenizer import load as load_tokenizer
@@ -100,13 +102,19 @@ def _open_run(
     run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype, said: str | None
 ) -> Opened:
     config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
+    if config.model.source == "hf":
+        raise UserError(
+            "model",
+            f"{run.path}: its model is transformers' (model=hf), whose own `generate` writes with what "
+            f"`nanoscale checkpoints export {run.name} --format hf` makes",
+        )
     tokenizer = _named(said) if said else vocabulary.known(config)
     if tokenizer is None:
         raise _no_tokenizer(
             f"{run.path}: its tokens came from a file, and data.tokenizer says none"
         )
     model = _empty(config.model, device, dtype)
-    sharded.load_weights(stored, dict(_state(model)))
+    _fill(model, config, stored)
     return Opened(
         model,
         _fitting(tokenizer, model),
@@ -136,6 +144,21 @@ def _open_folder(
     return Opened(model, _fitting(tokenizer, model), device, folder.name, before, ends)
 
 
+def _fill(model: Transformer, config: Config, stored: StoredCheckpoint) -> None:
+    state = dict(_state(model))
+    if not config.lora.rank:
+        sharded.load_weights(stored, state)
+        return
+    require_base_of(
+        config, stored.manifest, "nanoscale checkpoints export RUN --format hf --base DIR"
+    )
+    merged = Merged(config, Reader(stored.path).read)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(merged(name))
+        del state[f"model.{name}"]
+    sharded.load_weights(stored, state)
+
+
 def _device(said: str | None) -> torch.device:
     if said is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,9 +178,8 @@ def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transforme
     """Without values but for the counters of routers, which begin at 0."""
     with torch.device("meta"):
         model = Transformer(shape)
-    model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    for counter in model.buffers():
-        counter.zero_()
+    model.to(dtype).requires_grad_(False).eval()
+    model.materialise(device)
     return model
 
 

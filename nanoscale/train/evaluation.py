@@ -12,6 +12,7 @@ import numpy as np
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.config.derive import derive
 from nanoscale.data.batch import IGNORED
@@ -21,7 +22,7 @@ from nanoscale.data.tokenizer import Tokenizer
 from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
 from nanoscale.runs.directory import read_json, write_json
-from nanoscale.train.job import begin, make_engine
+from nanoscale.train.job import base_of, begin, make_engine
 from nanoscale.train.loop import samples_of, validate
 
 if TYPE_CHECKING:
@@ -55,7 +56,11 @@ def run(context: RankContext) -> str:
     if task["checkpoint"] is None:
         begin(engine, config, lambda *_, **__: None)
     else:
-        load_weights(engine, StoredCheckpoint(Path(task["checkpoint"]), task["step"]))
+        stored = StoredCheckpoint(Path(task["checkpoint"]), task["step"])
+        if config.lora.rank:  # the checkpoint has the adapters alone
+            begin(engine, config, lambda *_, **__: None)
+            require_same_base(config, base_of(config, context.rank), stored.manifest)
+        load_weights(engine, stored)
     found = [_evaluate(context, engine, part, task["samples"]) for part in data.valid]
     if context.rank == 0:
         for part, figures in zip(data.valid, found, strict=True):

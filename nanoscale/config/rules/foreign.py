@@ -44,6 +44,21 @@ def check_foreign(case: Case) -> None:
     if case.config.precision.fp8:
         message = "takes the place of linear layers, and those of model=hf are transformers'"
         case.refuse("config", "precision.fp8", message, "precision=bf16")
+    if case.config.lora.rank:
+        why = "gives adapters to layers that it knows by their names"
+        message = f"{why}, and those of model=hf are transformers'{known}"
+        case.refuse("config", "lora.rank", message, "lora.rank=0")
+    _check_documents(case)
+
+
+def _check_documents(case: Case) -> None:
+    data = case.config.data
+    why = "keeps attention within documents, and that of model=hf is transformers'"
+    if data.packing == "whole":
+        stream = "data.packing=stream" + (" data.document_mask=false" if data.document_mask else "")
+        case.refuse("data", "data.packing", why, stream)
+    elif data.document_mask:
+        case.refuse("data", "data.document_mask", why, "data.document_mask=false")
 
 
 def _without(layout: Parallel, axis: str) -> str:
