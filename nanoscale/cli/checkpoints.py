@@ -146,6 +146,7 @@ def export_checkpoint(
     from nanoscale.checkpoint.export import export, require_whole
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.frozen import load
+    from nanoscale.config.rules.case import counted
 
     directory, largest = _open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
@@ -158,7 +159,8 @@ def export_checkpoint(
         print_json(asdict(written) | {"folder": str(folder)})
         return
     size = f"{written.bytes / 2**20:,.1f} MiB in {kind}"
-    typer.echo(f"{stored.path.name} is {folder}, {size}, {len(written.files)} files of weights")
+    files = counted(len(written.files), "file")
+    typer.echo(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
     if written.dropped_bias:
         most = f"up to {written.dropped_bias:.3g} of a router's scores"
         typer.echo(

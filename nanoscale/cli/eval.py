@@ -166,6 +166,11 @@ def _of_run(
     config, hosts = _checked(compose(words, config_file=run.config, options=options))
     config = replace(config, run=load(run.config).run)
     # Its checkpoint has the weights; the folder that it began with may be gone.
+    if config.lora.rank:  # the checkpoint has the adapters alone
+        from nanoscale.checkpoint.adapters import require_base_of
+
+        require_base_of(config, stored.manifest, "model.init_from=/where/it/is/now")
+        return config, hosts, stored
     return replace(config, model=replace(config.model, init_from=None)), hosts, stored
 
 
