@@ -50,12 +50,15 @@ class Loaded:
     """one sentence for each newer checkpoint that was found damaged and set aside"""
 
 
-def save(workspace: Path, state: State, about: dict[str, Any]) -> Path:
+def save(
+    workspace: Path, state: State, about: dict[str, Any], group: dist.ProcessGroup | None = None
+) -> Path:
     """Write a checkpoint with all ranks; it is there, whole, when this returns.
 
     Args:
         workspace: of the run's attempt.
         about: carries at least `step`, and is kept in the manifest.
+        group: of all ranks, for another thread than the one that trains.
 
     Raises:
         OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
@@ -64,19 +67,20 @@ def save(workspace: Path, state: State, about: dict[str, Any]) -> Path:
     rank = _rank()
     staging = store.staging_path(workspace, about["step"])
     final = store.checkpoint_path(workspace.parent, about["step"])
-    if ranks.from_first(final.exists()):
+    if ranks.from_first(final.exists(), group):
         return final
-    tensors = describe_all(state)
+    tensors = describe_all(state, group)
     with fence.explained(workspace):
-        _together(lambda: _prepare(staging, tensors), on=rank == 0)
+        _together(lambda: _prepare(staging, tensors), rank == 0, group)
         writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
         writer.fs = _NoNewFolder()
         with _in_our_words(staging):
-            dcp.save(state, storage_writer=writer, no_dist=not dist.is_initialized())
-        sums = _together(lambda: store.sum_files(_written_by(rank, staging)), on=True)
+            alone = not dist.is_initialized()
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+        sums = _together(lambda: store.sum_files(_written_by(rank, staging)), True, group)
         all_sums = {name: entry for part in sums if part for name, entry in part.items()}
         manifest = about | {"tensors": tensors}
-        _together(lambda: store.publish(staging, manifest, all_sums), on=rank == 0)
+        _together(lambda: store.publish(staging, manifest, all_sums), rank == 0, group)
     return final
 
 
@@ -106,7 +110,7 @@ def load_newest(workspace: Path, state: State) -> Loaded | None:
             _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
             _read(candidate, there)
             return Loaded(manifest, damaged)
-        _together(lambda: store.set_aside(workspace, candidate), on=_is_first())  # noqa: B023
+        _together(lambda: store.set_aside(workspace, candidate), _is_first())  # noqa: B023
         damaged.append(f"{candidate.path.name} is damaged: {'; '.join(damage)}")
     if damaged:
         raise UserError("checkpoint", f"no checkpoint in {folder} is whole: {' · '.join(damaged)}")
@@ -136,9 +140,9 @@ def _width(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def describe_all(state: State) -> Description:
+def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
     """Shape and type of every tensor of the model, whichever pipeline stage it is on."""
-    everyone = ranks.gather(describe(state))
+    everyone = ranks.gather(describe(state), group)
     return dict(sorted((name, it) for part in everyone for name, it in part.items()))
 
 
@@ -244,7 +248,9 @@ def _is_first() -> bool:
     return _rank() == 0
 
 
-def _together(act: Callable[[], T], on: bool) -> list[T | None]:
+def _together(
+    act: Callable[[], T], on: bool, group: dist.ProcessGroup | None = None
+) -> list[T | None]:
     """Act on some ranks and wait for all; where one raises, every other rank tells of a lost peer."""
     result: T | None = None
     error: OSError | None = None
@@ -253,7 +259,7 @@ def _together(act: Callable[[], T], on: bool) -> list[T | None]:
             result = act()
         except OSError as caught:
             error = caught
-    outcomes = ranks.gather((result, error))
+    outcomes = ranks.gather((result, error), group)
     for rank, (_, failed) in enumerate(outcomes):
         if isinstance(failed, FencedError):
             raise failed

@@ -43,21 +43,21 @@ def local_device(device_type: str) -> torch.device:
     return device
 
 
-def gather(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, in the order of ranks, on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def from_first(value: T) -> T:
-    """Rank 0's value on every rank."""
+def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    dist.broadcast_object_list(values, src=0, group=group)
     return values[0]
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
-from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.saver import Saved, Saver
+from nanoscale.checkpoint.staging import State
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
@@ -21,6 +23,8 @@ from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 from nanoscale.train.stop import StopAgreement
 
+Write = Callable[[State, dict[str, Any]], Saved | None]
+"""Writes a state, or begins to; what is there when it returns."""
 Note = Callable[..., None]
 """Records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
 
@@ -53,12 +57,22 @@ class Training:
         self.sizes = derive(self.config)
         self.saved_step = self.progress.step
         self.last: StepResult | None = None
+        self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
 
     def go(self, stop: StopAgreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
+        try:
+            return self._train(stop)
+        except BaseException:
+            with suppress(OSError):  # what is being written is of a step before
+                self.report_saved(self.saver.finish())
+            raise
+
+    def _train(self, stop: StopAgreement) -> str:
         while self.progress.step < self.sizes.steps:
-            if stop.reached():
+            if stop.reached(self.saver.failed):
                 return self.leave_early()
+            self.report_saved(self.saver.finished())
             self.meter.begin()
             result = self.advance()
             step = self.progress.step
@@ -71,9 +85,10 @@ class Training:
                     result.grad_norm.item()  # so that the work still queued counts as the step's
                 self.meter.end()
             if saving:
-                self.save()
+                self.save(self.saver.begin)
+        self.report_saved(self.saver.finish())
         if self.config.checkpoint.at_end:
-            self.save()
+            self.save(self.saver.write)
         return "completed"
 
     def advance(self) -> StepResult:
@@ -145,17 +160,18 @@ class Training:
         return loss_sum / max(tokens, 1)
 
     def leave_early(self) -> str:
+        self.report_saved(self.saver.finish())
         self.note("stopping", f"asked to stop after step {self.progress.step}")
         if self.config.checkpoint.at_stop:
-            self.save()
+            self.save(self.saver.write)
         return "stopped"
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, unless there is one, and drop old ones.
+    def save(self, write: Write) -> None:
+        """Let a checkpoint of this step be written, unless there is one; old ones are dropped.
 
         Raises:
             NonFiniteError: the step's gradients were not finite, and its weights are worth nothing.
-            OSError: the checkpoint could not be written.
+            OSError: this checkpoint, or the one before, could not be written.
             FencedError: the run has gone on without this rank's attempt.
         """
         if self.last is None or self.saved_step == self.progress.step:
@@ -163,7 +179,6 @@ class Training:
         self.require_finite_gradients(self.last)
         for sink in self.sinks:
             sink.flush()
-        began = time.perf_counter()
         about = {
             "step": self.progress.step,
             "consumed_samples": self.progress.consumed_samples,
@@ -173,14 +188,19 @@ class Training:
             "world_size": self.sizes.world_size,
             "time": time.time(),
         }
-        path = sharded.save(self.workspace, self.engine.state(), about)
+        self.report_saved(self.saver.finish())
+        self.report_saved(write(self.engine.state(), about))
         self.saved_step = self.progress.step
-        seconds = time.perf_counter() - began
-        if self.rank == 0:
-            kept = self.config.checkpoint
-            store.prune(self.workspace, kept.keep_last, kept.keep_every)
-        message = f"{path.name} saved in {seconds:.2f} s"
-        self.note("checkpoint", message, step=self.progress.step, seconds=seconds)
+
+    def report_saved(self, saved: Saved | None) -> None:
+        if saved is None:
+            return
+        message = f"{saved.path.name} saved in {saved.seconds:.2f} s"
+        if saved.stall_s < saved.seconds:
+            message += f", of which the training waited {saved.stall_s:.2f} s"
+        self.note(
+            "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
+        )
 
 
 def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:

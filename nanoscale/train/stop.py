@@ -26,16 +26,20 @@ class StopAgreement:
         self._anybody = torch.zeros(1)
         self._question: dist.Work | None = None
 
-    def reached(self) -> bool:
-        """Whether to stop now; the same answer on every rank. Call it before every step."""
+    def reached(self, failed: bool = False) -> bool:
+        """Whether to stop now; the same answer on every rank. Call it before every step.
+
+        `failed`: something of this rank beside the training has gone wrong, and all shall stop to see.
+        """
+        wanted = self._flag.requested or failed
         if not dist.is_initialized():
-            return self._flag.requested
+            return wanted
         if self._question is not None:
             self._question.wait()
         if self._anybody.item() > 0:
             self._question = None
             return True
-        self._anybody.fill_(float(self._flag.requested))
+        self._anybody.fill_(float(wanted))
         self._question = dist.all_reduce(self._anybody, dist.ReduceOp.MAX, async_op=True)
         return False
 

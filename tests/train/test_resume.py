@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.config.schema import Checkpoint, Config, Optimizer
 from nanoscale.errors import UserError
 from nanoscale.runs import events
@@ -36,9 +36,13 @@ def curve(run: RunDirectory) -> Curve:
 
 
 def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, whole, read by torch alone."""
     checkpoint = list_checkpoints(run.checkpoints)[-1]
     assert checkpoint.step == STEPS
+    return tensors_of(checkpoint)
+
+
+def tensors_of(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by torch alone."""
     state = {
         name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]))
         for name, about in checkpoint.manifest["tensors"].items()

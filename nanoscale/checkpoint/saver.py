@@ -1,0 +1,120 @@
+"""Who writes checkpoints: the training itself, which waits meanwhile, or a thread beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint.sharded import State
+from nanoscale.checkpoint.staging import Staging
+from nanoscale.config.schema import Checkpoint
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is there, whole."""
+
+    path: Path
+    step: int
+    seconds: float
+    """from the call to its being there"""
+    stall_s: float
+    """of these, how long the training stood still"""
+
+
+class Saver:
+    """Writes one checkpoint at a time; all ranks call each of its methods at the same steps."""
+
+    def __init__(self, workspace: Path, settings: Checkpoint, rank: int) -> None:
+        self._workspace = workspace
+        self._settings = settings
+        self._rank = rank
+        self._may_be_beside = settings.asynchronous != "off"
+        self._staging = Staging()
+        # Collectives of two threads would get in each other's way in one group.
+        apart = self._may_be_beside and dist.is_initialized()
+        self._group = dist.new_group(backend="gloo") if apart else None
+        self._writing: Future[Saved] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that was being written beside the training cannot be."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def write(self, state: State, about: dict[str, Any]) -> Saved:
+        """Write the state while the training waits.
+
+        Raises:
+            OSError: as `sharded.save` does.
+        """
+        return self._write(state, about, time.perf_counter(), None)
+
+    def begin(self, state: State, about: dict[str, Any]) -> Saved | None:
+        """Write the state as it is now, beside the training if that is wanted; the one before must be finished.
+
+        Raises:
+            OSError: as `sharded.save` does.
+        """
+        assert self._writing is None
+        if not self._may_be_beside:
+            return self.write(state, about)
+        began = time.perf_counter()
+        staged = self._staging.take(state)
+        stall = time.perf_counter() - began
+        self._writing = _beside(lambda: self._write(staged, about, began, stall, self._group))
+        return None
+
+    def finished(self) -> Saved | None:
+        """The checkpoint that was being written, once, as soon as it is there."""
+        if self._writing is None or not self._writing.done() or self.failed:
+            return None
+        return self.finish()
+
+    def finish(self) -> Saved | None:
+        """Wait for the checkpoint that is being written; None if there is none.
+
+        Raises:
+            OSError: as `sharded.save` does.
+        """
+        writing, self._writing = self._writing, None
+        return None if writing is None else writing.result()
+
+    def _write(
+        self,
+        state: State,
+        about: dict[str, Any],
+        began: float,
+        stall_s: float | None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Saved:
+        self._staging.wait()
+        path = sharded.save(self._workspace, state, about, group)
+        if self._rank == 0:
+            store.prune(self._workspace, self._settings.keep_last, self._settings.keep_every)
+        seconds = time.perf_counter() - began
+        return Saved(path, about["step"], seconds, seconds if stall_s is None else stall_s)
+
+
+def _beside(act: Callable[[], T]) -> Future[T]:
+    """Act in a thread of its own, which does not keep a failing process alive."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, name="checkpoint", daemon=True).start()
+    return outcome

@@ -1,0 +1,136 @@
+"""Checkpoints that are written while the training goes on: of their step, and whole or absent."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.worker import StopFlag
+from tests.jobs import KillBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.train.test_resume import curve, tensors_of
+
+
+def config_for(folder: Path, every: int, asynchronous: str = "on", **changes: Any) -> Config:
+    saving = Checkpoint(every=every, keep_last=None, at_end=False, asynchronous=asynchronous)  # type: ignore[arg-type]
+    return make_config(folder, checkpoint=saving, **changes)
+
+
+class Held(StopFlag):
+    """Holds the checkpoint of one step back until the question before a later step."""
+
+    def __init__(self, folder: Path, held: int, until: int) -> None:
+        self.folder, self.held, self.until = folder, held, until
+        self.questions = 0
+        self.gate: threading.Event | None = None
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self.questions += 1
+        if self.gate is None:
+            self._hold()
+        if self.questions == self.until:
+            assert self.held not in [stored.step for stored in list_checkpoints(self.folder)]
+            self.open()
+        return False
+
+    def open(self) -> None:
+        assert self.gate is not None
+        self.gate.set()
+
+    def _hold(self) -> None:
+        gate = self.gate = threading.Event()
+        write = sharded.save
+
+        def wait_and_write(workspace: Path, state: Any, about: Any, group: Any) -> Path:
+            assert about["step"] != self.held or gate.wait(60)
+            return write(workspace, state, about, group)
+
+        sharded.save = wait_and_write  # type: ignore[assignment]
+
+
+class HeldAndKilled(Held):
+    """Is killed where the other one lets go."""
+
+    def open(self) -> None:
+        KillBefore(0).requested  # noqa: B018
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dp": 2, "stage": 3, "parallel": {"tp": 2}},
+    {"dp": 2, "stage": 0},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) -> None:
+    write_tokens(tmp_path)
+    waiting = make_run(config_for(tmp_path, 6, "off", **layout), "waiting")
+    train(waiting, config_for(tmp_path, 6, "off", **layout))
+    beside = make_run(config_for(tmp_path, 6, **layout), "beside")
+    train(beside, config_for(tmp_path, 6, **layout), Held(beside.checkpoints, held=6, until=10))
+    assert curve(beside) == curve(waiting)
+    for one, other in zip(
+        list_checkpoints(beside.checkpoints), list_checkpoints(waiting.checkpoints), strict=True
+    ):
+        ours, theirs = tensors_of(one), tensors_of(other)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    saved = [event for event in events.read(beside) if event["kind"] == "checkpoint"]
+    assert [event["step"] for event in saved] == [6, 12, 18]
+    assert saved[0]["stall_s"] < saved[0]["seconds"]
+
+
+def test_killed_while_one_is_written(tmp_path: Path) -> None:
+    """The one before is there, and the training goes on from it bit for bit."""
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, 6, dp=2, stage=2)
+    whole = make_run(config, "whole")
+    train(whole, config)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match="died|failed"):
+        train(run, config, HeldAndKilled(run.checkpoints, held=12, until=15))
+    assert steps(run) == [6]
+    train(run, config)
+    assert curve(run) == curve(whole)
+    assert steps(run) == [6, 12, 18]
+
+
+class Full(StopFlag):
+    """One rank's files may grow no longer from the question before a step on, as on a full disk."""
+
+    def __init__(self, step: int) -> None:
+        self.questions, self.step = 0, step
+
+    @property
+    def requested(self) -> bool:  # type: ignore[override]
+        self.questions += 1
+        if self.questions == self.step and sharded._rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        return False
+
+
+def test_what_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    write_tokens(tmp_path)
+    config = config_for(tmp_path, 6, dp=2, stage=2)
+    run = make_run(config)
+    with pytest.raises(RuntimeError, match=r"File too large.*step-00000012"):
+        train(run, config, Full(10))
+    assert steps(run) == [6]
+    assert read_metrics(run)[-1]["step"] < 18
+
+
+def steps(run: RunDirectory) -> list[int]:
+    return [stored.step for stored in list_checkpoints(run.checkpoints)]
