@@ -55,7 +55,7 @@ def document(
 def derived_values(derived: Derived, parameters: int) -> dict[str, int]:
     """The numbers that follow from the configuration."""
     values = asdict(derived)
-    del values["world_size"]
+    del values["world_size"], values["every_token_counts"]
     return {**values, "parameters": parameters}
 
 

@@ -56,7 +56,10 @@ def make(folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any) 
 def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    # Transformers' grouped products of experts know no fp64.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
     ids = torch.tensor([prompt])
     found = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False,
