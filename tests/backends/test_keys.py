@@ -13,16 +13,17 @@ from nanoscale.config import reference
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.derive import derive
 from nanoscale.config.rules.backends import OUTSIDE, table
-from nanoscale.config.schema import Backend, Config, Optimizer, Precision, RopeScaling, Zero
+from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
+from tests import foreign
 from tests.jobs import make_config, write_tokens
 from tests.ranks import run_ranks
 from tests.train.test_equivalence import GPT2, MOE, SHALLOW
 
-NAMES = {"model.name", "backend.name", "model.sliding_window"}
-"""what only says what something is called, what chose the engine, and what a law keeps sequences within"""
+NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters"}
+"""what something is called, what chose the engine, what a law keeps sequences within, and a count"""
 
 ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
 JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -32,7 +33,7 @@ JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"model": MOE}, {}),
     ({"parallel": {"pp": 2}}, {"zero": Zero(1)}),
     ({"parallel": {"tp": 2, "sequence_parallel": False}}, {}),
-    ({"parallel": {"cp": 2}}, {}),
+    ({"parallel": {"cp": 2}, "lora": Lora(rank=2, targets=["wq"])}, {}),
     ({"dp": 2, "stage": 3}, {"zero": Zero(3)}),
     ({"parallel": {"activation_checkpointing": "full"}}, {}),
     ({"parallel": {"activation_checkpointing": "selective"}}, {}),
@@ -50,7 +51,11 @@ ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
     write_tokens(tmp_path)
     read: set[str] = set()
-    for arguments, sections in JOBS + (ONLY_NATIVE if backend == "native" else ONLY_DEEPSPEED):
+    foreign.save("gpt_neox", tmp_path / "hf")
+    theirs = {"model": foreign.shape_of(tmp_path / "hf", loaded=False)}
+    for arguments, sections in [*JOBS, (theirs, {})] + (
+        ONLY_NATIVE if backend == "native" else ONLY_DEEPSPEED
+    ):
         config = make_config(tmp_path, **{"precision": "fp32", "model": SHALLOW} | arguments)
         config = replace(config, **sections, backend=Backend(name=backend))  # type: ignore[arg-type]
         world = config.parallel.dp * config.parallel.tp * config.parallel.pp * config.parallel.cp
