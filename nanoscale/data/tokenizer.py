@@ -126,7 +126,7 @@ def find(name: str, key: str) -> Path:
         path /= "tokenizer.json"
     if path.is_file():
         return path
-    if not _HUB_NAME.fullmatch(name) or path.name == "tokenizer.json":
+    if not _HUB_NAME.fullmatch(name) or path.suffix == ".json":
         raise _wrong(path, "there is no such file", key)
     from huggingface_hub import hf_hub_download
 

@@ -421,9 +421,10 @@ def test_judging_grows_with_the_hosts_and_not_with_their_square():
     def seconds(count):
         them = members(1)
         them = [copy.copy(them[0]) for _ in range(count)]
+        usual = facts(1)
         for number, member in enumerate(them):
             member.host = Host(f"h{number}", 8)
-            member.facts = facts(1) | {"machine": str(number)}
+            member.facts = usual | {"machine": str(number)}
         began = time.process_time()
         judge(them, SSH)
         return time.process_time() - began
