@@ -39,7 +39,7 @@ class Saver:
         self._workspace = workspace
         self._settings = settings
         self._rank = rank
-        self._may_be_beside = settings.asynchronous != "off"
+        self._may_be_beside = settings.asynchronous
         self._staging = Staging()
         # Collectives of two threads would get in each other's way in one group.
         apart = self._may_be_beside and dist.is_initialized()

@@ -377,10 +377,10 @@ class Checkpoint:
     keep_every: int | None = key(
         None, "also keep every step that is a multiple of this", unit="steps", at_least=1
     )
-    asynchronous: Literal["auto", "on", "off"] = key(
-        "auto",
-        "copy the state to host memory, and write it while the training goes on; auto: unless zero.offload_… "
-        "has the state there already",
+    asynchronous: bool = key(
+        False,
+        "copy the state to host memory, and write it while the training goes on; a crash meanwhile leaves the "
+        "checkpoint before",
     )
     at_end: bool = key(True, "save when the training completes")
     at_stop: bool = key(True, "save when asked to stop (Ctrl-C, SIGTERM)")

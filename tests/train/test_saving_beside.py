@@ -21,8 +21,8 @@ from tests.jobs import KillBefore, make_config, make_run, read_metrics, train, w
 from tests.train.test_resume import curve, tensors_of
 
 
-def config_for(folder: Path, every: int, asynchronous: str = "on", **changes: Any) -> Config:
-    saving = Checkpoint(every=every, keep_last=None, at_end=False, asynchronous=asynchronous)  # type: ignore[arg-type]
+def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:
+    saving = Checkpoint(every=every, keep_last=None, at_end=False, asynchronous=asynchronous)
     return make_config(folder, checkpoint=saving, **changes)
 
 
@@ -76,8 +76,8 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) -> None:
     write_tokens(tmp_path)
-    waiting = make_run(config_for(tmp_path, 6, "off", **layout), "waiting")
-    train(waiting, config_for(tmp_path, 6, "off", **layout))
+    waiting = make_run(config_for(tmp_path, 6, False, **layout), "waiting")
+    train(waiting, config_for(tmp_path, 6, False, **layout))
     beside = make_run(config_for(tmp_path, 6, **layout), "beside")
     train(beside, config_for(tmp_path, 6, **layout), Held(beside.checkpoints, held=6, until=10))
     assert curve(beside) == curve(waiting)

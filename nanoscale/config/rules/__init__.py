@@ -15,7 +15,7 @@ from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_recomputation, resolve_compile
 from nanoscale.config.rules.experts import check_experts
-from nanoscale.config.rules.files import absolute, resolve_data, resolve_run, resolve_saving
+from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.foreign import check_foreign
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
@@ -44,9 +44,9 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         the configuration with integers for `parallel.dp`, `parallel.virtual_stages`,
         `train.micro_batch`, `train.steps`, `model.kv_heads`, `model.head_dim`, and for
         `scheduler.decay_steps` where the schedule has a decay of its own; `launcher.device` is
-        `cpu` or `cuda`, `backend.compile` and `checkpoint.asynchronous` are `on` or `off`; paths of
-        data and of the hostfile are absolute. On this machine, `launcher.devices` and
-        `launcher.threads` are integers; on hosts they stay as they were asked for.
+        `cpu` or `cuda`, `backend.compile` is `on` or `off`; paths of data and of the hostfile are
+        absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on
+        hosts they stay as they were asked for.
 
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
@@ -70,7 +70,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     check_zero(case, layout.device, layout.dp)
     check_optimizer(case)
     data = resolve_data(case)
-    checkpoint = resolve_saving(case)
+    check_saving(case)
     run = resolve_run(case)
     if case.violations:
         _refuse(case)
@@ -84,7 +84,6 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         train=train,
         scheduler=scheduler,
         data=data,
-        checkpoint=checkpoint,
     )
 
 

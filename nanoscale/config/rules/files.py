@@ -11,7 +11,7 @@ from nanoscale.config.prepared import answers_of
 from nanoscale.config.rules.case import Case, near_multiples
 from nanoscale.config.rules.mixture import resolve_mixture
 from nanoscale.config.rules.token_files import look
-from nanoscale.config.schema import Checkpoint, Data, Run
+from nanoscale.config.schema import Data, Run
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document"""
@@ -118,29 +118,20 @@ def _tokenizer(case: Case, data: Data) -> None:
         case.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
 
 
-def resolve_saving(case: Case) -> Checkpoint:
+def check_saving(case: Case) -> None:
     """What is kept must be saved, and loggers installed."""
     if case.config.logger.tensorboard == "on":
         case.require("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
-    saving, zero = case.config.checkpoint, case.config.zero
-    if saving.asynchronous == "auto":
-        on_host = zero.offload_optimizer != "none" or zero.offload_param != "none"
-        saving = replace(saving, asynchronous="off" if on_host else "on")
-    if saving.keep_every is not None:
-        _check_kept(case, saving, saving.keep_every)
-    return saving
-
-
-def _check_kept(case: Case, saving: Checkpoint, kept: int) -> None:
-    if saving.every and kept % saving.every == 0:
+    saving = case.config.checkpoint
+    if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return
     if saving.every:
         message = f"must be a multiple of checkpoint.every={saving.every}: nothing else is saved"
-        multiples = near_multiples(saving.every, kept)
+        multiples = near_multiples(saving.every, saving.keep_every)
         proposals = [f"checkpoint.keep_every={n}" for n in multiples]
     else:
         message = "needs checkpoint.every: without it only the last step is saved"
-        proposals = [f"checkpoint.every={kept}", "checkpoint.keep_every=null"]
+        proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
     case.refuse("config", "checkpoint.keep_every", message, *proposals)
 
 
