@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from nanoscale.cli.config import ConfigDir, Overrides
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
-from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json, saying
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,7 +89,7 @@ def _examine(
 
     measured = None
     root = Path(config.run.root).absolute()
-    with _saying() as say, Fleet(config, hosts, root) as fleet:
+    with saying() as say, Fleet(config, hosts, root) as fleet:
         say(f"looking at {counted(len(hosts), 'host')} …")
         prepare(fleet, config, will_measure=not quick)
         verdicts = judge(fleet.members, config)
@@ -100,17 +99,6 @@ def _examine(
             say(f"measuring the bandwidth of {counted(len(able), 'host')} …")
             measured = measure(fleet, able, config) if able else Measured(None)
     return verdicts, measured
-
-
-@contextmanager
-def _saying() -> Iterator[Callable[[str], None]]:
-    """For what is being done at the moment, where somebody is looking."""
-    screen = console(error=True)
-    if not screen.is_terminal:
-        yield lambda _: None
-        return
-    with screen.status("") as status:
-        yield status.update
 
 
 def _document(

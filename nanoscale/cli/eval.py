@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +21,7 @@ from nanoscale.cli.hosts import (
     NumNodes,
     as_settings,
 )
-from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
 from nanoscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -137,7 +135,7 @@ def _loss(
         "step": stored.step if stored else None,
         "samples": samples,
     }
-    with _saying() as say:
+    with saying() as say:
         say("starting the ranks …")
         try:
             figures = evaluate(config, hosts, task, say)
@@ -276,7 +274,7 @@ def _run_tasks(
 
     require_library()
     opened = open_model(model, step=step, device=device, dtype=dtype, tokenizer=tokenizer)
-    with _saying() as say:
+    with saying() as say:
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"))
         found = evaluate_tasks(answers, names, limit, few_shot, tasks_dir)
     results = found["results"]
@@ -300,14 +298,3 @@ def _plain(value: Any) -> Any:
         return _finite(float(value))
     except (TypeError, ValueError):
         return str(value)
-
-
-@contextmanager
-def _saying() -> Iterator[Callable[[str], None]]:
-    """For what is being done at the moment, where somebody is looking."""
-    screen = console(error=True)
-    if not screen.is_terminal:
-        yield lambda _: None
-        return
-    with screen.status("") as status:
-        yield lambda text: status.update(text.strip().rpartition("\n")[2])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -103,3 +105,14 @@ def _append_details(text: Text, violation: Violation, indent: str) -> None:
     if violation.remedy:
         text.append(f"{indent}remedy: ", style="dim")
         text.append(f"{violation.remedy}\n")
+
+
+@contextmanager
+def saying() -> Iterator[Callable[[str], None]]:
+    """For what is being done at the moment, where somebody is looking: the last line of what it is told."""
+    screen = console(error=True)
+    if not screen.is_terminal:
+        yield lambda _: None
+        return
+    with screen.status("") as status:
+        yield lambda text: status.update(text.strip().rpartition("\n")[2])

@@ -26,9 +26,6 @@ class Mixture:
         self.shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self._ahead = Ahead(self._find)
 
-    def __len__(self) -> int:
-        return sum(len(loader) for loader in self.loaders)
-
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[Batch]:
