@@ -157,7 +157,12 @@ def torchtitan(row: Row) -> Prediction:
     setting = setting_of(config)
     gathered = config.train.micro_batch * config.train.seq_len * (config.parallel.cp > 1)
     run = replace(setting.run, gathered_keys=gathered)
-    setting = replace(setting, run=run, keep=frozenset(("wq", "v", "gate", "down")))
+    setting = replace(
+        setting,
+        run=run,
+        keep=frozenset(("wq", "v", "gate", "down")),
+        whole_logits=_pytorch_loss(setting),
+    )
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 
@@ -190,7 +195,7 @@ def megatron(row: Row) -> Prediction:
         keeps_gradients=True,
         placeholders=True,
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
-        loss_copies=1,
+        whole_logits=(setting.compute, setting.loss),
     )
     return _worst(setting, max(micro_batches, pp), lambda rank: rank.allocated)
 
@@ -235,9 +240,16 @@ def nanotron(row: Row) -> Prediction:
         reduce=2 + 4,
         whole_ends=False,
         vocabulary=config.model.vocab // config.parallel.tp,
+        whole_logits=_pytorch_loss(setting),
         states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
     )
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
+
+
+def _pytorch_loss(setting: Setting) -> tuple[int, int]:
+    """The log-softmax, in fp32 or better; then the gradients of it and of the logits, and with the vocabulary
+    divided one more (torch.distributed.tensor.parallel.loss)."""
+    return setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
 
 
 def _worst(

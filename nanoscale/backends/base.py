@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
@@ -132,15 +129,16 @@ class Engine(ABC):
         return self.scaling is not None and self.scaling.exhausted
 
     @abstractmethod
-    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
-        """Logits of `[batch, seq / cp]` token ids; None where another rank has the last stage."""
+    def _forward(
+        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor | None:
+        """Logits of `[batch, seq / cp]` token ids, or the sum of the losses of targets of this shape.
+
+        None where another rank has the last stage. Of a vocabulary that tp divides, the logits of this rank.
+        """
 
     def _after_forward(self) -> None:  # noqa: B027
         """Free what forward passes without a backward pass have left behind."""
-
-    def _loss_context(self) -> AbstractContextManager[None]:
-        """What the loss is computed under."""
-        return nullcontext()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
@@ -152,13 +150,12 @@ class Engine(ABC):
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch, rows in batches:
             inputs, targets, documents = self._divide(batch)
-            logits = self._forward(inputs, documents)
-            if logits is None:
-                continue
-            with self._loss_context():
-                losses = self._token_losses(logits, targets)[:rows]
-            loss_sum += losses.double().sum() * self._counts
-            count += (targets[:rows] != IGNORED).sum() * self._counts
+            row = torch.arange(len(targets), device=self.device)
+            targets = targets.where(row.unsqueeze(1) < rows, IGNORED)
+            loss = self._forward(inputs, documents, targets)
+            if loss is not None:
+                loss_sum += loss * self._counts
+                count += (targets != IGNORED).sum() * self._counts
         self._after_forward()
         return loss_sum.item(), int(count.item())
 
@@ -172,7 +169,7 @@ class Engine(ABC):
         found = torch.zeros(self.config.model.vocab, device=self.device)
         here = (position == len(tokens) - 1).nonzero()
         if logits is not None and len(here) and self.place.dp == 0:
-            _place(found, logits, int(here[0]), whole_from=self.place.tp)
+            _place(found, logits[0, int(here[0])], self.place.tp)
         if dist.is_initialized():
             dist.all_reduce(found)
         return found
@@ -186,14 +183,6 @@ class Engine(ABC):
     def _counts(self) -> bool:
         """Whether this rank's losses count: ranks of tp compute those of the same tokens."""
         return self.place.tp == 0
-
-    def _token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss `[batch, seq]` of each predicted token, in fp32 or better."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        if isinstance(losses, DTensor):
-            losses = losses.to_local()
-        return losses.view(targets.shape)
 
     def _mean(self, loss_sum: Tensor, weight: float) -> Tensor:
         """What a sum of losses adds to `weight` times the mean over the tokens of the step, `self._tokens`."""
@@ -263,15 +252,8 @@ def blocks_of_stage(config: Config, stage: int) -> range:
     return range(first, first + counts[stage])
 
 
-def _place(found: Tensor, logits: Tensor, index: int, whole_from: int) -> None:
-    """Write one position's logits into `found` `[vocab]`.
-
-    A rank writes its part of a divided vocabulary; whole logits are written by the first of the ranks that
-    have them, whose number among those is `whole_from`.
-    """
-    if isinstance(logits, DTensor):
-        mine = logits.to_local()[0, index].to(found.dtype)
-        first = logits.device_mesh.get_local_rank() * len(mine)
-        found[first : first + len(mine)] = mine
-    elif whole_from == 0:
-        found.copy_(logits[0, index])
+def _place(found: Tensor, logits: Tensor, rank: int) -> None:
+    """Write a rank's part of one position's logits into `found` `[vocab]`; whole ones only the first rank."""
+    first = rank * len(logits)
+    if first < len(found):
+        found[first : first + len(logits)] = logits

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_part
@@ -54,11 +53,10 @@ class NativeEngine(Engine):
             # Ranks of tp each have the loss of the whole sequence, and their gradients add up.
             per_sequence = self._scale / self.sizes.global_batch
             self.balance.begin(per_sequence / self.config.parallel.tp)
-        with self._loss_context():
-            if self.pipeline is not None:
-                self.pipeline.step(*self._divide(Batch.concatenate(micro_batches)))
-            else:
-                self._accumulate(micro_batches)
+        if self.pipeline is not None:
+            self.pipeline.step(*self._divide(Batch.concatenate(micro_batches)))
+        else:
+            self._accumulate(micro_batches)
         grad_norm = self._finish_gradients()
         skipped = self.scaling is not None and not self.scaling.update(bool(grad_norm.isfinite()))
         if not skipped:
@@ -96,35 +94,30 @@ class NativeEngine(Engine):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
             inputs, targets, documents = self._divide(batch)
-            # Logits with a name here would stay until the end of the backward pass.
-            self._loss(self._logits(inputs, documents), targets).backward()
+            with self._autocast():
+                loss_sum = model(inputs, documents, targets)
+            self._loss(loss_sum).backward()
 
-    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
+    def _forward(
+        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor | None:
         if self.pipeline is not None:
-            return self.pipeline.forward(inputs, documents)
-        return self._logits(inputs, documents)
-
-    def _logits(self, inputs: Tensor, documents: Tensor | None) -> Tensor:
+            return self.pipeline.forward(inputs, documents, targets)
         (model,) = self.parts.values()
         with self._autocast():
-            logits: Tensor = model(inputs, documents)
-        return logits
+            found: Tensor = model(inputs, documents, targets)
+        return found
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """What the backward pass of a micro batch begins with."""
-        micro_sum = self._token_losses(logits, targets).sum()
-        self._loss_sum += micro_sum.detach()
-        return self._mean(micro_sum, self._scale)
+    def _loss(self, loss_sum: Tensor) -> Tensor:
+        """What the backward pass of a micro batch begins with, from the sum of its losses."""
+        self._loss_sum += loss_sum.detach()
+        return self._mean(loss_sum, self._scale)
 
     @property
     def _scale(self) -> float:
         """What a sum over the global batch begins its backward pass with: FSDP averages over its ranks."""
         ranks = self.config.parallel.cp * self.sizes.dp
         return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
-
-    def _loss_context(self) -> AbstractContextManager[None]:
-        """Losses of logits that are divided along the vocabulary, without ever gathering them."""
-        return loss_parallel() if self.layout.tensor is not None else nullcontext()
 
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; the norm before clipping."""

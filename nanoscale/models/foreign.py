@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from nanoscale.config.schema import Model
 from nanoscale.models.initialization import Draw, parameter_seed
@@ -47,9 +48,15 @@ class Foreign(Transformer):
         object.__setattr__(self, "layers", found)  # each is registered where transformers has it
         self._ties = ties(self.hf)
 
-    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
         assert documents is None, "the rules refuse document masks"
-        return self.run_layers(self.layers, inputs, None, None)
+        logits = self.run_layers(self.layers, inputs, None, None)
+        if targets is None:
+            return logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     @property
     def has_ends(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.models.head import Head, TiedHead
 from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
 
@@ -27,7 +28,7 @@ RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]
 
 
 class Transformer(nn.Module):
-    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]`, or one stage of that way.
+    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]` or to a loss, or one stage of that way.
 
     A stage takes and gives the residual stream `[batch, seq, hidden]` where the embedding or the head is not
     among its parts.
@@ -54,15 +55,16 @@ class Transformer(nn.Module):
         if self.last:
             self.norm = make_norm(shape)
             self.head = (
-                TiedHead()
-                if shape.tie_embeddings
-                else nn.Linear(shape.hidden, shape.vocab, bias=False)
+                TiedHead() if shape.tie_embeddings else Head(shape.hidden, shape.vocab, bias=False)
             )
 
-    def forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`documents` `[batch, seq]`: which document each token of the whole sequence belongs to (`Batch`).
+    def forward(
+        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """With `targets` `[batch, seq]` the last stage gives the sum of their losses, a scalar, else logits.
 
-        With it, attention stays within documents, and positions begin again with each.
+        `documents` `[batch, seq]`: which document each token of the whole sequence belongs to (`Batch`). With
+        it, attention stays within documents, and positions begin again with each.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         position = self.place(seq, inputs.device)
@@ -75,7 +77,7 @@ class Transformer(nn.Module):
         if self.shape.position == "rope":
             rotation = rope_rotation(self.shape, position, hidden.dtype)
         hidden = self.run_layers(self.layers, hidden, rotation, mask)
-        return self._logits(hidden) if self.last else hidden
+        return self._end(hidden, targets) if self.last else hidden
 
     @property
     def has_ends(self) -> bool:
@@ -101,11 +103,11 @@ class Transformer(nn.Module):
         hidden = self.embed(tokens)
         return hidden + self.positions(position) if self.shape.position == "learned" else hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _end(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         hidden = self.norm(hidden)
         if self.shape.tie_embeddings:
-            return self.head(hidden, self.embed.weight)
-        return self.head(hidden)
+            return self.head(hidden, self.embed.weight, targets)
+        return self.head(hidden, targets)
 
 
 def run_layers(
@@ -131,13 +133,6 @@ def within_documents(documents: Tensor) -> Tensor:
     """The causal mask within each document: bool `[batch, 1, seq, seq]`."""
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same.tril().unsqueeze(1)
-
-
-class TiedHead(nn.Module):
-    """Logits from the embedding's weights."""
-
-    def forward(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(hidden, weight)
 
 
 class Block(nn.Module):

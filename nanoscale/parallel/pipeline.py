@@ -28,7 +28,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.config import stages
@@ -44,8 +43,8 @@ MULTI: dict[str, type[PipelineScheduleMulti]] = {
     "dualpipev": ScheduleDualPipeV,
 }
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""From the logits of a micro batch and its targets `[batch, seq]` to what the backward pass begins with."""
+Loss = Callable[[Tensor], Tensor]
+"""From the sum of the losses of a micro batch to what the backward pass begins with."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +81,27 @@ class Pipeline:
         self._group = group
         self._boundary = boundary
         self._has_last = any(part.last for part in parts.values())
-        self._schedule = self._make_schedule(accumulation, without_logits(loss))
+        self._schedule = self._make_schedule(
+            accumulation, lambda loss_sum, _targets: loss(loss_sum)
+        )
 
     def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
         takes = [inputs] if 0 in self._parts else []
         target = targets if self._has_last else None
         # What has a name goes to every stage, cut into micro batches as the tokens are.
-        named = {} if documents is None else {"documents": documents}
+        named = {"targets": targets} | ({} if documents is None else {"documents": documents})
         self._schedule.step(*takes, target=target, return_outputs=False, **named)
 
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor | None:
-        """Forward alone, of `[batch, seq]`: the logits on the rank of the last stage, None on others."""
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None, targets: Tensor | None
+    ) -> Tensor | None:
+        """Forward alone, of `[batch, seq]`: what the last stage gives on its rank, None on others."""
         hidden = tokens
         for number, part in sorted(self._parts.items()):
             if number > 0 and self._peer(number - 1) != self._group.rank():
                 hidden = self._receive(number - 1, tokens)
-            hidden = part(hidden, documents)
+            hidden = part(hidden, documents, targets)
             if not part.last and self._peer(number + 1) != self._group.rank():
                 dist.send(hidden.contiguous(), group=self._group, group_dst=self._peer(number + 1))
         return hidden if self._has_last else None
@@ -114,7 +117,7 @@ class Pipeline:
     def _peer(self, stage: int) -> int:
         return stages.rank_of(self._parallel.schedule, self._parallel.pp, stage)
 
-    def _make_schedule(self, accumulation: int, loss: Loss) -> Any:
+    def _make_schedule(self, accumulation: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         name = self._parallel.schedule
         parts = [self._make_stage(number) for number in sorted(self._parts)]
         if name in SINGLE:
@@ -149,19 +152,3 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with GraphExecGroup():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-
-def without_logits(loss: Loss) -> Loss:
-    """The same loss, after which the logits are empty.
-
-    Pipelines hold a stage's results until their backward pass is over or longer, and of the last one nobody
-    reads them again: the loss saves their log-softmax.
-    """
-
-    def loss_alone(logits: Tensor, targets: Tensor) -> Tensor:
-        found = loss(logits, targets)
-        local = logits.to_local() if isinstance(logits, DTensor) else logits
-        local.untyped_storage().resize_(0)
-        return found
-
-    return loss_alone

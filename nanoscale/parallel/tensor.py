@@ -6,9 +6,12 @@ blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -28,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
+from nanoscale.models.head import Head, logits_or_loss
 from nanoscale.models.transformer import Transformer
 
 
@@ -35,15 +39,12 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     """Split one stage of a model over the ranks of `mesh`, in place, on any device.
 
     Between the blocks the residual stream is `[batch, seq / tp, hidden]` with sequence parallelism, else
-    whole. Logits come as a DTensor that is divided along the vocabulary.
+    whole. Every rank has the logits of its part of the vocabulary.
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     norm = SequenceParallel() if sequence_parallel else _Replicated()
-    gather, gather_two = (
-        PrepareModuleInput(
-            input_layouts=(stream, *rest), desired_input_layouts=(Replicate(), *rest)
-        )
-        for rest in ((None, None), (None,))
+    gather = PrepareModuleInput(
+        input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
     )
     gather_one = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
     block: dict[str, ParallelStyle] = {
@@ -65,12 +66,12 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
             block["mlp.gate"] = ColwiseParallel()
     for layer in model.layers.values():
         parallelize_module(layer, mesh, block)
-    parallelize_module(model, mesh, _ends(model, stream, norm, gather_two))
+    parallelize_module(model, mesh, _ends(model, stream, norm))
     model.sequence_shards = mesh.size() if sequence_parallel else 1
 
 
 def _ends(
-    model: Transformer, stream: Shard | Replicate, norm: ParallelStyle, gather: ParallelStyle
+    model: Transformer, stream: Shard | Replicate, norm: ParallelStyle
 ) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {}
     if model.first:
@@ -79,13 +80,7 @@ def _ends(
         plan["positions"] = _DividedRows(stream)
     if model.last:
         plan["norm"] = norm
-        plan["head"] = (
-            gather
-            if model.shape.tie_embeddings
-            else ColwiseParallel(
-                input_layouts=stream, output_layouts=Shard(-1), use_local_output=False
-            )
-        )
+        plan["head"] = _DividedHead(stream)
     return plan
 
 
@@ -107,7 +102,7 @@ class _DividedRows(ParallelStyle):
         return module
 
     def _look_up(self, module: nn.Embedding, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
-        rows = _local_rows(module)
+        rows = _local_rows(module.weight)
         local = tokens - mesh.get_local_rank() * rows.shape[0]
         mine = (local >= 0) & (local < rows.shape[0])
         found = F.embedding(local.where(mine, 0), rows) * mine.unsqueeze(-1)
@@ -116,8 +111,55 @@ class _DividedRows(ParallelStyle):
         return parts.redistribute(placements=[output]).to_local()
 
 
-def _local_rows(module: nn.Embedding) -> Tensor:
-    weight: Tensor = module.weight
+class _DividedHead(ParallelStyle):
+    """Every rank computes the logits of its rows of the vocabulary, from the hidden states of all tokens."""
+
+    def __init__(self, stream: Shard | Replicate) -> None:
+        self.stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, Head):
+            rows = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+            module.register_parameter("weight", nn.Parameter(rows))
+            module.forward = partial(self._own, module, device_mesh)  # type: ignore[method-assign]
+        else:
+            module.forward = partial(self._apply_rows, device_mesh)
+        return module
+
+    def _own(
+        self, module: Head, mesh: DeviceMesh, hidden: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        return self._apply_rows(mesh, hidden, module.weight, targets)
+
+    def _apply_rows(
+        self, mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor | None = None
+    ) -> Tensor:
+        rows = _local_rows(weight)
+        if not isinstance(hidden, DTensor):
+            hidden = DTensor.from_local(hidden, mesh, [self.stream], run_check=False)
+        whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        vocabulary = DividedVocabulary(mesh.get_local_rank() * len(rows), mesh.get_group())
+        return logits_or_loss(whole, rows, targets, vocabulary)
+
+
+@dataclass(frozen=True)
+class DividedVocabulary:
+    """This rank's rows of the head among those of the ranks of `group`: a `Vocabulary`."""
+
+    first: int
+    group: ProcessGroup
+
+    def log_sum(self, mine: Tensor) -> Tensor:
+        everyone = mine.new_empty(self.group.size(), len(mine))
+        dist.all_gather(list(everyone), mine, group=self.group)
+        return everyone.logsumexp(dim=0)
+
+    def total(self, mine: Tensor) -> Tensor:
+        dist.all_reduce(mine, group=self.group)
+        return mine
+
+
+def _local_rows(weight: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
     return weight.to_local()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from nanoscale.config.stages import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.activations import StageActivations, stage_activations
+from nanoscale.plan.loss import loss_memory
 from nanoscale.plan.pipeline.boundaries import NONE, Boundary, boundaries
 from nanoscale.plan.pipeline.residents import Moment, moments
 from nanoscale.plan.setting import Setting
@@ -30,14 +31,14 @@ class Flying:
     """of the last block or group of one micro batch"""
     ends: int
     """of those, what one micro batch keeps outside of the blocks and frees before the backward pass is there"""
-    logits: int
-    """their log-softmax, kept of every micro batch of the last stage"""
+    loss_kept: int
+    """by the loss, of every micro batch of the last stage"""
     gone: int
     """of those, what is freed before the backward pass comes to the blocks"""
     loss: int
-    """more than that, where the backward pass begins with the loss"""
+    """more than that, where the loss holds most"""
     stranded: int
-    """the logits, which the loss frees: smaller than any of its own tensors, they leave a hole"""
+    """see `LossMemory`"""
     received: int
     """buffers of a pipeline's boundaries beyond the micro batches under way"""
     offloaded: int
@@ -82,9 +83,9 @@ def _fly(
 ) -> Flying:
     """`moment`: which pass is computed; None: any full backward pass."""
     shape, run = setting.shape, setting.run
-    activations = extra = last = freed = logits = gone = loss = stranded = received = offloaded = 0
+    activations = extra = last = freed = kept = gone = loss = stranded = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
-    number = shape.tokens * setting.vocabulary
+    of_loss = loss_memory(setting)
     for place, (kept_here, flying) in enumerate(zip(keeps, in_flight, strict=True)):
         stage, edge, blocks = kept_here.stage, kept_here.edge, kept_here.blocks
         waits, held, ends = kept_here.waits, kept_here.held, kept_here.ends
@@ -104,13 +105,12 @@ def _fly(
             if highest > extra:
                 extra, last = highest, blocks.last
         if stage.last:
-            kept, first = _loss_bytes(setting)
-            logits = (flying - waiting) * number * kept
+            kept = (flying - waiting) * of_loss.kept
             if moment is None or moment.place == place:
-                loss = number * first if whole or (moment and moment.kind == "I") else 0
+                loss = of_loss.more if whole or (moment and moment.kind == "I") else 0
                 # A pass for inputs alone frees nothing before its end.
-                freed, gone = (ends, number * kept) if whole else (0, 0)
-            stranded = number * setting.compute
+                freed, gone = (ends, of_loss.kept) if whole else (0, 0)
+            stranded = of_loss.stranded
         # Elsewhere most is held as long as there are micro batches to come.
         forward = moment.forward[place] if moment else setting.micro_batches
         backward = moment.backward[place] if moment else setting.micro_batches - flying
@@ -121,7 +121,7 @@ def _fly(
         extra,
         last,
         freed,
-        logits,
+        kept,
         gone,
         loss,
         stranded,
@@ -133,12 +133,14 @@ def _fly(
 def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
     """Bytes of a micro batch's gradients from the pass for inputs to that for weights.
 
-    The head's norm and product have theirs; that of the last block's result is in a buffer elsewhere.
+    The head's norm has its own, and its product what it has kept; the gradient of the last block's result is in
+    a buffer elsewhere.
     """
     shape, compute = setting.shape, setting.compute
     boundary = shape.tokens // shape.shares * shape.hidden * compute
     if stage.last:
-        return blocks.between + shape.tokens * setting.vocabulary * compute + boundary
+        kept = loss_memory(setting).kept + shape.tokens * shape.hidden * compute
+        return blocks.between + kept + boundary
     return 0 if stage.first else blocks.between - boundary
 
 
@@ -160,7 +162,7 @@ def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:
     """Bytes that a micro batch keeps outside of the blocks: to the end of its backward pass, and until that
     comes to the blocks.
 
-    The former are token ids, the latter what the last norm and the head have saved.
+    The former are token ids, the latter what the last norm has saved and the head's input or its gradient.
     """
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares
@@ -172,14 +174,3 @@ def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:
     if run.composed_norm and not shape.layernorm:
         norm = part * (shape.hidden * 2 * max(4, run.stream) + 4)
     return tokens, norm + normed
-
-
-def _loss_bytes(setting: Setting) -> tuple[int, int]:
-    """Bytes of a logit from the forward pass on, and more of them where the backward pass begins.
-
-    The log-softmax, in fp32 or better; then the gradients of it and of the logits, and with the vocabulary
-    divided one more (torch.distributed.tensor.parallel.loss).
-    """
-    if setting.loss_copies is not None:
-        return setting.compute, setting.loss * setting.loss_copies
-    return setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)

@@ -17,6 +17,7 @@ from functools import partial
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.flying import Flying, fly_all
+from nanoscale.plan.loss import LOGITS_AT_ONCE
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
@@ -57,7 +58,16 @@ def _phases(
     return (
         Phase(
             "loss",
-            (weights, copies, before, optimizer, units, acts, fly.logits + fly.loss, buffers_all),
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                units,
+                acts,
+                fly.loss_kept + fly.loss,
+                buffers_all,
+            ),
             stranded=fly.stranded,
         ),
         Phase(
@@ -179,7 +189,7 @@ def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) 
         f"{REUSED_WITHIN:,}, and those fetched ahead",
         "activations": f"as in the native backend, {shape.tokens:,} tokens a micro batch; at "
         f"'{phase.name}'",
-        "logits and loss": f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · "
-        f"{setting.loss} B, three times at the loss's backward pass",
+        "logits and loss": f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from "
+        f"the forward pass on, and at most {LOGITS_AT_ONCE:,} logits at once",
         "communication buffers": f"buckets of {bucket:,} elements: {mib(phase.bytes[-1])}",
     }[name]

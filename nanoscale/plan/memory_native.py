@@ -18,6 +18,7 @@ from functools import partial
 
 from nanoscale.plan.activations import describe, stage_activations
 from nanoscale.plan.flying import Flying, fly_all
+from nanoscale.plan.loss import LOGITS_AT_ONCE
 from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
@@ -67,7 +68,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     return (
         Phase(
             "loss",
-            (weights, copies, before, optimizer, 0, fly.activations, fly.logits + fly.loss, 0),
+            (weights, copies, before, optimizer, 0, fly.activations, fly.loss_kept + fly.loss, 0),
             stranded=fly.stranded,
         ),
         Phase(
@@ -135,7 +136,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
                 if apart and not tied
                 else 0,  # the root frees what it has itself
                 fly.activations,
-                fly.logits + fly.loss,
+                fly.loss_kept + fly.loss,
                 0,
             ),
             pooled=before if setting.stage >= 2 else 0,
@@ -223,7 +224,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
                 optimizer,
                 0,
                 fly.activations,
-                fly.logits + fly.loss,
+                fly.loss_kept + fly.loss,
                 fly.received,
             ),
             stranded=fly.stranded,
@@ -237,7 +238,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
                 optimizer,
                 0,
                 fly.activations - fly.ends + fly.extra,
-                fly.logits - fly.gone,
+                fly.loss_kept - fly.gone,
                 fly.received,
             ),
         ),
@@ -259,7 +260,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
     ]
     if not before:
         rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
-        logits = max(0, fly.logits - fly.logits // max(1, deepest) - fly.gone)
+        logits = max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone)
         parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
         phases.append(Phase("second micro batch's backward pass", parts))
     return tuple(phases)
@@ -326,8 +327,8 @@ def _explain(
         return _explain_activations(setting, held, fly)
     if name == "logits and loss":
         return (
-            f"{shape.tokens:,} tokens · {setting.vocabulary:,} logits · ({setting.compute} B + "
-            f"{setting.loss} B of the log-softmax), and at the loss its gradients of {setting.loss} B"
+            f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
+            f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
         )
     return (
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "

@@ -50,8 +50,9 @@ class Setting:
     placeholders: bool = False
     """flat buffers: an unread gradient of every matrix of a block stays allocated (Transformer Engine's, where
     gradients are summed by the products themselves)"""
-    loss_copies: int | None = None
-    """other software: tensors of the logits' shape at the loss's backward pass; None: PyTorch's"""
+    whole_logits: tuple[int, int] | None = None
+    """other software: bytes of a logit from the forward pass on, and more of them where the loss's backward
+    pass begins; None: never all of them"""
 
 
 def setting_of(config: Config) -> Setting:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from nanoscale.backends import float8
 from nanoscale.config.schema import Model
+from nanoscale.models.head import Head
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 
@@ -48,7 +49,7 @@ def test_blocks_multiply_in_8_bits() -> None:
     linear = [name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)]
     assert len(linear) == PRODUCTS * SHAPE.layers
     assert all(name.startswith("layers.") for name in linear)
-    assert type(model.head) is torch.nn.Linear
+    assert type(model.head) is Head
     plain = {name: p.shape for name, p in make(in_8_bits=False).named_parameters()}
     assert {name: p.shape for name, p in model.named_parameters()} == plain
 

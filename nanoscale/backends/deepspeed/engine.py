@@ -42,7 +42,7 @@ class DeepSpeedEngine(Engine):
         self.pipelined = config.parallel.pp > 1
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
-        self._documents: deque[Tensor | None] = deque()
+        self._waiting: deque[pipeline.Named] = deque()
         settings = deepspeed_settings(config)
         self.model = self._build(library, settings)
         self.parts = {self.place.pp: self.model}
@@ -75,11 +75,11 @@ class DeepSpeedEngine(Engine):
         self._set_scale()
         batches = [self._divide(batch) for batch in micro_batches]
         if self.pipelined:
-            self._documents.extend(documents for *_, documents in batches)
+            self._waiting.extend((documents, targets) for _, targets, documents in batches)
             self.engine.train_batch((inputs, targets) for inputs, targets, _ in batches)
         else:
             for inputs, targets, documents in batches:
-                self.engine.backward(self._share(self.engine(inputs, documents), targets))
+                self.engine.backward(self._share(self.engine(inputs, documents, targets)))
                 self.engine.step()
         norm = self._norm if self.stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
@@ -148,7 +148,7 @@ class DeepSpeedEngine(Engine):
 
     def _pipeline(self) -> Any:
         return pipeline.make_module(
-            self.model, self.place.pp, self.config.parallel, self._share, self._documents
+            self.model, self.place.pp, self.config.parallel, self._share, self._waiting
         )
 
     @torch.no_grad()
@@ -194,18 +194,19 @@ class DeepSpeedEngine(Engine):
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
-    def _forward(self, inputs: Tensor, documents: Tensor | None = None) -> Tensor | None:
+    def _forward(
+        self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor | None:
         if self.pipelined:
-            return pipeline.forward(self.model, inputs, documents, self.groups.pipeline)
-        logits: Tensor = self.engine(inputs, documents)
-        return logits
+            return pipeline.forward(self.model, inputs, documents, targets, self.groups.pipeline)
+        found: Tensor = self.engine(inputs, documents, targets)
+        return found
 
-    def _share(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _share(self, loss_sum: Tensor) -> Tensor:
         """A micro batch's loss, of which DeepSpeed takes the mean over micro batches and ranks."""
-        losses = self._token_losses(logits, targets)
-        self._loss_sum += losses.detach().double().sum()
+        self._loss_sum += loss_sum.detach()
         parts = self.sizes.accumulation * self.sizes.dp * self.config.parallel.cp
-        return self._mean(losses.sum(), parts)
+        return self._mean(loss_sum, parts)
 
     def _set_scale(self) -> None:
         """Give DeepSpeed this step's loss scale; an overflow makes it leave the step out."""

@@ -12,21 +12,24 @@ from torch.distributed import ProcessGroup
 
 from nanoscale.config.schema import Parallel
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel.pipeline import Loss, without_logits
+from nanoscale.parallel.pipeline import Loss
+
+Named = tuple[Tensor | None, Tensor]
+"""a micro batch's documents, if it tells them apart, and its targets"""
 
 
-class WithDocuments(nn.Module):
-    """A stage that takes its documents from a queue: its pipeline gives it nothing but the stage before.
+class FromQueue(nn.Module):
+    """A stage that takes documents and targets from a queue: its pipeline gives it the stage before alone.
 
     Every rank has the batches, and forward passes follow each other in their order.
     """
 
-    def __init__(self, stage: Transformer, documents: deque[Tensor | None]) -> None:
+    def __init__(self, stage: Transformer, waiting: deque[Named]) -> None:
         super().__init__()
-        self.stage, self.documents = stage, documents
+        self.stage, self.waiting = stage, waiting
 
     def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.stage(hidden, self.documents.popleft())
+        found: Tensor = self.stage(hidden, *self.waiting.popleft())
         return found
 
 
@@ -35,32 +38,36 @@ def make_module(
     number: int,
     parallel: Parallel,
     loss: Loss,
-    documents: deque[Tensor | None],
+    waiting: deque[Named],
 ) -> Any:
     """The pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
 
-    `documents`: to be filled before each step with those of its micro batches.
+    `waiting`: to be filled before each step with what its micro batches have.
     """
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     assert isinstance(parallel.dp, int)
     layers: list[nn.Module] = [nn.Identity() for _ in range(parallel.pp)]
-    layers[number] = WithDocuments(stage, documents)
+    layers[number] = FromQueue(stage, waiting)
     return PipelineModule(
         layers,
         topology=PipeModelDataParallelTopology(
             num_pp=parallel.pp, num_mp=parallel.tp, num_dp=parallel.dp * parallel.cp
         ),
-        loss_fn=without_logits(loss),
+        loss_fn=lambda loss_sum, _targets: loss(loss_sum),
         partition_method="uniform",
     )
 
 
 def forward(
-    stage: Transformer, tokens: Tensor, documents: Tensor | None, group: ProcessGroup
+    stage: Transformer,
+    tokens: Tensor,
+    documents: Tensor | None,
+    targets: Tensor | None,
+    group: ProcessGroup,
 ) -> Tensor | None:
-    """Forward alone, of `[batch, seq]`: the logits on the rank of the last stage, None on others.
+    """Forward alone, of `[batch, seq]`: what the last stage gives on its rank, None on others.
 
     Sent by hand, since DeepSpeed's evaluation remembers the shape of a batch.
     """
@@ -71,7 +78,7 @@ def forward(
         shape = (*tokens.shape, stage.shape.hidden)
         hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
         dist.recv(hidden, group=group, group_src=here - 1)
-    hidden = stage(hidden, documents)
+    hidden = stage(hidden, documents, targets)
     if stage.last:
         return hidden
     dist.send(hidden.contiguous(), group=group, group_dst=here + 1)

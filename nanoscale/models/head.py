@@ -1,0 +1,146 @@
+"""From the last hidden states to logits, or to the loss without ever holding the logits of all tokens.
+
+Sources: the pieces and the gradients that are computed on the way forward are those of Hsu et al. 2024 (Liger
+Kernel, arXiv:2410.10989, section 3.2); the divided vocabulary is Shoeybi et al. 2019 (Megatron-LM,
+arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED = -100
+"""a target that no loss is wanted for, as in a `Batch`: PyTorch's own number"""
+LOGITS_AT_ONCE = 2**28
+"""1 GiB of them in fp32. More would not make the products faster; less would add up the gradient of the weights
+more often, each time reading and writing all of it."""
+_HEADROOM = 1 / 16
+"""a gradient summed up over tokens must fit into fp16; exact in all other types"""
+
+
+class Vocabulary(Protocol):
+    """Which of the head's rows a rank has, and how it learns of the others."""
+
+    @property
+    def first(self) -> int:
+        """The token of the first of them."""
+
+    def log_sum(self, mine: Tensor) -> Tensor:
+        """The logarithm `[tokens]` of the sum of all exponentials, from that of this rank's."""
+
+    def total(self, mine: Tensor) -> Tensor:
+        """The sum over ranks of a scalar."""
+
+
+class Head(nn.Linear):
+    """`[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses, a scalar."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        return logits_or_loss(hidden, self.weight, targets)
+
+
+class TiedHead(nn.Module):
+    """The same with the embedding's weights `[vocab, hidden]`."""
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor | None = None) -> Tensor:
+        return logits_or_loss(hidden, weight, targets)
+
+
+def logits_or_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor | None, vocabulary: Vocabulary | None = None
+) -> Tensor:
+    """`[batch, seq, vocab]`, this rank's part of them, or the whole loss of `targets`, a scalar."""
+    if targets is None:
+        return F.linear(hidden, weight)
+    return linear_cross_entropy(hidden, weight, targets, vocabulary)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None = None
+) -> Tensor:
+    """The sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not IGNORED.
+
+    Args:
+        hidden: `[..., hidden]`.
+        weight: `[vocab, hidden]`, or with a `vocabulary` this rank's rows of it; then the gradient of `hidden`
+            is this rank's part of it.
+        targets: `[...]`.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        narrow = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, targets.flatten(), vocabulary, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Keeps the gradients of its inputs, which are no larger than these, in place of logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocabulary: Vocabulary | None,
+        backward_follows: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        pieces = -(-len(targets) * len(weight) // LOGITS_AT_ONCE)
+        learns, trains = (backward_follows and asked for asked in ctx.needs_input_grad[:2])
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        of_hidden, of_weight = torch.empty_like(hidden) if learns else None, None
+        rows = max(1, -(-len(targets) // max(1, pieces)))
+        for at in range(0, len(targets), rows):
+            some = hidden[at : at + rows]
+            gradient = _piece(some, weight, targets[at : at + rows], vocabulary, loss)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[at : at + rows])
+            if trains:
+                product = gradient.t() @ some
+                if of_weight is None:
+                    of_weight = product.to(wide) if pieces > 1 else product
+                else:
+                    of_weight += product
+            del gradient
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        return loss if vocabulary is None else vocabulary.total(loss)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        factor = upstream / _HEADROOM
+        found = [
+            None if kept is None else torch.mul(kept, factor, out=kept.new_empty(0, dtype=dtype))
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *found, None, None, None
+
+
+def _piece(
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: Vocabulary | None, loss: Tensor
+) -> Tensor:
+    """Add the losses of some tokens to `loss`; the gradient of their logits, times _HEADROOM."""
+    logits = hidden @ weight.t()
+    log_softmax = _log_softmax(logits, loss.dtype, vocabulary)
+    counts = targets != IGNORED
+    rows = targets if vocabulary is None else targets - vocabulary.first
+    mine = counts if vocabulary is None else counts & (rows >= 0) & (rows < len(weight))
+    rows = rows.where(mine, 0).unsqueeze(1)
+    loss -= (log_softmax.gather(1, rows).squeeze(1) * mine).sum()
+    softmax = log_softmax.exp_()
+    softmax.scatter_add_(1, rows, -mine.to(loss.dtype).unsqueeze(1))
+    return torch.mul(softmax, (counts * _HEADROOM).to(loss.dtype).unsqueeze(1), out=logits)
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype, vocabulary: Vocabulary | None) -> Tensor:
+    if vocabulary is None:
+        return F.log_softmax(logits, dim=-1, dtype=dtype)
+    log_sum = vocabulary.log_sum(logits.to(dtype).logsumexp(dim=-1))
+    return logits.to(dtype) - log_sum.unsqueeze(1)

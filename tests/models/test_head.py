@@ -1,0 +1,134 @@
+"""The loss in pieces against PyTorch's own, which has all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanoscale.models import head
+from nanoscale.parallel import ranks
+from nanoscale.parallel.tensor import DividedVocabulary
+from nanoscale.plan import loss as planned
+from tests.live_memory import LiveMemory
+from tests.ranks import run_ranks
+
+TOKENS, HIDDEN, VOCAB = 60, 16, 320
+FACTOR = 0.3
+"""what a loss is multiplied by before it goes backward"""
+BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+Found = tuple[Tensor, Tensor, Tensor]
+"""the loss, and the gradients of hidden states and weights"""
+
+
+def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(5)
+    hidden = torch.randn(2, TOKENS // 2, HIDDEN, generator=dice, dtype=torch.float64).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=dice, dtype=torch.float64).to(dtype)
+    targets = torch.randint(VOCAB, (2, TOKENS // 2), generator=dice)
+    targets[0, 3:9] = head.IGNORED
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def in_one(dtype: torch.dtype) -> Found:
+    """What is exact: in fp64, of the same rounded numbers."""
+    hidden, weight, targets = example(dtype)
+    logits = hidden.double() @ weight.double().t()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (loss * FACTOR).backward()
+    return loss, hidden.grad, weight.grad
+
+
+def in_pieces(dtype: torch.dtype) -> Found:
+    hidden, weight, targets = example(dtype)
+    loss = head.linear_cross_entropy(hidden, weight, targets)
+    (loss * FACTOR).backward()
+    return loss, hidden.grad, weight.grad
+
+
+def deviations(found: Found, wanted: Found) -> list[float]:
+    pairs = zip(found, wanted, strict=True)
+    return [((a.double() - b).norm() / b.double().norm()).item() for a, b in pairs]
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_loss_and_gradients(
+    dtype: torch.dtype, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", TOKENS * VOCAB // pieces)
+    found = in_pieces(dtype)
+    assert found[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert max(deviations(found, in_one(dtype))) < BOUNDS[dtype]
+
+
+def test_a_gradient_can_be_asked_for_twice() -> None:
+    """Pipelines that split the backward pass ask for those of inputs first."""
+    hidden, weight, targets = example(torch.float64)
+    loss = head.linear_cross_entropy(hidden, weight, targets) * FACTOR
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, weight)
+    _, of_hidden, of_weight = in_one(torch.float64)
+    torch.testing.assert_close(first, of_hidden)
+    torch.testing.assert_close(second, of_weight)
+
+
+def test_gradients_in_fp16_may_be_sums_of_many_tokens() -> None:
+    """65,504 is the largest number of fp16, and 1,024 tokens of size 100 want the same word."""
+    hidden = torch.full((1, 1024, 4), 100.0, dtype=torch.float16)
+    weight = torch.zeros(8, 4, dtype=torch.float16, requires_grad=True)
+    loss = head.linear_cross_entropy(hidden, weight, torch.full((1, 1024), 3))
+    (loss / 1024).backward()
+    assert weight.grad is not None
+    assert weight.grad[3].tolist() == pytest.approx([-100 * 7 / 8] * 4, rel=1e-3)
+
+
+def test_where_nothing_is_learned_the_loss_is_zero() -> None:
+    hidden, weight, targets = example(torch.float32)
+    loss = head.linear_cross_entropy(hidden, weight, torch.full_like(targets, head.IGNORED))
+    loss.backward()
+    assert loss.item() == 0
+    assert not weight.grad.any()
+    assert not hidden.grad.any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_there_are_never_all_logits(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", TOKENS * VOCAB // 6)
+    with LiveMemory() as memory, torch.set_grad_enabled(training):
+        hidden, weight, targets = example(torch.float32)
+        memory.reset_peak()
+        before = memory.live
+        loss = head.linear_cross_entropy(hidden, weight, targets)
+        held = memory.live - before - loss.nbytes
+    kept = hidden.nbytes + weight.nbytes if training else 0
+    assert held == kept
+    assert kept < memory.peak - before < kept + weight.nbytes + 4 * TOKENS * VOCAB * 3 / 6
+
+
+def test_the_plan_knows_the_size_of_a_piece() -> None:
+    assert planned.LOGITS_AT_ONCE == head.LOGITS_AT_ONCE
+
+
+def divided(rank: int, dtype: torch.dtype) -> list[list[float]]:
+    ranks.join(2, torch.device("cpu"), 120.0)
+    head.LOGITS_AT_ONCE = TOKENS * VOCAB // 2 // 5
+    hidden, weight, targets = example(dtype)
+    mine = weight.detach().chunk(2)[rank].clone().requires_grad_()
+    vocabulary = DividedVocabulary(rank * len(mine), dist.group.WORLD)
+    loss = head.linear_cross_entropy(hidden, mine, targets, vocabulary)
+    (loss * FACTOR).backward()
+    return [part.double().tolist() for part in (loss, hidden.grad, mine.grad)]
+
+
+def test_a_divided_vocabulary_has_the_same_loss() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        first, second = (
+            [torch.tensor(part, dtype=torch.float64) for part in found]
+            for found in run_ranks(divided, 2, dtype)
+        )
+        assert first[0] == second[0]
+        together = (first[0], first[1] + second[1], torch.cat((first[2], second[2])))
+        assert max(deviations(together, in_one(dtype))) < BOUNDS[dtype]
