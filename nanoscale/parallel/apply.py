@@ -41,6 +41,7 @@ def prepare_blocks(
     activation.apply(model.layers, config.parallel)
     model.run_layers = activation.runner(config.parallel, model.run_layers)
     compile.apply(model.layers, config)
+    compile.fuse_loss(model, config)
 
 
 def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from nanoscale.config.schema import Config
+from nanoscale.models.transformer import Transformer
 
 
 def apply(layers: nn.ModuleDict, config: Config) -> None:
@@ -25,3 +26,9 @@ def apply(layers: nn.ModuleDict, config: Config) -> None:
     blocks: list[nn.Module] = list(layers.values())
     for block in blocks:
         block.forward = torch.compile(block.forward)
+
+
+def fuse_loss(model: Transformer, config: Config) -> None:
+    """Compile what the loss does between its products."""
+    if config.backend.compile == "on" and model.last and config.model.source != "hf":
+        model.head.fused = True

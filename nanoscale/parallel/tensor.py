@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from nanoscale.models.head import Head, logits_or_loss
+from nanoscale.models.head import Head, TiedHead, logits_or_loss
 from nanoscale.models.transformer import Transformer
 
 
@@ -118,28 +118,34 @@ class _DividedHead(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Head | TiedHead)
         if isinstance(module, Head):
             rows = distribute_tensor(module.weight, device_mesh, [Shard(0)])
             module.register_parameter("weight", nn.Parameter(rows))
             module.forward = partial(self._own, module, device_mesh)  # type: ignore[method-assign]
         else:
-            module.forward = partial(self._apply_rows, device_mesh)
+            module.forward = partial(self._apply_rows, module, device_mesh)  # type: ignore[method-assign]
         return module
 
     def _own(
         self, module: Head, mesh: DeviceMesh, hidden: Tensor, targets: Tensor | None = None
     ) -> Tensor:
-        return self._apply_rows(mesh, hidden, module.weight, targets)
+        return self._apply_rows(module, mesh, hidden, module.weight, targets)
 
     def _apply_rows(
-        self, mesh: DeviceMesh, hidden: Tensor, weight: Tensor, targets: Tensor | None = None
+        self,
+        module: Head | TiedHead,
+        mesh: DeviceMesh,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor | None = None,
     ) -> Tensor:
         rows = _local_rows(weight)
         if not isinstance(hidden, DTensor):
             hidden = DTensor.from_local(hidden, mesh, [self.stream], run_check=False)
         whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         vocabulary = DividedVocabulary(mesh.get_local_rank() * len(rows), mesh.get_group())
-        return logits_or_loss(whole, rows, targets, vocabulary)
+        return logits_or_loss(whole, rows, targets, vocabulary, fused=module.fused)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def loss_memory(setting: Setting) -> LossMemory:
     hidden = shape.tokens // shape.shares * shape.hidden * run.stream
     if run.autocast or setting.vocabulary_parallel:
         hidden += shape.tokens * shape.hidden * compute
-    softmax = piece * (compute + wide)
-    if wide > compute and (setting.vocabulary_parallel or not setting.gpu):
+    softmax = piece * (compute + (compute if run.fused else wide))
+    if not run.fused and wide > compute and (setting.vocabulary_parallel or not setting.gpu):
         softmax += piece * wide
     product = piece * compute + weights * compute
     # The gradient of the weights is there from the first piece's product on.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from nanoscale.models import head
@@ -41,9 +44,9 @@ def in_one(dtype: torch.dtype) -> Found:
     return loss, hidden.grad, weight.grad
 
 
-def in_pieces(dtype: torch.dtype) -> Found:
+def in_pieces(dtype: torch.dtype, *, fused: bool = False) -> Found:
     hidden, weight, targets = example(dtype)
-    loss = head.linear_cross_entropy(hidden, weight, targets)
+    loss = head.linear_cross_entropy(hidden, weight, targets, fused=fused)
     (loss * FACTOR).backward()
     return loss, hidden.grad, weight.grad
 
@@ -62,6 +65,16 @@ def test_loss_and_gradients(
     found = in_pieces(dtype)
     assert found[0].dtype == torch.promote_types(dtype, torch.float32)
     assert max(deviations(found, in_one(dtype))) < BOUNDS[dtype]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_what_is_between_the_products_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", TOKENS * VOCAB // 3)
+    counters.clear()
+    found = in_pieces(torch.bfloat16, fused=True)
+    assert max(deviations(found, in_one(torch.bfloat16))) < BOUNDS[torch.bfloat16]
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
 
 
 def test_a_gradient_can_be_asked_for_twice() -> None:
