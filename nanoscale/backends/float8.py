@@ -1,4 +1,5 @@
-"""Matrix products in 8 bits: forward in e4m3, gradients in e5m2, one scale a tensor, found anew each time.
+"""Matrix products in 8 bits: forward in e4m3, gradients in e5m2, with a scale for each tensor or a rank's part
+of it, found anew each time.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; the work is torchao's. Weights, optimizer and communication
 stay in the types they have. GPUs need compute capability 8.9 and every size of a product a multiple of 16.

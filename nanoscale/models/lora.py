@@ -30,11 +30,7 @@ class Adapter(nn.Module):
         self.scale = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.apply_matrices(x, self.a, self.b)
-
-    def apply_matrices(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """With these, which may be a rank's parts of them."""
-        return F.linear(F.linear(x, a) * self.scale, b)
+        return F.linear(F.linear(x, self.a) * self.scale, self.b)
 
 
 def attach(model: Transformer, settings: Lora) -> None:

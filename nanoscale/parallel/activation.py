@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -227,8 +226,6 @@ class HostMemory:
         return saved.back() if isinstance(saved, OnHost) else saved
 
     def _move(self, tensor: Tensor) -> OnHost:
-        if isinstance(tensor, DTensor):
-            return OnHostInShards(self._move(tensor.to_local()), tensor)
         if isinstance(tensor, AsyncCollectiveTensor):
             return self._move(tensor.wait())
         storage = tensor.untyped_storage()
@@ -285,28 +282,17 @@ class OnHost:
         )
 
 
-class OnHostInShards(OnHost):
-    """A saved DTensor: its local part has moved."""
-
-    def __init__(self, local: OnHost, tensor: DTensor) -> None:
-        self.local, self.mesh, self.placements = local, tensor.device_mesh, tensor.placements
-        self.shape, self.stride = tensor.size(), tensor.stride()
-
-    def back(self) -> Tensor:
-        local, shape, stride = self.local.back(), self.shape, self.stride
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
-        )
-
-
 def _is_weight(tensor: Tensor) -> bool:
-    """A parameter, a view of one, or autocast's copy of one, which autocast keeps anyway."""
+    """A parameter, a rank's part or a view of one, or autocast's copy of one, which autocast keeps anyway."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
-    if node is not None and node.name() == "ToCopyBackward0":
-        base = getattr(node.next_functions[0][0], "variable", base)
-    return isinstance(base, nn.Parameter)
+    while node is not None and node.name() in _SAME_WEIGHT:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", base), nn.Parameter)
 
+
+_SAME_WEIGHT = ("ToCopyBackward0", "_PartBackward")
+"""of the operations of autocast, and of `parallel.parts`"""
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -17,7 +17,6 @@ are all-reduced once a step in every stage.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +48,6 @@ def shard(
 
     With ep, those of the experts over the ranks that have the same ones.
     """
-    # A block divided by tp gives a view of a DTensor's data; nothing in our models writes into it.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mixed_precision(config.precision),

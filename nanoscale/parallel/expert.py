@@ -7,6 +7,7 @@ With tp, every rank of it routes all tokens alike, and the parts of an expert ad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,18 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from nanoscale.models.moe import Experts, MixtureOfExperts, Router, run_experts, sort, take
+from nanoscale.models.moe import Experts, MixtureOfExperts, sort, take
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.mesh import ExpertLayout
+from nanoscale.parallel.parts import added_up, alike, divide
+from nanoscale.parallel.stream import Stream
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2}
 """the dimension of an expert's inner width, which tp divides"""
@@ -45,9 +41,10 @@ def apply(
         mixture = layer.mlp
         assert isinstance(mixture, MixtureOfExperts)
         if tensor is not None:
-            _divide_stream(mixture, tensor, Shard(1) if sequence_parallel else Replicate())
-            _replicate_router(mixture.router, tensor)
-        _divide_experts(mixture.experts, tensor, experts)
+            # Every rank routes the whole sequence, and has the gradient of its part of the experts.
+            divide(mixture.router, layer, tensor, {"weight": Replicate()}, added_up)
+            Stream.over(tensor, sequence_parallel).around(mixture)
+        _divide_experts(mixture.experts, layer, tensor, experts)
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
@@ -57,74 +54,39 @@ def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
     return other if local.shape[0] % ranks and local.shape[other] % ranks == 0 else 0
 
 
-# --- tp -------------------------------------------------------------------------------------------
-
-
-def _divide_stream(mixture: MixtureOfExperts, mesh: DeviceMesh, stream: Shard | Replicate) -> None:
-    """Route the whole sequence on every rank, and add the parts of the experts' results up."""
-    inside = mixture.forward
-
-    def forward(hidden: Tensor | DTensor) -> Tensor:
-        if not isinstance(hidden, DTensor):
-            hidden = DTensor.from_local(hidden, mesh, [stream], run_check=False)
-        whole = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        parts = DTensor.from_local(inside(whole), mesh, [Partial()], run_check=False)
-        return parts.redistribute(placements=[stream]).to_local()
-
-    mixture.forward = forward  # type: ignore[method-assign]
-
-
-def _replicate_router(router: Router, mesh: DeviceMesh) -> None:
-    """Its gradient on a rank is that of the rank's part of the experts."""
-    _distribute(router, "weight", mesh, [Replicate()])
-
-    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        weight = router.weight
-        assert isinstance(weight, DTensor)
-        return router.choose(hidden, weight.to_local(grad_placements=[Partial()]))
-
-    router.forward = forward  # type: ignore[method-assign]
-
-
-# --- ep -------------------------------------------------------------------------------------------
-
-
 def _divide_experts(
-    experts: Experts, tensor: DeviceMesh | None, layout: ExpertLayout | None
+    experts: Experts, unit: nn.Module, tensor: DeviceMesh | None, layout: ExpertLayout | None
 ) -> None:
     mesh = layout.divided if layout is not None else tensor
     assert mesh is not None
-    for name, width in _WIDTH.items():
-        placements: list[Placement] = [Shard(0)] if layout is not None else []
-        if tensor is not None:
-            placements.append(Shard(width))
-        _distribute(experts, name, mesh, placements)
-    if layout is None:
-        experts.forward = partial(_run_own, experts, 1)  # type: ignore[method-assign]
-    else:
-        run = partial(_run_own, experts, layout.group.size())
-        experts.forward = partial(_exchange, layout.group, run)  # type: ignore[method-assign]
+    placements: dict[str, list[Placement]] = {
+        name: [
+            *([Shard(0)] if layout is not None else []),
+            *([Shard(width)] if tensor is not None else []),
+        ]
+        for name, width in _WIDTH.items()
+    }
+    share = layout.group.size() if layout is not None else 1
+    divide(experts, unit, mesh, placements, partial(_own, share))
+    if layout is not None:
+        experts.forward = partial(_exchange, layout.group, experts.forward)  # type: ignore[method-assign]
 
 
-def _run_own(experts: Experts, share: int, tokens: Tensor, load: Tensor) -> Tensor:
-    own = (_own(weight, share) for weight in (experts.gate, experts.up, experts.down))
-    return run_experts(tokens, load, *own)
-
-
-def _own(weight: Tensor, share: int) -> Tensor:
+def _own(share: int, weight: Tensor) -> Tensor:
     """This rank's part of a matrix.
 
     Its gradient is the sum over the tokens of all ranks of ep. FSDP then takes the mean over the ranks that are
     left, and what everything else has is the mean over all of them.
     """
-    assert isinstance(weight, DTensor)
-    local = weight.to_local()
+    local = alike(weight)
     if share > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / share)
     return local
 
 
-def _exchange(group: ProcessGroup, run: partial[Tensor], tokens: Tensor, load: Tensor) -> Tensor:
+def _exchange(
+    group: ProcessGroup, run: Callable[..., Tensor], tokens: Tensor, load: Tensor
+) -> Tensor:
     """As `Experts`: tokens `[choices, hidden]` in the order of all experts, whose loads are `[experts]`."""
     ranks = group.size()
     coming = all_to_all_single_autograd(load, None, None, group).view(ranks, -1)
@@ -136,10 +98,3 @@ def _exchange(group: ProcessGroup, run: partial[Tensor], tokens: Tensor, load: T
     order, back = sort(expert)
     found = take(run(take(arrived, order, back), coming.sum(0)), back, order)
     return all_to_all_single_autograd(found, sending, receiving, group)
-
-
-def _distribute(
-    module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
-) -> None:
-    whole = distribute_tensor(module.get_parameter(name), mesh, placements)
-    module.register_parameter(name, nn.Parameter(whole))

@@ -14,8 +14,8 @@ from nanoscale.plan.work import NOTHING, Passes, Work, passes
 # Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
 _KERNELS = {False: (32, 58), True: (14, 24)}
 """compiled or not → of a forward and of a backward pass"""
-_DTENSOR = 3
-"""how much longer an operation takes to start that DTensor has to place"""
+_DIVIDED = 3
+"""how much longer operations take to start with tp, which reads parts of DTensors and communicates"""
 # Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
 _STREAM = {False: (10, 12), True: (8, 8)}
 """of the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses them"""
@@ -367,7 +367,7 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
     """The same, with the time that the device waits because the CPU starts kernels slower than it ends them."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    cpu = _kernels(part)[direction] * each * (_DTENSOR if part.tp > 1 else 1)
+    cpu = _kernels(part)[direction] * each * (_DIVIDED if part.tp > 1 else 1)
     return replace(work, launch=max(0.0, cpu - work.total))
 
 

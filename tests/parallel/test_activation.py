@@ -17,17 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, ranks
+from nanoscale.parallel.stream import Stream
+from nanoscale.parallel.tensor import divide_block
 from tests.ranks import run_ranks
 
 LAYERS, BATCH, SEQ = 8, 16, 16
@@ -197,11 +195,14 @@ class Stack(nn.Module):
         return self.run(self.layers, hidden, rotation)
 
 
+ROWS = 3  # no activation of so many has a parameter's size
+
+
 def two_steps(model: nn.Module) -> list[Tensor]:
     """The whole parameters after two updates: the second would show weights left over from the first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(2):
-        model(*inputs(batch=2)).square().mean().backward()
+        model(*inputs(batch=ROWS)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
@@ -221,7 +222,7 @@ def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict
             if layout == "fsdp":
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             else:
-                parallelize_module(block, mesh, TENSOR_PLAN)
+                divide_block(block, mesh, Stream.over(mesh, divided=False))
         if layout == "fsdp":
             fully_shard(model, mesh=mesh)
         with CountOperations() as counter, measure_moves() as moved:
@@ -230,11 +231,16 @@ def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict
             "worst": max(
                 (a - b).abs().max().item() for a, b in zip(parameters, expected, strict=True)
             ),
-            "moved": sum(moved) / 2 / (HIDDEN / BATCH * 2),
+            "moved": sum(moved) / 2 / (HIDDEN / BATCH * ROWS),
+            "parameters moved": {own_bytes(p) for p in model.parameters()} & set(moved),
             "counts": counter.counts,
         }
     ranks.leave()
     return found
+
+
+def own_bytes(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
 
 
 @contextmanager
@@ -249,15 +255,6 @@ def measure_moves() -> Iterator[list[int]]:
 
     with patch.object(activation.Moved, "__init__", measured):
         yield sizes
-
-
-TENSOR_PLAN = {
-    "attention.w[qkv]": ColwiseParallel(),
-    "attention.wo": RowwiseParallel(),
-    "mlp.gate": ColwiseParallel(),
-    "mlp.up": ColwiseParallel(),
-    "mlp.down": RowwiseParallel(),
-}
 
 
 CASES = [("none", True), *((m, o) for m in ("full", "matmuls", "sqrt") for o in (False, True))]
@@ -275,14 +272,13 @@ def test_blocks_in_shards() -> None:
 
 
 def test_blocks_in_tensor_parallel() -> None:
-    """Products of DTensors are kept and moved like others; reduced results are kept and not reduced again."""
+    """Products are kept and moved, and parts of weights are not; reduced results are not reduced again."""
     for found in run_ranks(step_in_layout, 2, "tp", CASES):
         for seen in found.values():
             assert seen["worst"] < 1e-15
+            assert not seen["parameters moved"]
         reductions = {mode: found[mode, True]["counts"][ALL_REDUCE] for mode in MODES_HERE}
-        once = (
-            2 * LAYERS * (2 + 5)
-        )  # a step: of wo and down; of the gradients before wq wk wv gate up
+        once = 2 * LAYERS * (2 + 2)  # a step: after attention and feed-forward, and before them
         again = {"none": 0, "full": 2 * LAYERS, "matmuls": 0, "sqrt": 2 * (2 * LAYERS - 3)}
         assert reductions == {mode: once + more for mode, more in again.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from nanoscale.config.schema import Backend, Config, Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, compile, ranks
+from nanoscale.parallel.stream import Stream
+from nanoscale.parallel.tensor import divide_block
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -39,10 +42,15 @@ def run_plainly(layers: nn.ModuleDict, hidden: Tensor, rotation: Any) -> Tensor:
     return hidden
 
 
-def make(mode: str, compiled: str) -> tuple[nn.ModuleDict, activation.Run]:
+def make(
+    mode: str, compiled: str, divide: Callable[[Block], None] | None = None
+) -> tuple[nn.ModuleDict, activation.Run]:
     torch.manual_seed(0)
     layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)})
     parallel = Parallel(**MODES[mode])
+    if divide is not None:
+        for block in layers.values():
+            divide(block)
     activation.apply(layers, parallel)
     compile.apply(layers, replace(Config(), backend=Backend(compile=compiled)))  # type: ignore[arg-type]
     return layers, activation.runner(parallel, run_plainly)
@@ -96,20 +104,31 @@ class Stack(nn.Module):
         return self.run(self.layers, hidden, rotation)
 
 
-def compile_in_shards(rank: int) -> float:
+def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
     ranks.join(2, torch.device("cpu"), 120.0)
     expected = gradients(*make("none", "off"))
-    with with_backend("aot_eager"):
-        layers, run = make("full", "on")
-    model = Stack(layers, run)
-    mesh = init_device_mesh("cpu", (2,))
-    for module in (*layers.values(), model):
-        fully_shard(module, mesh=mesh)
-    found = gradients(layers, lambda _, *inputs: model(*inputs))
-    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in found]
+    found = {}
+    for axis, sizes in {"dp": (2, 1), "tp": (1, 2)}.items():
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+        divide = partial(divide_block, mesh=mesh["tp"], stream=Stream.over(mesh["tp"], False))
+        torch._dynamo.reset()
+        counters.clear()
+        with with_backend("aot_eager"):
+            layers, run = make("full", "on", divide if axis == "tp" else None)
+        model = Stack(layers, run)
+        for module in (*layers.values(), model):
+            fully_shard(module, mesh=mesh["dp"])
+        seen = gradients(layers, lambda _, *inputs, model=model: model(*inputs))
+        graphs = counters["stats"]["unique_graphs"], counters["graph_break"].total()
+        whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in seen]
+        found[axis] = largest_difference(whole, expected), graphs
     ranks.leave()
-    return largest_difference(whole, expected)
+    return found
 
 
 def test_compiled_blocks_in_shards() -> None:
-    assert max(run_ranks(compile_in_shards, 2)) < 1e-5
+    """Whether FSDP2 or tp divides their parameters: one compilation for all, and no part of it left out."""
+    for found in run_ranks(compile_in_shards, 2):
+        for difference, graphs in found.values():
+            assert difference < 1e-5
+            assert graphs == (1, 0)

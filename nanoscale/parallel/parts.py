@@ -1,0 +1,105 @@
+"""Modules whose parameters are divided over ranks, and which compute with their own parts as plain tensors.
+
+A parameter is a DTensor to all that owns it: FSDP2, the optimizer, checkpoints. A module's own code sees the
+rank's part in its place, so that no operation on activations goes through DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Placements = Mapping[str, Placement | Sequence[Placement]]
+"""of parameters by their names in a module, on each axis of a mesh"""
+Read = Callable[[Tensor], Tensor]
+"""from a parameter to this rank's part, and on the way back from the part's gradient to the parameter's"""
+
+
+def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> None:
+    """Make a module's own parameters DTensors, in place, on any device."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placed = placements[name]
+        axes = [placed] if isinstance(placed, Placement) else placed
+        module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, axes)))
+
+
+def divide(
+    module: nn.Module, unit: nn.Module, mesh: DeviceMesh, placements: Placements, read: Read
+) -> None:
+    """Distribute, and let the module's `forward` compute with what `read` gives of its parameters.
+
+    They are read when `unit` is called, which the module is in or is itself: where FSDP2 has gathered them, and
+    before what activation checkpointing repeats and torch.compile sees.
+    """
+    distribute(module, mesh, placements)
+    parts, forward = _Parts(module), type(module).forward
+    unit.register_forward_pre_hook(lambda *_: parts.take(read))
+    # No `partial`: torch.compile would take each for another one, and compile every block anew.
+    module.forward = lambda *inputs: forward(parts, *inputs)
+
+
+class _Parts:
+    """What a module's own code has for `self`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def take(self, read: Read) -> None:
+        for name, parameter in self.module._parameters.items():
+            if parameter is not None:
+                setattr(self, name, read(parameter))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def alike(parameter: Tensor) -> Tensor:
+    """A part has its own gradient, or ranks that have the same part find the same gradient of it."""
+    return _part(parameter, _placements(parameter))
+
+
+def added_up(parameter: Tensor) -> Tensor:
+    """What ranks find for a part that all of them have adds up to its gradient."""
+    sums = (Partial() if it.is_replicate() else it for it in _placements(parameter))
+    return _part(parameter, tuple(sums))
+
+
+def once(parameter: Tensor) -> Tensor:
+    """A part that all ranks have is the first one's summand of their result, and 0 elsewhere."""
+    part = alike(parameter)
+    assert isinstance(parameter, DTensor)
+    if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
+        return part - part.detach()  # the gradient of a sum is that of every summand
+    return part
+
+
+def _placements(parameter: Tensor) -> tuple[Placement, ...]:
+    assert isinstance(parameter, DTensor)
+    return parameter.placements
+
+
+def _part(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
+    part: Tensor = _Part.apply(parameter, gradient)
+    return part
+
+
+class _Part(torch.autograd.Function):
+    """As `DTensor.to_local`, which finds out about every gradient anew what its parameter knows."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, gradient: tuple[Placement, ...]) -> Tensor:
+        ctx.spec, ctx.gradient = parameter._spec, gradient
+        return parameter._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        spec = ctx.spec
+        if ctx.gradient != spec.placements:
+            spec = DTensorSpec(spec.mesh, ctx.gradient, tensor_meta=spec.tensor_meta)
+        return DTensor(grad.contiguous(), spec, requires_grad=False), None

@@ -1,0 +1,96 @@
+"""The residual stream over the ranks of tp: collectives on plain tensors, each the gradient of another.
+
+| the stream | into attention or feed-forward | out of it |
+|---|---|---|
+| divided along the sequence | gathered | summands added up and scattered |
+| whole on every rank | as it is | summands added up |
+
+The gradient of each of the two ways is the other one.
+
+Sources: the second row is the f and g of Shoeybi et al. 2019, arXiv:1909.08053, section 3; the first the g and
+ḡ of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+# As operations that give a new tensor: activation checkpointing can keep what they give, and torch.compile
+# traces them.
+collective = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the ranks of one group have `[…, seq, hidden]` between the blocks."""
+
+    group: str
+    ranks: int
+    divided: bool
+    """`[…, seq / ranks, hidden]` on each"""
+
+    @staticmethod
+    def over(mesh: DeviceMesh, divided: bool) -> Stream:
+        return Stream(mesh.get_group().group_name, mesh.size(), divided)
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """From the stream to `[…, seq, hidden]`, of which every rank computes another part of what follows."""
+        found: Tensor = _Whole.apply(hidden, self.group, self.ranks, self.divided)
+        return found
+
+    def summed(self, part: Tensor) -> Tensor:
+        """From every rank's summand `[…, seq, hidden]` to the stream."""
+        found: Tensor = _Summed.apply(part, self.group, self.ranks, self.divided)
+        return found
+
+    def around(self, module: nn.Module) -> None:
+        """Let a module that computes a rank's summand of its result take the stream and give it, in place."""
+        inside = module.forward
+
+        def forward(hidden: Tensor, *others: Any) -> Tensor:
+            return self.summed(inside(self.whole(hidden), *others))
+
+        module.forward = forward
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *stream: Any) -> Tensor:
+        ctx.stream = stream
+        return _gather(hidden, *stream)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _add_up(grad, *ctx.stream), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, *stream: Any) -> Tensor:
+        ctx.stream = stream
+        return _add_up(part, *stream)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(grad, *ctx.stream), None, None, None
+
+
+def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
+    if not divided:
+        return x
+    found = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
+    found = collective.wait_tensor(found)
+    # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied where there is one sample.
+    return found.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
+
+
+def _add_up(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
+    if not divided:
+        return collective.wait_tensor(collective.all_reduce(x.contiguous(), "sum", group))
+    x = x.unflatten(-2, (ranks, -1)).movedim(-3, 0).flatten(0, 1).contiguous()
+    return collective.wait_tensor(collective.reduce_scatter_tensor(x, "sum", ranks, group))
