@@ -163,7 +163,7 @@ class Engine(ABC):
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
         inputs = torch.tensor([tokens + [0] * self._padding(len(tokens))], device=self.device)
-        position = self._positions(inputs.shape[1])
+        position = self._positions(inputs.shape[1], self.device)
         logits = self._forward(inputs[:, position])
         self._after_forward()
         found = torch.zeros(self.config.model.vocab, device=self.device)
@@ -212,14 +212,14 @@ class Engine(ABC):
         if batch.documents is not None:
             documents = self._to_device(torch.from_numpy(batch.documents))
         if self.config.parallel.cp > 1:
-            position = self._positions(inputs.shape[1]).cpu()
+            position = self._positions(inputs.shape[1], inputs.device)
             inputs, targets = inputs[:, position], targets[:, position]
         return self._to_device(inputs), self._to_device(targets), documents
 
-    def _positions(self, seq: int) -> Tensor:
+    def _positions(self, seq: int, device: torch.device) -> Tensor:
         """The positions `[seq / cp]` of a sequence that this rank has."""
         part = next(iter(self.parts.values()))
-        return part.place(seq // self.config.parallel.cp, self.device)
+        return part.place(seq // self.config.parallel.cp, device)
 
     def _padding(self, length: int) -> int:
         """How many tokens to add, so that every axis can divide the sequence."""

@@ -25,8 +25,12 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 def square_norm(gradients: list[Tensor]) -> Tensor:
     """This rank's part of the square of the norm, a scalar; nothing is communicated."""
     norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
-    copies = torch.tensor([_copies(gradient) for gradient in gradients], dtype=norms.dtype)
-    return (norms.square() / copies.to(norms.device)).sum()
+    squares, copies = norms.square(), [_copies(gradient) for gradient in gradients]
+    if max(copies) > 1:
+        # From pinned memory, so that the host does not wait until the device has come this far.
+        held = torch.tensor(copies, dtype=norms.dtype, pin_memory=norms.is_cuda)
+        squares /= held.to(norms.device, non_blocking=True)
+    return squares.sum()
 
 
 def scale(gradients: list[Tensor], factor: Tensor | float) -> None:

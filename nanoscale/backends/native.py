@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor, nn
 
 from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_part
+from nanoscale.backends.masters import Masters
 from nanoscale.backends.optimizer import (
     fill_state,
     load_state,
@@ -34,6 +33,7 @@ class NativeEngine(Engine):
         self.layout = lay_out(config, device.type)
         self.place = self.layout.place
         self.parts = build_parts(config, self.layout, device)
+        self.masters = self._make_masters()
         self.balance = self._make_balance()
         self.pipeline = self._make_pipeline()
         self.optimizer = make_optimizer(self.parameters(), config.optimizer)
@@ -44,6 +44,8 @@ class NativeEngine(Engine):
         return [(name, p) for name, p in self._all_parameters() if p.requires_grad]
 
     def _all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        if self.masters is not None:
+            return self.masters.parameters
         return [pair for part in self.parts.values() for pair in part.named_parameters()]
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -62,6 +64,8 @@ class NativeEngine(Engine):
         if not skipped:
             set_lr(self.optimizer, lr)
             self.optimizer.step()
+            if self.masters is not None:
+                self.masters.narrow()
         self.optimizer.zero_grad()
         if self.balance is not None:
             self.balance.settle(self._counts, skipped)
@@ -87,6 +91,8 @@ class NativeEngine(Engine):
             if name.startswith("optimizer.")
         }
         load_state(self.parameters(), self.optimizer, moments)
+        if self.masters is not None:
+            self.masters.narrow()
 
     def _accumulate(self, micro_batches: list[Batch]) -> None:
         (model,) = self.parts.values()
@@ -94,8 +100,7 @@ class NativeEngine(Engine):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
             inputs, targets, documents = self._divide(batch)
-            with self._autocast():
-                loss_sum = model(inputs, documents, targets)
+            loss_sum = model(inputs, documents, targets)
             self._loss(loss_sum).backward()
 
     def _forward(
@@ -104,8 +109,7 @@ class NativeEngine(Engine):
         if self.pipeline is not None:
             return self.pipeline.forward(inputs, documents, targets)
         (model,) = self.parts.values()
-        with self._autocast():
-            found: Tensor = model(inputs, documents, targets)
+        found: Tensor = model(inputs, documents, targets)
         return found
 
     def _loss(self, loss_sum: Tensor) -> Tensor:
@@ -129,11 +133,13 @@ class NativeEngine(Engine):
             gradients.clip(grads, norm, self.config.optimizer.clip_norm)
         return norm
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        """Narrow compute where FSDP2 does not cast by itself: in a single process."""
-        compute = data_parallel.DTYPES[self.config.precision.compute]
-        mixed = compute in (torch.bfloat16, torch.float16) and self.layout.data is None
-        return torch.autocast(self.device.type, compute if mixed else None, enabled=mixed)
+    def _make_masters(self) -> Masters | None:
+        """Where FSDP2 does not narrow the weights by itself: in a single process."""
+        precision = self.config.precision
+        if self.layout.data is not None or precision.compute == precision.params:
+            return None
+        (model,) = self.parts.values()
+        return Masters(model.named_parameters(), data_parallel.DTYPES[precision.compute])
 
     def _after_forward(self) -> None:
         for part in self.parts.values():
@@ -170,7 +176,7 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
             part = make_part(config, number)
         part.to(data_parallel.DTYPES[config.precision.params])
         if config.precision.fp8:
-            float8.apply(part)
+            float8.apply(part, config.precision.fp8_recipe)
         parallelise(part, config, layout)
         part.materialise(device)
         begun = config.model.init_from is not None  # then all but adapters are read

@@ -211,6 +211,11 @@ class Precision:
     fp8: bool = key(
         False, "products of the blocks' linear layers in 8 bits (torchao, H100 or newer)"
     )
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
+        "tensorwise",
+        "fp8: a scale for a whole matrix, the fastest · for each row, more accurate · the same with the "
+        "gradients of weights in compute, the most accurate",
+    )
     loss_scale: float = key(65536.0, "fp16: what the loss is multiplied with at first", at_least=1)
     loss_scale_window: int = key(
         2000,

@@ -39,6 +39,9 @@ _LOCAL = ("LD_", "NVIDIA")
 _NOT_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
 """they are another matter on every host"""
 
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""by which PyTorch's allocator of device memory is told how to work"""
+
 _PORTS = range(20_000, 32_000)
 """below those that systems give to whoever asks for any"""
 
@@ -173,4 +176,8 @@ def _environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]
     if config.launcher.device == "cpu" and not chosen:
         # By default threads spin so long at a barrier that one busy neighbour slows a step thirtyfold.
         environment["GOMP_SPINCOUNT"] = "1000"
+    if config.launcher.device == "cuda" and not _ALLOCATOR.intersection(inherited):
+        # Segments that grow leave fewer holes between tensors of many sizes; without them long runs that
+        # nearly fill a device end for want of one piece that is large enough.
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     return environment | {name: str(value) for name, value in config.launcher.env.items()}

@@ -129,7 +129,7 @@ def _precision(config: Config) -> str:
         f"gradient sums {precision.reduce}",
     ]
     if precision.fp8:
-        words.append("linear layers of the blocks fp8")
+        words.append(f"linear layers of the blocks fp8, scaled {precision.fp8_recipe}")
     if precision.compute == "fp16":
         words.append(f"loss scale {precision.loss_scale:g} at first")
     return ", ".join(words)

@@ -51,19 +51,13 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 
 
 def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """One process: autocast copies every matrix at its use, and keeps the copy until its backward pass."""
+    """One process: narrow copies of all weights all the time, and gradients in the width of the masters."""
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
     grads = int(states.gradients)
     before = grads * held.numel if setting.micro_batches > 1 else 0
-    product, head = grads * _product(setting, held), grads * held.head
-    copies = setting.compute * held.numel if setting.run.autocast else 0
-    blocks = copies
-    if setting.config.parallel.activation_checkpointing != "none":
-        copies, blocks = (
-            setting.compute * held.head * bool(copies),
-            setting.compute * held.block * bool(copies),
-        )
+    product, head = setting.compute * _product(setting, held), grads * held.head
+    copies = int(states.copy * held.numel)
     first = 0 if before else head
     return (
         Phase(
@@ -75,7 +69,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             "backward of the last block",
             (
                 weights,
-                blocks,
+                copies,
                 before + first + product,
                 optimizer,
                 0,
@@ -88,7 +82,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             "backward of the first block",
             (
                 weights,
-                blocks,
+                copies,
                 max(before, grads * (held.numel - held.block - held.embedding)) + product,
                 optimizer,
                 0,
@@ -97,8 +91,11 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
                 0,
             ),
         ),
-        Phase("end of the backward pass", (weights, 0, grads * held.numel, optimizer, 0, 0, 0, 0)),
-        _update(setting, held, weights, optimizer),
+        Phase(
+            "end of the backward pass",
+            (weights, copies, grads * held.numel, optimizer, 0, 0, 0, 0),
+        ),
+        _update(setting, held, weights, optimizer, copies=copies),
     )
 
 
@@ -279,14 +276,19 @@ def _waiting(setting: Setting) -> int:
 
 
 def _update(
-    setting: Setting, held: Holding, weights: int, optimizer: int, received: int = 0
+    setting: Setting,
+    held: Holding,
+    weights: int,
+    optimizer: int,
+    received: int = 0,
+    copies: int = 0,
 ) -> Phase:
     """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
     optim = setting.config.optimizer
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:
         gradients *= 2
-    parts = (weights, 0, gradients, optimizer, 0, 0, 0, received)
+    parts = (weights, copies, gradients, optimizer, 0, 0, 0, received)
     return Phase("update", parts, pooled=0 if setting.single else gradients)
 
 
@@ -310,8 +312,8 @@ def _explain(
         return f"{states.optimizer:g} B · {rank}; {setting.config.optimizer.name}'s states"
     if name == "compute copies":
         return (
-            f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, by "
-            f"{'autocast' if setting.single else 'FSDP2'}"
+            f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, "
+            f"{'beside their masters' if setting.single else 'by FSDP2'}"
         )
     if name == "gradients":
         return (

@@ -62,7 +62,7 @@ def setting_of(config: Config) -> Setting:
     deepspeed = config.backend.name == "deepspeed"
     compute, params = BYTES[precision.compute], BYTES[precision.params]
     single = sizes.world_size == 1 and not deepspeed
-    autocast = compute < params and (single or (deepspeed and config.zero.stage == 0))
+    autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu = config.launcher.device != "cpu"
     run = Execution(
         compute=compute,

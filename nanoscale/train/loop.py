@@ -16,6 +16,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
+from nanoscale.data.prefetch import Prefetched, Source
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.parallel import ranks
@@ -55,6 +56,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self.sizes = derive(self.config)
+        on_gpu = self.engine.device.type == "cuda"
+        self.samples: Source = Prefetched(self.data.train) if on_gpu else self.data.train
         self.saved_step = self.progress.step
         self.last: StepResult | None = None
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
@@ -94,7 +97,7 @@ class Training:
     def advance(self) -> StepResult:
         """One optimizer step."""
         step = self.progress.step + 1
-        micro_batches = self.data.train.micro_batches(
+        micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
             self.sizes.global_batch,
             self.engine.dp_rank,

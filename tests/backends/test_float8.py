@@ -18,13 +18,14 @@ SHAPE = Model(
     layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=96, init_std=0.2
 )
 PRODUCTS = 7  # wq wk wv wo gate up down
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def make(in_8_bits: bool) -> Transformer:
+def make(in_8_bits: str | None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(SHAPE)
     if in_8_bits:
-        float8.apply(model, emulate=True)
+        float8.apply(model, in_8_bits, emulate=True)
     model.to_empty(device="cpu")
     initialise(model, SHAPE, seed=1)
     return model.bfloat16()
@@ -44,18 +45,40 @@ def losses(model: Transformer, steps: int = 5) -> list[float]:
     return found
 
 
+def in_8_bits(model: Transformer) -> list[str]:
+    return [name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)]
+
+
 def test_blocks_multiply_in_8_bits() -> None:
-    model = make(in_8_bits=True)
-    linear = [name for name, m in model.named_modules() if isinstance(m, torchao.Float8Linear)]
+    model = make(in_8_bits="tensorwise")
+    linear = in_8_bits(model)
     assert len(linear) == PRODUCTS * SHAPE.layers
     assert all(name.startswith("layers.") for name in linear)
     assert type(model.head) is Head
-    plain = {name: p.shape for name, p in make(in_8_bits=False).named_parameters()}
+    plain = {name: p.shape for name, p in make(in_8_bits=None).named_parameters()}
     assert {name: p.shape for name, p in model.named_parameters()} == plain
 
 
 def test_loss_follows_bf16() -> None:
-    eight, sixteen = losses(make(in_8_bits=True)), losses(make(in_8_bits=False))
-    assert eight == pytest.approx(sixteen, rel=0.1)
-    assert all(a != b for a, b in zip(eight, sixteen, strict=True))
-    assert eight[-1] < 0.95 * eight[0]
+    sixteen = losses(make(in_8_bits=None))
+    found = {recipe: losses(make(in_8_bits=recipe)) for recipe in RECIPES}
+    for eight in found.values():
+        assert eight == pytest.approx(sixteen, rel=0.1)
+        assert all(a != b for a, b in zip(eight, sixteen, strict=True))
+        assert eight[-1] < 0.95 * eight[0]
+    assert len({tuple(eight) for eight in found.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kept"),
+    [("tensorwise", "wk wv"), ("rowwise", "wq wk wv wo down"), (RECIPES[2], "wq wk wv wo down")],
+)
+def test_matrices_that_would_be_slower_stay_as_they_are(recipe: str, kept: str) -> None:
+    """Those of Llama 3.2 1B, as torchao's own choice has them."""
+    shape = Model(layers=1, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=96)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    float8.apply(model, recipe, emulate=True)
+    products = [m for m in model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(in_8_bits(model)) == len(products) - len(kept.split())
+    assert not any(name.endswith(tuple(kept.split())) for name in in_8_bits(model))

@@ -159,6 +159,7 @@ LAWS = [
     (["precision.loss_scale=2"], CPU, "precision.loss_scale"),
     (["precision=bf16", "precision.loss_scale_window=2"], CPU, "precision.loss_scale_window"),
     (["precision=fp8"], CPU, "precision.fp8"),
+    (["precision=bf16", "precision.fp8_recipe=rowwise"], gpus(1), "precision.fp8_recipe"),
     (["precision=fp8"], Devices("cuda", 1, ("NVIDIA A100-SXM4-80GB",)), "precision.fp8"),
     (["precision=fp8", "launcher.device=cpu"], gpus(1), "precision.fp8"),
     (["precision.fp8=true"], gpus(1), "precision.fp8"),

@@ -81,6 +81,14 @@ def test_threads_reach_the_ranks():
     assert "OMP_NUM_THREADS" not in plan(SSH, HOSTS).environment
 
 
+def test_the_allocator_of_gpus_is_as_somebody_chose(monkeypatch):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    gpus = replace(SSH, launcher=replace(SSH.launcher, device="cuda"))
+    assert plan(gpus, HOSTS).environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert "PYTORCH_ALLOC_CONF" not in plan(gpus, HOSTS).environment
+
+
 def test_values_of_inherited_variables_are_nobodys_business(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("UNRELATED", "x")

@@ -54,6 +54,8 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
             case.refuse_idle("config", key, f"precision.compute={precision.compute}")
     if precision.fp8:
         _fp8(case, device)
+    else:
+        case.refuse_idle("config", "precision.fp8_recipe", "precision.fp8=false")
 
 
 def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:

@@ -1,0 +1,45 @@
+"""The next step's samples, read by a thread while a GPU works on this step's.
+
+On a CPU there is nothing to gain: reading would take time from the core that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from nanoscale.data.batch import Batch
+
+
+class Source(Protocol):
+    """Samples of which every step's follow from how many were consumed before, as those of a `Loader`."""
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> Iterable[Batch]: ...
+
+
+class Prefetched:
+    """The same samples at the same steps; what goes wrong in reading them is raised when they are asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._expected: tuple[int, ...] = ()
+        self._coming: Future[list[Batch]] | None = None
+
+    def micro_batches(
+        self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
+    ) -> list[Batch]:
+        rest = (global_batch, dp_rank, dp, micro_batch)
+        coming = self._coming
+        if coming is None or self._expected != (consumed, *rest):
+            coming = self._reader.submit(self._read, consumed, *rest)
+        batches = coming.result()
+        self._expected = (consumed + global_batch, *rest)
+        self._coming = self._reader.submit(self._read, *self._expected)
+        return batches
+
+    def _read(self, *which: int) -> list[Batch]:
+        return list(self._source.micro_batches(*which))

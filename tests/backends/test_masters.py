@@ -1,0 +1,61 @@
+"""A single process in a narrow type against a loop that keeps wide weights beside the model by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.backends.optimizer import make_optimizer
+from nanoscale.data.batch import Batch
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from tests.jobs import SEQ_LEN, SHAPE, make_config
+
+CPU = torch.device("cpu")
+
+
+def micro_batches() -> list[Batch]:
+    tokens = np.random.default_rng(1).integers(0, SHAPE.vocab, (8, SEQ_LEN + 1))
+    return [Batch.of_rows(tokens[i : i + 2]) for i in range(0, 8, 2)]
+
+
+def test_gradients_add_up_in_masters_and_weights_follow_them(tmp_path: Path) -> None:
+    config = make_config(tmp_path, precision="bf16")
+    engine = NativeEngine(config, CPU)
+    model = Transformer(SHAPE)
+    initialise(model, SHAPE, config.train.seed)
+    masters = [
+        (name, torch.nn.Parameter(p.detach().clone())) for name, p in model.named_parameters()
+    ]
+    optimizer = make_optimizer(masters, config.optimizer)
+    model.bfloat16()
+    for _ in range(3):
+        result = engine.train_step(micro_batches(), 1e-2)
+        sums = [torch.zeros_like(master) for _, master in masters]
+        for batch in micro_batches():
+            inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+            logits = model(inputs).float().flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / (8 * SEQ_LEN)
+            for total, grad in zip(
+                sums, torch.autograd.grad(loss, model.parameters()), strict=True
+            ):
+                total += grad
+        for total, (_, master) in zip(sums, masters, strict=True):
+            master.grad = total
+        norm = torch.nn.utils.clip_grad_norm_([m for _, m in masters], 0.5)
+        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        optimizer.step()
+        for (_, master), parameter in zip(masters, model.parameters(), strict=True):
+            parameter.data.copy_(master)
+    state = engine.state()
+    for name, master in masters:
+        torch.testing.assert_close(state[f"model.{name}"], master.data, rtol=0, atol=1e-6)
+    (ours,) = engine.parts.values()
+    assert all(p.dtype == torch.bfloat16 and p.grad is None for p in ours.parameters())
