@@ -21,7 +21,7 @@ MARK = "NANOSCALE_JOB"
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
-TRAINING, BANDWIDTH, EVALUATION = "training", "bandwidth", "evaluation"
+TRAINING, BANDWIDTH, EVALUATION, BENCH = "training", "bandwidth", "evaluation", "bench"
 """what ranks may be asked to do"""
 
 _WRITE_S = 1.0

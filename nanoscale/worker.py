@@ -20,7 +20,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
-from nanoscale.channel import BANDWIDTH, EVALUATION, TRAINING
+from nanoscale.channel import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
 from nanoscale.lifeline import die_with
@@ -72,6 +72,7 @@ JOBS = {
     TRAINING: "nanoscale.train.job",
     BANDWIDTH: "nanoscale.parallel.bandwidth",
     EVALUATION: "nanoscale.train.evaluation",
+    BENCH: "nanoscale.train.bench",
 }
 """by what the launcher calls it, the module whose `run` is the job"""
 

@@ -200,6 +200,8 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     if checkpoints:
         lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
     lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
+    if run.profile.exists():
+        lines.append(f"  profile     {run.profile}")
     if run.report.exists():
         lines.append(f"  report      {run.report}")
     if compared:

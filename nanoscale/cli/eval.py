@@ -121,7 +121,8 @@ def _loss(
     options: dict[str, Setting],
     as_json: bool,
 ) -> int:
-    from nanoscale.launch.evaluation import EvaluationError, evaluate
+    from nanoscale.channel import EVALUATION
+    from nanoscale.launch.errand import ErrandError, run_errand
 
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -138,8 +139,8 @@ def _loss(
     with saying() as say:
         say("starting the ranks …")
         try:
-            figures = evaluate(config, hosts, task, say)
-        except EvaluationError as error:
+            figures = run_errand(EVALUATION, config, hosts, task, say)
+        except ErrandError as error:
             print(f"error: {error}", file=sys.stderr)
             return FAILED
     document = _document(config, task, figures)

@@ -32,6 +32,7 @@ VERBS = (
     "data",
     "generate",
     "eval",
+    "bench",
     "runs",
     "checkpoints",
     "config",
@@ -40,7 +41,7 @@ VERBS = (
 """module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
 
 
-_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "config")
+_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "bench", "config")
 """verbs that take overrides"""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

@@ -203,6 +203,8 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
         output = output_of(run, job.submission)
         if output is not None:
             rows["its output"] = str(output)
+    if run.profile.exists():
+        rows["profile"] = str(run.profile)
     if document["metrics"]:
         rows |= figures(document["metrics"])
     if document["failure"]:

@@ -574,6 +574,20 @@ class Logger:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """Steps that are recorded, into the run's profile/ folder: what they spend their time on."""
+
+    steps: int | str | list[int] | None = key(
+        None,
+        "which: 10, '10-12' (both ends too) or [10,20], counted in the whole run; each series of steps is one "
+        "trace of torch.profiler, on a GPU with a snapshot of its memory; null: none",
+        unit="steps",
+        at_least=1,
+    )
+    ranks: list[int] = key([0], "ranks that are recorded", at_least=0)
+
+
+@dataclass(frozen=True)
 class Train:
     """How long, how much, how often."""
 
@@ -634,4 +648,5 @@ class Config:
     cluster: Cluster = field(default_factory=Cluster)
     launcher: Launcher = field(default_factory=Launcher)
     logger: Logger = field(default_factory=Logger)
+    profile: Profile = field(default_factory=Profile)
     train: Train = field(default_factory=Train)

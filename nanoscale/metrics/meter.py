@@ -26,6 +26,12 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done all that it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _flops_per_token(config: Config) -> int | None:
     """None where nobody knows: of the experts of `model=hf`, how many a token takes."""
     if has_experts(config.model.hf_config):

@@ -119,6 +119,11 @@ class RunDirectory:
         return self.checkpoints / "latest"
 
     @property
+    def profile(self) -> Path:
+        """Traces of the steps that `profile.steps` chose."""
+        return self.path / "profile"
+
+    @property
     def report(self) -> Path:
         return self.path / "report.html"
 

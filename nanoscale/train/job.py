@@ -21,6 +21,7 @@ from nanoscale.parallel import ranks
 from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs import events, fence, lock
 from nanoscale.train.loop import Note, Progress, Training
+from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
 from nanoscale.train.stop import StopAgreement
 
@@ -44,6 +45,7 @@ def run(context: RankContext) -> str:
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     stop = StopAgreement(context.stop)
+    note = noter(context)
     training = Training(
         workspace=context.workspace,
         config=config,
@@ -53,7 +55,8 @@ def run(context: RankContext) -> str:
         rank=context.rank,
         meter=Meter(config, context.world_size, device),
         sinks=sinks_of(context, progress.step),
-        note=noter(context),
+        note=note,
+        recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
     )
     if config.lora.rank:
         training.note("adapters", f"training {describe_adapters(config)}")

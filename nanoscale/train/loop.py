@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.prefetch import Prefetched, Source
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
+from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import ranks
+from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 from nanoscale.train.stop import StopAgreement
@@ -53,6 +55,7 @@ class Training:
     meter: Meter
     sinks: list[Sink]
     note: Note
+    recorder: Recorder = field(default_factory=Recorder.of_nothing)
 
     def __post_init__(self) -> None:
         self.sizes = derive(self.config)
@@ -76,8 +79,10 @@ class Training:
             if stop.reached(self.saver.failed):
                 return self.leave_early()
             self.report_saved(self.saver.finished())
+            self.recorder.before(self.progress.step + 1)
             self.meter.begin()
-            result = self.advance()
+            with self.recorder.marked(STEP):
+                result = self.advance()
             step = self.progress.step
             evaluating = is_due(step, self.config.train.eval_every)
             saving = is_due(step, self.config.checkpoint.every)
@@ -89,6 +94,7 @@ class Training:
                 self.meter.end()
             if saving:
                 self.save(self.saver.begin)
+        self.recorder.end(self.progress.step + 1)
         self.report_saved(self.saver.finish())
         if self.config.checkpoint.at_end:
             self.save(self.saver.write)
@@ -104,7 +110,9 @@ class Training:
             self.sizes.dp,
             self.sizes.micro_batch,
         )
-        self.last = self.engine.train_step(list(micro_batches), self.learning_rate(step))
+        with self.recorder.marked(DATA):
+            batches = list(micro_batches)
+        self.last = self.engine.train_step(batches, self.learning_rate(step))
         self.progress.step = step
         self.progress.consumed_samples += self.sizes.global_batch
         return self.last
@@ -163,6 +171,7 @@ class Training:
         return loss_sum / max(tokens, 1)
 
     def leave_early(self) -> str:
+        self.recorder.end(self.progress.step + 1)
         self.report_saved(self.saver.finish())
         self.note("stopping", f"asked to stop after step {self.progress.step}")
         if self.config.checkpoint.at_stop:

@@ -67,6 +67,11 @@ BASE = "model.init_from=/models/base"
 LAWS = [
     # words, where, the key that is named
     (["parallel.dp=3"], CPU, "train.global_batch"),
+    (["profile.steps=10-999999"], CPU, "profile.steps"),
+    (["profile.steps=3:5"], CPU, "profile.steps"),
+    (["profile.steps=[1,999999]"], CPU, "profile.steps"),
+    (["profile.steps=2", "profile.ranks=[0,1]"], CPU, "profile.ranks"),
+    (["profile.ranks=[1]", "parallel.dp=2"], CPU, "profile.ranks"),
     (["model.sliding_window=32"], CPU, "train.seq_len"),
     (["model.bias=true", "model.qkv_bias=true"], CPU, "model.qkv_bias"),
     (["train.global_batch=6", "parallel.dp=4"], CPU, "train.global_batch"),

@@ -23,6 +23,7 @@ from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.numbers import check_optimizer, check_precision
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
+from nanoscale.config.rules.profiling import check_profile
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
@@ -65,6 +66,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     compiled = resolve_compile(case, layout.device)
     train = resolve_train(case, layout.dp)
     scheduler = resolve_scheduler(case, train)
+    check_profile(case, train, layout.ranks)
     check_precision(case, layout.device)
     check_backend(case)
     check_zero(case, layout.device, layout.dp)

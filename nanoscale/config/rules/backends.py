@@ -13,7 +13,9 @@ from nanoscale.config.report import override
 from nanoscale.config.rules.case import Case, listed
 from nanoscale.config.schema import Backend, Config, Zero
 
-OUTSIDE = ("run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "train")
+OUTSIDE = (
+    "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train",
+)  # fmt: skip
 """sections that are the launcher's or the training loop's: they hold with every backend"""
 
 

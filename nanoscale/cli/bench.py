@@ -1,0 +1,108 @@
+"""`nanoscale bench`: what a recipe's steps take on this machine, or on the hosts of a job."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
+from nanoscale.cli.fit import Force
+from nanoscale.cli.hosts import (
+    Exclude,
+    Hostfile,
+    Include,
+    NoPreflight,
+    NumGpus,
+    NumNodes,
+    as_settings,
+)
+from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
+from nanoscale.errors import UserError
+
+if TYPE_CHECKING:
+    from nanoscale.config.schema import Config
+
+_RECORDED = 3
+"""steps after the timed ones, of which the first is not looked at"""
+
+
+def bench(
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Steps before them that are not.")] = 3,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN|FILE",
+            help="Show a run's figures, or those of an earlier bench's --json, beside.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    config_dir: ConfigDir = None,
+    hostfile: Hostfile = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    num_nodes: NumNodes = None,
+    num_gpus: NumGpus = None,
+    no_preflight: NoPreflight = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> int:
+    """Measure a recipe: throughput, step time and its parts, memory, MFU, the stall of a checkpoint.
+
+    The job's ranks train for some steps; no run is made, nothing is kept. With checkpoint.every a checkpoint is
+    written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
+    """
+    from nanoscale.channel import BENCH
+    from nanoscale.cli.fit import planned
+    from nanoscale.cli.train import compose_request
+    from nanoscale.launch.bench import compared, document, read_other, room_for_checkpoint
+    from nanoscale.launch.errand import ErrandError, run_errand
+
+    for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
+        if value < least:
+            raise UserError("usage", f"{option} {value}: must be at least {least}")
+    other = read_other(compare) if compare is not None else None
+    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    request = compose_request(overrides or [], config, config_dir, options, fetch=False)
+    _refuse_profile(request.config)
+    request = planned(request, force=force)
+    measured = _measured(request.config, warmup + steps + _RECORDED)
+    with saying() as say, room_for_checkpoint(request.config) as folder:
+        task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
+        say("starting the ranks …")
+        try:
+            found = run_errand(BENCH, measured, request.hosts, task, say)
+        except ErrandError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
+    told = {**document(request.config, found, request.plan), "warmup": warmup}
+    if other is not None:
+        told["compared"] = compared(told, other)
+    if as_json:
+        print_json(told)
+    else:
+        from nanoscale.cli.bench_text import print_bench
+
+        print_bench(told)
+    return DONE
+
+
+def _refuse_profile(config: Config) -> None:
+    if config.profile.steps is not None:
+        raise UserError(
+            "usage",
+            f"profile.steps={config.profile.steps} writes into a run, and a bench makes none: leave it out, or "
+            "type nanoscale train",
+        )
+
+
+def _measured(config: Config, steps: int) -> Config:
+    """What the ranks train: random weights take as long as others, and the schedule has room for all steps."""
+    assert config.train.steps is not None
+    train = replace(config.train, steps=max(config.train.steps, steps), sample_tokens=0)
+    return replace(config, train=train, model=replace(config.model, init_from=None))

@@ -1,0 +1,129 @@
+"""What `nanoscale bench` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanoscale.cli.output import console
+from nanoscale.launch.console import seconds
+from nanoscale.runs.parts import in_words
+
+
+def print_bench(told: dict[str, Any]) -> None:
+    """The figures, from the whole to its parts."""
+    screen = console()
+    for line in [*_head(told), "", *_figures(told), *_parts(told), *_checkpoint(told)]:
+        screen.print(line, markup=False, soft_wrap=True)
+    if "compared" in told:
+        _print_compared(told)
+
+
+def _head(told: dict[str, Any]) -> Iterator[str]:
+    ranks = f"{told['world_size']} rank{'s' if told['world_size'] > 1 else ''}"
+    layout = " · ".join(f"{axis} {told['layout'][axis]}" for axis in ("dp", "tp", "pp", "cp"))
+    yield (
+        f"{told['model']}, {told['parameters'] / 1e6:,.1f} M parameters, {told['precision']}, "
+        f"{told['backend']}, {ranks} on {told['device']}"
+    )
+    yield (
+        f"{layout} · ZeRO {told['zero_stage']}; global batch {told['global_batch']} = micro batch "
+        f"{told['micro_batch']} · dp {told['layout']['dp']} · accumulation {told['accumulation']}, "
+        f"{told['seq_len']:,} tokens each"
+    )
+
+
+def _figures(told: dict[str, Any]) -> Iterator[str]:
+    plan = told["predicted"] or {}
+
+    def row(label: str, text: str, predicted: str | None = None) -> str:
+        return f"{label:16}{text}" + (f"; planned {predicted}" if predicted else "")
+
+    def planned(name: str, form: Any) -> str | None:
+        return form(plan[name]) if plan.get(name) is not None else None
+
+    spread = f"{seconds(told['step_time_least_s'])} to {seconds(told['step_time_most_s'])}"
+    timed = f"the median of {told['steps']} after {told['warmup']} that warm up, {spread}"
+    yield row(
+        "step",
+        f"{seconds(told['step_time_s'])}, {timed}",
+        planned("step_time_s", seconds),
+    )
+    yield row(
+        "throughput",
+        f"{told['tokens_per_s']:,.0f} tokens/s, {told['tokens_per_s_per_device']:,.0f} a device",
+        planned("tokens_per_s", lambda value: f"{value:,.0f}"),
+    )
+    memory = planned("memory_gib", lambda value: f"{value:.2f}")
+    yield row("memory", f"{told['memory_gib']:.2f} GiB at most", memory)
+    if told["first_step_s"] is not None:
+        yield row("first step", seconds(told["first_step_s"]))
+    yield from _use(told, row)
+
+
+def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
+    if told["model_tflops"] is None:
+        yield row("MFU", "unknown: nobody knows how many experts a token takes")
+        return
+    yield row("computes", f"{_flops(told['model_tflops'])} of the model's, a device")
+    roofs = (
+        ("peak", "the maker's peak", "peak_tflops", "mfu", "hfu"),
+        ("products", "large products here", "matmul_tflops", "mfu_of_measured", "hfu_of_measured"),
+    )
+    for label, words, roof, mfu, hfu in roofs:
+        if told[roof] is None:
+            yield row(f"of {label}", f"unknown: nobody promises one of {told['device']}")
+            continue
+        again = f", HFU {told[hfu]:.1%}" if told[hfu] is not None else ""
+        yield row(f"of {label}", f"MFU {told[mfu]:.1%}{again} of {_flops(told[roof])}, {words}")
+
+
+def _flops(tera: float) -> str:
+    return f"{tera:.4g} TFLOP/s" if tera >= 1 else f"{1e3 * tera:.4g} GFLOP/s"
+
+
+def _parts(told: dict[str, Any]) -> Iterator[str]:
+    parts = told["parts"]
+    if parts is None:
+        return
+    yield ""
+    longer = parts["step_s"] / told["step_time_s"]
+    yield (
+        f"parts of a step, by the {parts['where']}'s time, of {parts['steps']} further ones that were recorded "
+        f"and took {longer:.2f} times as long"
+    )
+    yield from in_words(parts)
+
+
+def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
+    found = told["checkpoint"]
+    if found is None:
+        return
+    yield ""
+    if "problem" in found:
+        yield f"checkpoint: not measured: {found['problem']}"
+        return
+    how = "asynchronous" if found["asynchronous"] else "synchronous"
+    first = f", {seconds(found['first_stall_s'])} for the first" if found["asynchronous"] else ""
+    yield (
+        f"checkpoint      the training stands still for {seconds(found['stall_s'])}{first}, "
+        f"{found['share']:.2%} of the time with one every {found['every']} steps; {how}, "
+        f"{found['gib']:.3g} GiB, there after {seconds(found['seconds'])}"
+    )
+
+
+def _print_compared(told: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    other = told["compared"]
+    table = Table("", "this", other["name"], "ratio", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, ratio in other["ratios"].items():
+        label = name.replace("_", " ")
+        table.add_row(label, f"{told[name]:,.4g}", f"{other[name]:,.4g}", f"{ratio:.3f}")
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = 1000  # a file has no edge to wrap at
+    screen.print()
+    screen.print(table)

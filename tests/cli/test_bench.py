@@ -1,0 +1,122 @@
+"""`nanoscale bench`: what it measures of a real job, what it shows, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.schema import Cluster, Config, Train
+from nanoscale.launch.bench import compared, document
+from nanoscale.plan.model_math import flops_per_token
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.parts import PARTS
+from tests.jobs import make_config
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks, through the launcher, with a checkpoint; one rank beside them."""
+    monkeypatch.chdir(tmp_path)
+    words = ["recipe=debug", "parallel.dp=2", "train.steps=6", "train.sample_tokens=0"]
+    words += ["train.seq_len=32", "launcher.threads=1"]
+    saving = ["checkpoint.every=5", "checkpoint.asynchronous=true", "run.root=elsewhere"]
+    assert nanoscale(["bench", *words, *saving, "--steps", "4", "--warmup", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [path.name for path in tmp_path.iterdir()] == []
+    assert found["steps"] == 4 and found["warmup"] == 1 and found["world_size"] == 2
+    assert found["step_time_least_s"] <= found["step_time_s"] <= found["step_time_most_s"]
+    speed = found["tokens_per_step"] / found["step_time_mean_s"]
+    assert found["tokens_per_s"] == pytest.approx(speed) and found["tokens_per_step"] == 8 * 32
+    assert found["mfu"] is None and 0 < found["mfu_of_measured"] == found["hfu_of_measured"]
+    assert found["predicted"]["step_time_s"] > 0
+    parts = found["parts"]
+    assert parts["where"] == "host" and parts["steps"] == 2
+    assert sum(parts[f"{name}_s"] for name in PARTS) == pytest.approx(parts["step_s"])
+    for name in ("data", "forward", "backward", "optimizer", "communication"):
+        assert parts[f"{name}_s"] > 0, name
+    checkpoint = found["checkpoint"]
+    assert checkpoint["asynchronous"] and 0 < checkpoint["stall_s"] < checkpoint["seconds"]
+    # parameters and two moments, in fp32
+    assert checkpoint["gib"] == pytest.approx(12 * found["parameters"] / 2**30, rel=0.2)
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(found))
+
+    bench = ["bench", *words, "parallel.dp=1", "--steps", "1", "--warmup", "0"]
+    assert nanoscale([*bench, "--compare", str(kept)]) == 0
+    shown = capsys.readouterr().out
+    for said in ("tokens/s", "planned", "backward", "unknown: nobody promises one of cpu"):
+        assert said in shown
+    assert "checkpoint" not in shown and "ratio" in shown and str(kept) in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+
+    for wrong, said in (
+        (["--steps", "0"], "at least 1"),
+        (["--compare", "two"], "no run 'two'"),
+        (["--compare", __file__], "no bench's JSON"),
+        (["parallel.tp=3"], "tp"),
+        (["profile.steps=2"], "makes none"),
+    ):
+        assert nanoscale(["bench", *words, *wrong]) == 2, wrong
+        assert said in capsys.readouterr().err
+
+
+def test_figures_beside_a_run(tmp_path: Path) -> None:
+    """The median of what it has logged, after its first steps."""
+    from nanoscale.launch.bench import read_other
+
+    config = make_config(tmp_path, dp=2)
+    run = RunDirectory.create(tmp_path, "run")
+    from nanoscale.config import frozen
+
+    run.config.write_text(frozen.dump(config))
+    lines = [
+        {"step": step, "step_time_s": seconds, "tokens_per_s": 128 / seconds, "mfu": 0.1 / seconds}
+        | {"memory_gib": 1.5}
+        for step, seconds in enumerate((9.0, 9.0, 9.0, 1.0, 2.0, 4.0), 1)
+    ]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = read_other(str(run.path))
+    assert other["step_time_s"] == 2.0 and other["tokens_per_s"] == 8 * 16 / 2.0
+    assert other["tokens_per_s_per_device"] == other["tokens_per_s"] / 2
+    assert other["mfu"] == pytest.approx(0.05) and other["hfu"] is None
+    mine: dict[str, Any] = {**other, "step_time_s": 1.0, "hfu": 0.5}
+    ratios = compared(mine, other)["ratios"]
+    assert ratios["step_time_s"] == 0.5 and ratios["mfu"] == 1 and "hfu" not in ratios
+
+
+def test_use_of_the_device_by_hand() -> None:
+    """KempnerForge's row: 10,471 tokens/s of an 8.03 B Llama on one H200 (989 TFLOP/s), sequence 4096."""
+    from dataclasses import replace
+
+    from tests.metrics.test_meter import LLAMA_8B
+
+    train = Train(steps=1, global_batch=1, micro_batch=1, seq_len=4096)
+    config = Config(model=LLAMA_8B, train=train, cluster=Cluster(peak_tflops=989.0))
+    config = replace(config, parallel=replace(config.parallel, dp=1))
+    times = [4096 / 10471 * factor for factor in (0.9, 1.0, 1.1)]
+    measured: dict[str, Any] = {
+        "device": "NVIDIA H200",
+        "matmul_flops": 700e12,
+        "times_s": times,
+        "first_step_s": 1.0,
+        "loss": 5.0,
+        "memory_gib": 100.0,
+        "parts": None,
+        "checkpoint": None,
+    }
+    found = document(config, measured, None)
+    flops = 10471 * flops_per_token(LLAMA_8B, 4096)
+    assert found["tokens_per_s_per_device"] == pytest.approx(10471)
+    assert found["mfu"] == found["hfu"] == pytest.approx(flops / 989e12)
+    assert found["mfu_of_measured"] == pytest.approx(flops / 700e12)
+    full = replace(config.parallel, activation_checkpointing="full")
+    plan = {"mfu": 0.3, "hfu": 0.4, "memory": {"allocated_gib": 90.0}, "step_time_s": 0.4}
+    plan |= {"tokens_per_s": 1.0, "hardware": {"device": "h200"}}
+    found = document(replace(config, parallel=full), measured, plan)
+    assert found["hfu"] == pytest.approx(found["mfu"] * 4 / 3)
+    assert document(replace(config, parallel=full), measured, None)["hfu"] is None
