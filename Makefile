@@ -27,8 +27,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# All of it, or some: make bench PARTS='start step'
 bench: $(READY)
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python -m scripts.bench $(PARTS)
 
 # The planner against published measurements; PLAN_CSV is where they are.
 bench-plan: $(READY)

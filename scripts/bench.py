@@ -1,7 +1,7 @@
 """Measure nanoscale beside its peers on this machine, as ratios in one run: `make bench`.
 
 Prints one table and keeps it under benchmarks/results/ with date, machine and versions. `make bench` takes
-some minutes; name parts (start, launch, step, backends, data) to run these alone.
+ten minutes or so on two cores; name parts to run these alone.
 """
 
 from __future__ import annotations
@@ -23,24 +23,30 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+PEERS = ("nanoscale", "torch", "hydra-core", "typer", "deepspeed", "transformers", "accelerate")
 Row = tuple[str, float, str, float | None]
 """what was measured, its figure, its unit, and the figure over its peer's"""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "parts", nargs="*", help="start, launch, step, backends, data; all by default"
-    )
-    parser.add_argument("--no-save", action="store_true", help="only print the table")
-    arguments = parser.parse_args()
     parts: dict[str, Callable[[], list[Row]]] = {
         "start": bench_start,
+        "plan": bench_plan,
         "launch": bench_launch,
+        "resume": bench_resume,
         "step": bench_step,
+        "checkpoint": bench_checkpoint,
         "backends": bench_backends,
         "data": bench_data,
     }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all by default")
+    parser.add_argument("--no-save", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - parts.keys():
+        parser.error(
+            f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(parts)}"
+        )
     rows = [row for name in arguments.parts or parts for row in parts[name]()]
     text = render(rows)
     print(text)
@@ -49,20 +55,44 @@ def main() -> None:
 
 
 def bench_start() -> list[Row]:
-    """Wall time of commands that only look things up."""
-    commands = {
-        "torchrun --help": [str(BIN / "torchrun"), "--help"],
-        "nanoscale --help": [str(BIN / "nanoscale"), "--help"],
-        "nanoscale config show recipe=llama-8b": [
-            str(BIN / "nanoscale"),
-            "config",
-            "show",
-            "recipe=llama-8b",
-        ],
+    """Wall time of commands that only look things up, and of the peers' help."""
+    return beside(
+        {
+            "torchrun --help": ["torchrun", "--help"],
+            "deepspeed --help": ["deepspeed", "--help"],
+            "accelerate launch --help": ["accelerate", "launch", "--help"],
+            "nanoscale --help": ["nanoscale", "--help"],
+            "nanoscale config show recipe=llama-8b": words("config show recipe=llama-8b"),
+        }
+    )
+
+
+def bench_plan() -> list[Row]:
+    """Wall time of plans of a large job, beside a peer that says how it is called in the same time."""
+    job = "recipe=llama-70b cluster=h100-sxm cluster.hosts=16"
+    return beside(
+        {
+            "torchrun --help": ["torchrun", "--help"],
+            "nanoscale plan, llama-70b on 128 H100": words(
+                f"plan {job} parallel.tp=8 parallel.pp=4"
+            ),
+            "nanoscale plan --search, llama-70b on 128 H100": words(f"plan {job} --search"),
+        }
+    )
+
+
+def words(text: str) -> list[str]:
+    return ["nanoscale", *text.split()]
+
+
+def beside(commands: dict[str, list[str]]) -> list[Row]:
+    """Each command's wall time, and its ratio to that of the first."""
+    seconds = {
+        name: median_of(5, lambda c=command: run([str(BIN / c[0]), *c[1:]]))
+        for name, command in commands.items()
     }
-    seconds = {name: median_of(5, lambda c=command: run(c)) for name, command in commands.items()}
-    peer = seconds["torchrun --help"]
-    return [(name, value, "s", value / peer) for name, value in seconds.items()]
+    first = next(iter(seconds.values()))
+    return [(name, value, "s", value / first) for name, value in seconds.items()]
 
 
 def bench_launch(ranks: int = 8) -> list[Row]:
@@ -99,19 +129,65 @@ def bench_launch(ranks: int = 8) -> list[Row]:
     ]
 
 
-def bench_step() -> list[Row]:
-    """Step time of the training loop on one process beside a plain PyTorch loop, in turns."""
-    result = result_of("bench_step.py")
-    ours, plain, ratio = result["ours_s"], result["plain_s"], result["ratio"]
+def bench_resume(ranks: int = 2) -> list[Row]:
+    """Time from a command to the end of the first step: of a new run, and of one that goes on."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = ["recipe=tiny", f"parallel.dp={ranks}", "train.eval_every=0", "train.sample_tokens=0"]
+        job += ["train.log_every=1", "scheduler.warmup_steps=0", "logger=none"]
+        train = [str(BIN / "nanoscale"), "train", *job, f"run.root={folder}", "train.steps=1"]
+        run([*train, "run.name=warm"])  # the corpus is prepared
+        pairs = []
+        for attempt in range(3):
+            path = Path(folder) / f"run-{attempt}"
+            fresh = time_to_first_step([*train, f"run.name={path.name}"], path)
+            resume = [str(BIN / "nanoscale"), "resume", str(path), "train.steps=2"]
+            pairs.append((fresh, time_to_first_step(resume, path, step=2)))
+    fresh, resumed = (statistics.median(times) for times in zip(*pairs, strict=True))
     return [
-        ("plain PyTorch loop, model tiny, one step", plain * 1e3, "ms", 1.0),
-        ("nanoscale, model tiny, one step", ours * 1e3, "ms", ratio),
+        (f"nanoscale train, tiny on {ranks} ranks, to the first step", fresh, "s", 1.0),
+        (
+            f"nanoscale resume, tiny on {ranks} ranks, to the next step",
+            resumed,
+            "s",
+            resumed / fresh,
+        ),
+    ]
+
+
+def bench_step() -> list[Row]:
+    """Step time on one process and on two, beside a plain PyTorch loop and other trainers, in turns."""
+    names = {
+        "plain": "plain PyTorch loop",
+        "trainer": "transformers' Trainer",
+        "deepspeed": "DeepSpeed by hand",
+        "ours": "nanoscale",
+    }
+    rows: list[Row] = []
+    for world in (1, 2):
+        found = result_of("bench_step", str(world))
+        kind = "1 process" if world == 1 else f"{world} processes"
+        for name, shown in names.items():
+            seconds, ratio = found[name]["seconds"], found[name]["ratio"]
+            rows.append((f"{shown}, tiny, {kind}, one step", seconds * 1e3, "ms", ratio))
+    return rows
+
+
+def bench_checkpoint() -> list[Row]:
+    """How long the training stands still for a checkpoint."""
+    found = result_of("bench_checkpoint")
+    state = f"checkpoint of {found['megabytes']:.0f} MB"
+    longer = found["longer_s"] / found["save_s"]
+    return [
+        (f"{state}, the training waits", found["save_s"] * 1e3, "ms", 1.0),
+        (f"{state}, asynchronous, stall", found["stall_s"] * 1e3, "ms", found["ratio"]),
+        (f"{state}, the first one", found["first_stall_s"] * 1e3, "ms", found["first_ratio"]),
+        (f"{state}, the step beside it is longer by", found["longer_s"] * 1e3, "ms", longer),
     ]
 
 
 def bench_data() -> list[Row]:
     """Text to tokens beside the tokenizers library, and samples beside slices of a numpy memmap."""
-    result = result_of("bench_data.py")
+    result = result_of("bench_data")
     threads = f"{result['threads']} threads"
     return [
         (f"tokenizers, {threads}, from memory to nothing", result["tokenizers"], "MB/s", 1.0),
@@ -150,11 +226,11 @@ def bench_backends(steps: int = 30) -> list[Row]:
     return rows
 
 
-def result_of(script: str) -> dict[str, Any]:
+def result_of(script: str, *arguments: str) -> dict[str, Any]:
     """The last line that a script of ours prints, which is JSON."""
-    command = [sys.executable, str(ROOT / "scripts" / script)]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    command = [sys.executable, "-m", f"scripts.{script}", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -165,11 +241,11 @@ def settled(run_dir: Path) -> tuple[float, float]:
     return step * 1e3, max(record["memory_gib"] for record in records)
 
 
-def time_to_first_step(command: list[str], run_dir: Path) -> float:
+def time_to_first_step(command: list[str], run_dir: Path, step: int = 1) -> float:
     began = time.time()
     run(command)
-    first = (run_dir / "metrics.jsonl").read_text().splitlines()[0]
-    return float(json.loads(first)["time"]) - began
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return next(float(it["time"]) for it in records if it["step"] == step) - began
 
 
 def run(command: list[str]) -> None:
@@ -204,7 +280,7 @@ def save(rows: list[Row], text: str) -> None:
         "date": day,
         "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("nanoscale", "torch", "hydra-core", "typer")},
+        "versions": {name: version(name) for name in PEERS},
         "rows": [dict(zip(("what", "figure", "unit", "ratio"), row, strict=True)) for row in rows],
     }
     folder = ROOT / "benchmarks" / "results"

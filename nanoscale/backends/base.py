@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,14 @@ class Engine(ABC):
         the former two in fp32 or fp64 and with the shapes of the whole model, in whatever shards, so that every
         layout of either backend can go on from them.
         """
+
+    def before_update(self, act: Callable[[], None]) -> None:
+        """Have `act` called each time before weights and moments change."""
+        self._stepped_optimizer().register_step_pre_hook(lambda *_: act())
+
+    @abstractmethod
+    def _stepped_optimizer(self) -> torch.optim.Optimizer:
+        """PyTorch's, which changes them."""
 
     @abstractmethod
     def frozen_state(self) -> dict[str, Tensor]:

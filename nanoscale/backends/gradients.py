@@ -22,6 +22,11 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return square.sqrt()
 
 
+def own_norm(gradients: list[Tensor]) -> Tensor:
+    """The same of what this rank alone has, a scalar; nothing is communicated."""
+    return square_norm(gradients).sqrt()
+
+
 def square_norm(gradients: list[Tensor]) -> Tensor:
     """This rank's part of the square of the norm, a scalar; nothing is communicated."""
     norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))

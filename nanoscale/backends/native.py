@@ -15,6 +15,7 @@ from nanoscale.backends.optimizer import (
     named_state,
     set_lr,
 )
+from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
@@ -23,6 +24,7 @@ from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel.apply import parallelise
 from nanoscale.parallel.mesh import Layout, lay_out
 from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
+from nanoscale.parallel.replicas import Replicas
 
 
 class NativeEngine(Engine):
@@ -36,6 +38,7 @@ class NativeEngine(Engine):
         self.masters = self._make_masters()
         self.balance = self._make_balance()
         self.pipeline = self._make_pipeline()
+        self.replicas = self._make_replicas()
         self.optimizer = make_optimizer(self.parameters(), config.optimizer)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -81,6 +84,9 @@ class NativeEngine(Engine):
         fill_state(self.optimizer)
         return self.state()
 
+    def _stepped_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer
+
     def frozen_state(self) -> dict[str, Tensor]:
         return {f"model.{name}": p for name, p in self._all_parameters() if not p.requires_grad}
 
@@ -99,6 +105,8 @@ class NativeEngine(Engine):
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
+            if self.replicas is not None:
+                self.replicas.begin_micro_batch(last)
             inputs, targets, documents = self._divide(batch)
             loss_sum = model(inputs, documents, targets)
             self._loss(loss_sum).backward()
@@ -120,15 +128,19 @@ class NativeEngine(Engine):
     @property
     def _scale(self) -> float:
         """What a sum over the global batch begins its backward pass with: FSDP averages over its ranks."""
-        ranks = self.config.parallel.cp * self.sizes.dp
+        ranks = self.config.parallel.cp * self.sizes.dp if self.replicas is None else 1
         return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
 
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; the norm before clipping."""
+        if self.replicas is not None:
+            self.replicas.finish()
         grads = [p.grad for _, p in self.parameters() if p.grad is not None]
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
-        norm = gradients.global_norm(grads)
+        # Replicas have all of the gradient, and the same one.
+        norm_of = gradients.global_norm if self.replicas is None else gradients.own_norm
+        norm = norm_of(grads)
         if self.config.optimizer.clip_norm is not None:
             gradients.clip(grads, norm, self.config.optimizer.clip_norm)
         return norm
@@ -144,6 +156,12 @@ class NativeEngine(Engine):
     def _after_forward(self) -> None:
         for part in self.parts.values():
             data_parallel.reshard(part)
+
+    def _make_replicas(self) -> Replicas | None:
+        if self.layout.data is None or not is_replicated(self.config):
+            return None
+        group = self.layout.data.get_group("dp_replicate")
+        return Replicas([p for _, p in self.parameters()], group)
 
     def _make_pipeline(self) -> Pipeline | None:
         if self.layout.pipeline is None:

@@ -45,6 +45,7 @@ class Saver:
         apart = self._may_be_beside and dist.is_initialized()
         self._group = dist.new_group(backend="gloo") if apart else None
         self._writing: Future[Saved] | None = None
+        self._stall_s = 0.0
 
     @property
     def failed(self) -> bool:
@@ -58,10 +59,12 @@ class Saver:
         Raises:
             OSError: as `sharded.save` does.
         """
-        return self._write(state, about, time.perf_counter(), None)
+        return self._write(state, about, time.perf_counter(), beside=False)
 
     def begin(self, state: State, about: dict[str, Any]) -> Saved | None:
         """Write the state as it is now, beside the training if that is wanted; the one before must be finished.
+
+        Before weights change again, `hold` must be called.
 
         Raises:
             OSError: as `sharded.save` does.
@@ -71,9 +74,13 @@ class Saver:
             return self.write(state, about)
         began = time.perf_counter()
         staged = self._staging.take(state)
-        stall = time.perf_counter() - began
-        self._writing = _beside(lambda: self._write(staged, about, began, stall, self._group))
+        self._stall_s = time.perf_counter() - began
+        self._writing = _beside(lambda: self._write(staged, about, began, beside=True))
         return None
+
+    def hold(self) -> None:
+        """Return when the state that `begin` was given may change."""
+        self._stall_s += self._staging.hold()
 
     def finished(self) -> Saved | None:
         """The checkpoint that was being written, once, as soon as it is there."""
@@ -90,20 +97,14 @@ class Saver:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
 
-    def _write(
-        self,
-        state: State,
-        about: dict[str, Any],
-        began: float,
-        stall_s: float | None,
-        group: dist.ProcessGroup | None = None,
-    ) -> Saved:
-        self._staging.wait()
-        path = sharded.save(self._workspace, state, about, group)
+    def _write(self, state: State, about: dict[str, Any], began: float, *, beside: bool) -> Saved:
+        if beside:
+            self._staging.fill()
+        path = sharded.save(self._workspace, state, about, self._group if beside else None)
         if self._rank == 0:
             store.prune(self._workspace, self._settings.keep_last, self._settings.keep_every)
         seconds = time.perf_counter() - began
-        return Saved(path, about["step"], seconds, seconds if stall_s is None else stall_s)
+        return Saved(path, about["step"], seconds, self._stall_s if beside else seconds)
 
 
 def _beside(act: Callable[[], T]) -> Future[T]:

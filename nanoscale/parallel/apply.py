@@ -7,6 +7,7 @@ from functools import partial
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
+from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
@@ -28,7 +29,7 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
     if config.lora.rank:
         lora.apply(model, config.lora, layout.tensor)
     prepare_blocks(model, config, layout.context, layout.place.cp)
-    if layout.data is not None:
+    if layout.data is not None and not is_replicated(config):
         data.shard(model, config, layout.data, layout.experts)
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: what each ZeRO stage shards, and when it communicates. All of them are FSDP2.
+"""Data parallelism: what each ZeRO stage shards, and when it communicates, by FSDP2.
 
 | stage | parameters are whole | gradients are reduced |
 |---|---|---|
@@ -8,11 +8,11 @@
 | 3 | inside a block's forward and backward only | scattered after every micro batch |
 
 Stage 0 is a sharding over groups of one rank: DDP's communication, by the means of the other stages, which
-work with every other axis. Between steps stages 1 and 2 keep their parameters sharded, so that they need
-less than ZeRO's definition (Rajbhandari et al. 2020, arXiv:1910.02054) allows. In a pipeline every stage's
-parameters stay whole for the step and gradients travel once, at its end: micro batches of several stages
-alternate there, and each would gather and scatter everything again. Across `dp_replicate` (HSDP) gradients
-are all-reduced once a step in every stage.
+work with every other axis; where there is none, and nothing to cast, `replicas` does with less. Between steps
+stages 1 and 2 keep their parameters sharded, so that they need less than ZeRO's definition (Rajbhandari et al.
+2020, arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients
+travel once, at its end: micro batches of several stages alternate there, and each would gather and scatter
+everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ another, so that reserved memory is the sum of what each of them once needed, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from nanoscale.config.schema import Config
@@ -18,7 +18,7 @@ from nanoscale.plan.memory_native import native_phases
 from nanoscale.plan.part import Part, mib
 from nanoscale.plan.phases import PARTS, Phase, RankPhases
 from nanoscale.plan.setting import Setting, setting_of
-from nanoscale.plan.shards import rank_holdings
+from nanoscale.plan.shards import Holding, rank_holdings
 
 HOLES = 0.05
 """assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
@@ -118,6 +118,7 @@ def setting_memory(
         held = holdings[rank]
         flying = in_flight[rank] if in_flight is not None else [1] * len(held.stages)
         found = phases_of(setting, held, flying)
+        found = replace(found, host=(*found.host, ("checkpoint copy", _staged(setting, held))))
         numbers = tuple(stage.number for stage in held.stages)
         memory.append(_highest(rank, numbers, found, setting.gpu, context_bytes))
     return memory
@@ -137,6 +138,17 @@ def _highest(
         )
         reserved = int(max(allocated, own + found.pools) * (1 + HOLES))
     return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, found)
+
+
+def _staged(setting: Setting, held: Holding) -> int:
+    """Bytes of the copy that checkpoints are written from beside the training; moments of 8 bits in 32."""
+    saving = setting.config.checkpoint
+    if not (saving.asynchronous and saving.every):
+        return 0
+    share = -(-held.numel // setting.shards) if setting.flat else held.shard
+    narrow = setting.config.optimizer.name == "adamw8bit"
+    moments = 8 if narrow else setting.states.optimizer
+    return int((setting.states.weights + moments) * share)
 
 
 def _explain_holes(memory: RankMemory) -> str:

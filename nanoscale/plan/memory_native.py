@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from nanoscale.config.layout import GRADIENT_BUCKET
 from nanoscale.plan.activations import describe, stage_activations
 from nanoscale.plan.flying import Flying, fly_all
 from nanoscale.plan.loss import LOGITS_AT_ONCE
@@ -51,7 +52,10 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 
 
 def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """One process: narrow copies of all weights all the time, and gradients in the width of the masters."""
+    """One process: narrow copies of all weights all the time, and gradients in the width of the masters.
+
+    Of several each with the whole model, gradients are copied into the bucket that they are sent in.
+    """
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
     grads = int(states.gradients)
@@ -59,6 +63,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     product, head = setting.compute * _product(setting, held), grads * held.head
     copies = int(states.copy * held.numel)
     first = 0 if before else head
+    bucket = min(GRADIENT_BUCKET, grads * held.numel) if setting.peers > 1 else 0
     return (
         Phase(
             "loss",
@@ -88,12 +93,12 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
                 0,
                 fly.last + fly.extra,
                 0,
-                0,
+                bucket,
             ),
         ),
         Phase(
             "end of the backward pass",
-            (weights, copies, grads * held.numel, optimizer, 0, 0, 0, 0),
+            (weights, copies, grads * held.numel, optimizer, 0, 0, 0, bucket),
         ),
         _update(setting, held, weights, optimizer, copies=copies),
     )
@@ -332,6 +337,8 @@ def _explain(
             f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
             f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
         )
+    if setting.single:
+        return f"a bucket of gradients on their way, of at most {mib(GRADIENT_BUCKET)}"
     return (
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
         f"boundaries of the pipeline {mib(fly.received)}"

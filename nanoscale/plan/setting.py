@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoscale.config.derive import derive
+from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config
 from nanoscale.plan.activations import Execution, Shape, shape_of
 from nanoscale.plan.states import BYTES, BytesPerParameter, bytes_per_parameter
@@ -27,7 +28,7 @@ class Setting:
     whole_ends: bool
     """tp leaves embedding and head whole"""
     single: bool
-    """one process, without FSDP2 and its copies"""
+    """one process, or one of several that each have the whole model: without FSDP2 and its copies"""
     shards: int
     """ranks that share the weights, the states and, from stage 2 on, the gradients"""
     peers: int
@@ -61,7 +62,7 @@ def setting_of(config: Config) -> Setting:
     sizes = derive(config)
     deepspeed = config.backend.name == "deepspeed"
     compute, params = BYTES[precision.compute], BYTES[precision.params]
-    single = sizes.world_size == 1 and not deepspeed
+    single = not deepspeed and (sizes.world_size == 1 or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu = config.launcher.device != "cpu"
     run = Execution(

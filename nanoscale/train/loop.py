@@ -64,6 +64,7 @@ class Training:
         self.saved_step = self.progress.step
         self.last: StepResult | None = None
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
+        self.engine.before_update(self.saver.hold)
 
     def go(self, stop: StopAgreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""

@@ -353,11 +353,43 @@ def test_replicas_of_a_sharded_model_hold_larger_shards():
     assert weights[1] == 2 * weights[0]
 
 
-def test_a_single_process_holds_no_copy_and_stage_0_holds_one():
-    alone = rank_memory(job("model=gpt2"))[0]
-    both = rank_memory(job("model=gpt2", dp=2))[0]
-    assert alone.part("compute copies").bytes == 0
-    assert both.part("compute copies").bytes == 4 * parameters(compose(["model=gpt2"]).config.model)
+def test_only_stage_0_in_one_precision_holds_no_copy():
+    alone, both, divided, cast = (
+        rank_memory(job("model=gpt2", *words, **layout))[0].part("compute copies").bytes
+        for words, layout in (
+            ((), {}),
+            ((), {"dp": 2}),
+            ((), {"dp": 2, "tp": 2}),
+            (("precision=bf16",), {"dp": 2}),
+        )
+    )
+    assert (alone, both) == (0, 0)
+    assert cast == 2 * parameters(compose(["model=gpt2"]).config.model)
+    assert divided > cast
+
+
+@pytest.mark.parametrize(
+    ("words", "stage", "copied"),
+    [
+        ((), 0, 12),
+        ((), 3, 12 / 8),
+        (("optimizer=sgd", "optimizer.momentum=0"), 2, 4 / 8),
+        (("optimizer=adamw8bit",), 2, 12 / 8),
+        (("checkpoint.asynchronous=false",), 0, 0),
+        (("checkpoint.every=0",), 0, 0),
+    ],
+)
+@pytest.mark.parametrize("backend", ["native", "deepspeed"])
+def test_the_copy_of_a_checkpoint_waits_on_the_host(
+    words: tuple[str, ...], stage: int, copied: float, backend: str
+):
+    """Weights and moments in 32 bits, of a rank's share; where nothing is shared, of all."""
+    saving = ("checkpoint.asynchronous=true", "checkpoint.every=10")
+    wanted = ("model=gpt-10b", "precision=bf16", *saving, *words)
+    (rank,) = rank_memory(job(*wanted, dp=8, stage=stage, backend={"name": backend}))
+    found = sum(part.bytes for part in rank.host)
+    numel = parameters(compose(["model=gpt-10b"]).config.model)
+    assert found == pytest.approx(copied * numel, rel=1e-3)
 
 
 def test_deepspeed_moves_states_to_the_host():

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.staging import Staging
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.worker import StopFlag
@@ -57,6 +58,25 @@ class Held(StopFlag):
             return write(workspace, state, about, group)
 
         sharded.save = wait_and_write  # type: ignore[assignment]
+        _copy_late()
+
+
+def _copy_late() -> None:
+    """Let the state be copied at the last moment: when the next update waits for it."""
+    waited_for = threading.Event()
+    fill, hold = Staging.fill, Staging.hold
+
+    def late_fill(self: Staging) -> None:
+        assert waited_for.wait(60)
+        waited_for.clear()
+        fill(self)
+
+    def telling_hold(self: Staging) -> float:
+        if not self._filled.is_set():
+            waited_for.set()
+        return hold(self)
+
+    Staging.fill, Staging.hold = late_fill, telling_hold  # type: ignore[method-assign]
 
 
 class HeldAndKilled(Held):
@@ -70,6 +90,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {},
     {"dp": 2, "stage": 3, "parallel": {"tp": 2}},
     {"dp": 2, "stage": 0},
+    {"dp": 2, "stage": 2, "precision": "fp32", "backend": Backend(name="deepspeed")},
 ]
 
 

@@ -1,0 +1,94 @@
+"""Data parallelism where nothing is divided: every rank has the whole model, and gradients are summed.
+
+They travel as DistributedDataParallel's do: in buckets, while the backward pass goes on. That one wraps the
+model's forward, and copies gradients into its buckets and out again; here what has arrived is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanoscale.config.layout import GRADIENT_BUCKET
+
+FIRST_BUCKET = 1 << 20
+"""bytes of the first one, so that it is soon under way"""
+
+
+@dataclass
+class _Bucket:
+    parameters: list[nn.Parameter]
+    missing: int = 0
+    """gradients that the backward pass has not come to yet"""
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        self.flat = torch.cat([_take_gradient(p).flatten() for p in self.parameters])
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
+
+    def receive(self) -> None:
+        assert self.flat is not None and self.work is not None
+        self.work.wait()
+        parts = self.flat.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.flat = self.work = None
+
+
+class Replicas:
+    """The sum over ranks of each parameter's gradient, once a step."""
+
+    def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """`parameters`: the same on every rank, in the order in which the forward pass comes to them."""
+        self._group = group
+        # The backward pass comes to the last ones first.
+        self._buckets = list(_divide(list(reversed(parameters))))
+        self._sent = len(self._buckets)
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+
+    def begin_micro_batch(self, last: bool) -> None:
+        """Say before a forward whether its backward ends the step."""
+        if last:
+            self._sent = 0
+            for bucket in self._buckets:
+                bucket.missing = len(bucket.parameters)
+
+    def finish(self) -> None:
+        """After the last backward: return when every parameter has the sum over ranks as its gradient."""
+        for bucket in self._buckets[self._sent :]:  # what this step did not use has no gradient
+            bucket.send(self._group)
+        self._sent = len(self._buckets)
+        for bucket in self._buckets:
+            bucket.receive()
+
+    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
+        bucket.missing -= 1
+        # On every rank in the same order, whatever the order in which gradients come.
+        while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
+            self._buckets[self._sent].send(self._group)
+            self._sent += 1
+
+
+def _divide(parameters: list[nn.Parameter]) -> Iterator[_Bucket]:
+    bucket, size, limit = _Bucket([]), 0, FIRST_BUCKET
+    for parameter in parameters:
+        bucket.parameters.append(parameter)
+        size += parameter.nbytes
+        if size >= limit:
+            yield bucket
+            bucket, size, limit = _Bucket([]), 0, GRADIENT_BUCKET
+    if bucket.parameters:
+        yield bucket
+
+
+def _take_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient, parameter.grad = parameter.grad, None
+    return torch.zeros_like(parameter) if gradient is None else gradient

@@ -1,0 +1,88 @@
+"""How long the training stands still for a checkpoint that is written beside it, and for one that is not.
+
+    python -m scripts.bench_checkpoint
+
+Both save the same state of one process, in turns. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint.saver import Saver
+from nanoscale.config import frozen
+from nanoscale.config.compose import compose
+from nanoscale.config.rules import Devices, check
+from nanoscale.data.dataset import open_data
+from nanoscale.devices import cores
+from nanoscale.runs import fence
+from nanoscale.runs.directory import RunDirectory
+
+TURNS = 4
+SHAPE = ("model.layers=6", "model.hidden=512", "model.heads=16", "model.ffn=1408")
+"""with AdamW's moments a state of some 180 MB"""
+
+
+def main() -> None:
+    torch.set_num_threads(cores())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        words = ["recipe=tiny", *SHAPE, "launcher.device=cpu", f"run.root={folder}"]
+        config = check(compose(words), Devices("cpu", 1))
+        run = RunDirectory.create(folder, "bench")
+        run.config.write_text(frozen.dump(config))
+        fence.begin(run, 0)
+        engine = NativeEngine(config, torch.device("cpu"))
+        data = open_data(config.data, config.train, config.model.vocab)
+        batch = data.train.batch(range(config.train.global_batch))
+        savers = [
+            Saver(run.workspace(0), replace(config.checkpoint, asynchronous=beside), 0)
+            for beside in (True, False)
+        ]
+        beside, waiting = savers
+        engine.before_update(beside.hold)
+
+        def step() -> None:
+            engine.train_step([batch], 1e-3)
+
+        step()
+        rounds = []
+        for turn in range(1 + TURNS):
+            usual = timed(step)
+            beside.begin(engine.state(), {"step": 2 * turn})
+            meanwhile = timed(step)
+            saved = beside.finish()
+            assert saved is not None
+            waited = waiting.write(engine.state(), {"step": 2 * turn + 1})
+            rounds.append((saved.stall_s, waited.seconds, meanwhile - usual))
+        size = sum(value.nbytes for value in engine.state().values())
+    first, *kept = rounds
+    result = {
+        "megabytes": size / 1e6,
+        "first_stall_s": first[0],
+        "stall_s": statistics.median(stall for stall, *_ in kept),
+        "save_s": statistics.median(waited for _, waited, _ in kept),
+        "longer_s": statistics.median(longer for *_, longer in kept),
+        "first_ratio": statistics.median(first[0] / waited for _, waited, _ in kept),
+        "ratio": statistics.median(stall / waited for stall, waited, _ in kept),
+    }
+    print(json.dumps(result))
+
+
+def timed(act: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
