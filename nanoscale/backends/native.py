@@ -135,7 +135,8 @@ class NativeEngine(Engine):
         """Undo the loss scale and clip; the norm before clipping."""
         if self.replicas is not None:
             self.replicas.finish()
-        grads = [p.grad for _, p in self.parameters() if p.grad is not None]
+        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in updated if p.grad is not None]
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
         # Replicas have all of the gradient, and the same one.

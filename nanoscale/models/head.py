@@ -32,7 +32,7 @@ class Vocabulary(Protocol):
         """The token of the first of them."""
 
     def log_sum(self, mine: Tensor) -> Tensor:
-        """The logarithm `[tokens]` of the sum of all exponentials, from that of this rank's."""
+        """The logarithm `[tokens, 1]` of the sum of all exponentials, from that of this rank's."""
 
     def total(self, mine: Tensor) -> Tensor:
         """The sum over ranks of a scalar."""
@@ -158,33 +158,39 @@ class _Wanted:
 
     def __init__(self, targets: Tensor, vocabulary: Vocabulary | None, size: int) -> None:
         self.vocabulary = vocabulary
-        counts = targets != IGNORED
-        row = targets - (0 if vocabulary is None else vocabulary.first)
-        self.mine = counts & (row >= 0) & (row < size)
-        self.row = row.where(self.mine, 0).unsqueeze(1)
-        """`[tokens, 1]`; where it is not `mine`, any"""
+        counts = mine = targets != IGNORED
+        row = targets
+        if vocabulary is not None:
+            row = targets - vocabulary.first
+            mine = counts & (row >= 0) & (row < size)
+        self.mine = mine.unsqueeze(1)
+        self.row = row.unsqueeze(1).where(self.mine, 0)
+        """where it is not `mine`, any"""
         self.weight = (counts * _HEADROOM).unsqueeze(1)
-        """`[tokens, 1]`, of a token's gradient"""
+        """of a token's gradient; all three are `[tokens, 1]`"""
 
 
 def _piece(logits: Tensor, wanted: _Wanted, loss: Tensor) -> Tensor:
-    if wanted.vocabulary is None:
-        log_softmax = F.log_softmax(logits, dim=-1, dtype=loss.dtype)
-    else:
-        log_sum = wanted.vocabulary.log_sum(_log_sum(logits, loss.dtype))
-        log_softmax = logits.to(loss.dtype) - log_sum.unsqueeze(1)
-    loss -= (log_softmax.gather(1, wanted.row).squeeze(1) * wanted.mine).sum()
-    softmax = log_softmax.exp_()
-    softmax.scatter_add_(1, wanted.row, -wanted.mine.to(loss.dtype).unsqueeze(1))
-    return torch.mul(softmax, wanted.weight.to(loss.dtype), out=logits)
+    softmax = F.softmax(logits, dim=-1, dtype=loss.dtype)
+    # No logarithm of what may be 0: the largest of n probabilities is at least 1/n.
+    log_sum = logits.amax(-1, keepdim=True).to(loss.dtype) - softmax.amax(-1, keepdim=True).log()
+    scale = weight = wanted.weight.to(loss.dtype)
+    if wanted.vocabulary is not None:
+        mine, log_sum = log_sum, wanted.vocabulary.log_sum(log_sum)
+        scale = weight * (mine - log_sum).exp()
+    log_probability = logits.gather(1, wanted.row).to(loss.dtype) - log_sum
+    loss -= (log_probability * wanted.mine).sum()
+    gradient = torch.mul(softmax, scale, out=logits)
+    at_target = (log_probability.exp() - wanted.mine.to(loss.dtype)) * weight
+    return gradient.scatter_(1, wanted.row, at_target.to(logits.dtype))
 
 
 def _fused_piece(logits: Tensor, wanted: _Wanted, loss: Tensor) -> Tensor:
     log_sum = _compiled(_log_sum)(logits, loss.dtype)
     if wanted.vocabulary is not None:
         log_sum = wanted.vocabulary.log_sum(log_sum)
-    at_target = logits.gather(1, wanted.row).squeeze(1).to(loss.dtype)
-    loss -= ((at_target - log_sum) * wanted.mine).sum()
+    log_probability = logits.gather(1, wanted.row).to(loss.dtype) - log_sum
+    loss -= (log_probability * wanted.mine).sum()
     gradient: Tensor = _compiled(_gradient)(logits, log_sum, wanted.row, wanted.mine, wanted.weight)
     return gradient
 
@@ -195,12 +201,11 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    return logits.to(dtype).logsumexp(dim=-1)
+    return logits.to(dtype).logsumexp(dim=-1, keepdim=True)
 
 
 def _gradient(logits: Tensor, log_sum: Tensor, row: Tensor, mine: Tensor, weight: Tensor) -> Tensor:
     """The same as in `_piece` in one pass; nothing is written in place."""
-    softmax = (logits.to(log_sum.dtype) - log_sum.unsqueeze(1)).exp()
-    column = torch.arange(logits.shape[1], device=logits.device)
-    hit = (column == row) & mine.unsqueeze(1)
+    softmax = (logits.to(log_sum.dtype) - log_sum).exp()
+    hit = (torch.arange(logits.shape[1], device=logits.device) == row) & mine
     return ((softmax - hit.to(softmax.dtype)) * weight.to(softmax.dtype)).to(logits.dtype)

@@ -114,7 +114,7 @@ class DividedVocabulary:
     group: ProcessGroup
 
     def log_sum(self, mine: Tensor) -> Tensor:
-        everyone = mine.new_empty(self.group.size(), len(mine))
+        everyone = mine.new_empty(self.group.size(), *mine.shape)
         dist.all_gather(list(everyone), mine, group=self.group)
         return everyone.logsumexp(dim=0)
 

@@ -39,7 +39,7 @@ def loss_memory(setting: Setting) -> LossMemory:
     if run.autocast or setting.vocabulary_parallel:
         hidden += shape.tokens * shape.hidden * compute
     softmax = piece * (compute + (compute if run.fused else wide))
-    if not run.fused and wide > compute and (setting.vocabulary_parallel or not setting.gpu):
+    if wide > compute and not setting.gpu and not run.fused:
         softmax += piece * wide
     product = piece * compute + weights * compute
     # The gradient of the weights is there from the first piece's product on.
