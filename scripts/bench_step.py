@@ -40,7 +40,7 @@ from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 
-ROUNDS, STEPS = 15, 8
+ROUNDS, STEPS = 32, 8
 WORDS = ("train.steps=100000", "train.eval_every=0", "checkpoint.at_end=false", "logger=none")
 
 
@@ -72,17 +72,22 @@ def measure(world: int, stage: int) -> dict[str, list[float]]:
         data = open_data(config.data, config.train, config.model.vocab)
         ranks.join(world, torch.device("cpu"), 120.0)
         ours = Ours(config, data, folder)
-        peers = {"plain": Plain(config, data), "deepspeed": DeepSpeed(config, data)}
+        plain, deepspeed = Plain(config, data), DeepSpeed(config, data)
+        blocks = [
+            ("plain", repeat(plain.step)),
+            ("ours", ours.block),
+            ("deepspeed", repeat(deepspeed.step)),
+        ]
 
         def turn(trainer: float) -> bool:
-            found = {name: timed(repeat(peer.step)) for name, peer in peers.items()}
-            rounds.append(found | {"ours": timed(ours.block), "trainer": trainer})
+            rounds.append({name: timed(block) for name, block in blocks} | {"trainer": trainer})
+            blocks.reverse()  # nobody always follows the same one
             return len(rounds) < ROUNDS
 
         drive_trainer(config, data, folder, STEPS, turn)
         ours.stop.close()
     kept = rounds[2:]
-    return {name: [one[name] for one in kept] for name in kept[0]}
+    return {name: [one[name] for one in kept] for name in (*dict(blocks), "trainer")}
 
 
 def bench_config(world: int, stage: int, folder: Path) -> Config:
