@@ -648,5 +648,5 @@ class Config:
     cluster: Cluster = field(default_factory=Cluster)
     launcher: Launcher = field(default_factory=Launcher)
     logger: Logger = field(default_factory=Logger)
-    profile: Profile = field(default_factory=Profile)
     train: Train = field(default_factory=Train)
+    profile: Profile = field(default_factory=Profile)

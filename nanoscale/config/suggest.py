@@ -17,12 +17,12 @@ def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, 
 def nearest_key(
     word: str, candidates: Collection[str], count: int = 3, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
-    """The same for dotted names, where `steps` or `trian.steps` mean `train.steps`."""
+    """The same for dotted names, where `trian.steps` means `train.steps`; of equal ones the first come first."""
     section, _, leaf = word.rpartition(".")
     scored = []
     for name in candidates:
         its_section, _, its_leaf = name.rpartition(".")
-        elsewhere = 0.1 if section and section != its_section else 0.0
+        elsewhere = 0.2 * (1 - _likeness(section, its_section)) if section else 0.0
         scored.append((_likeness(leaf, its_leaf) - elsewhere, name))
     return _best(scored, count, cutoff)
 
@@ -31,8 +31,8 @@ def _best(
     scored: Iterable[tuple[float, str]], count: int, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
     """The likeliest names, and those that are hardly less likely."""
-    near = sorted((-score, name) for score, name in scored if score >= cutoff)
-    return tuple(name for score, name in near[:count] if -score >= -near[0][0] - 0.15)
+    near = sorted((pair for pair in scored if pair[0] >= cutoff), key=lambda pair: -pair[0])
+    return tuple(name for score, name in near[:count] if score >= near[0][0] - 0.15)
 
 
 def _likeness(a: str, b: str) -> float:

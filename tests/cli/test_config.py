@@ -171,7 +171,7 @@ def test_a_mistyped_command_line_as_json(capsys):
     assert nanoscale(["config", "show", "--steps=3", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
     assert error["kind"] == "usage"
-    assert error["violations"][0]["suggestions"] == ["train.steps=3"]
+    assert error["violations"][0]["suggestions"] == ["train.steps=3", "profile.steps=3"]
 
 
 def test_help_and_version(capsys):
