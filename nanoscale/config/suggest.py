@@ -17,7 +17,7 @@ def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, 
 def nearest_key(
     word: str, candidates: Collection[str], count: int = 3, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
-    """The same for dotted names, where `trian.steps` means `train.steps`; of equal ones the first come first."""
+    """The same for dotted names, where `trian.steps` means `train.steps`; equal ones stay in their order."""
     section, _, leaf = word.rpartition(".")
     scored = []
     for name in candidates:
