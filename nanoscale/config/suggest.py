@@ -11,7 +11,7 @@ CUTOFF, SHORT_CUTOFF = 0.65, 0.75
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:
     """The candidates that `word` may have meant, best first; none if nothing is near."""
-    return _best(((_likeness(word, name), name) for name in candidates), count)
+    return _best(((_likeness(word, name), name) for name in sorted(candidates)), count)
 
 
 def nearest_key(
