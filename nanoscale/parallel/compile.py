@@ -1,4 +1,4 @@
-"""torch.compile of every block by itself: one compilation serves all, and what is around a block stays eager.
+"""torch.compile of every block by itself: one compilation serves all. Around blocks only the loss is compiled.
 
 Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside. What is
 recomputed is compiled with it, and its compiler then sees forward and recomputation in one.
