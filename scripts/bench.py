@@ -51,7 +51,7 @@ def main() -> None:
     text = render(rows)
     print(text)
     if not arguments.no_save:
-        save(rows, text)
+        save(rows, text, "".join(f"-{name}" for name in arguments.parts))
 
 
 def bench_start() -> list[Row]:
@@ -274,7 +274,8 @@ def render(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def save(rows: list[Row], text: str) -> None:
+def save(rows: list[Row], text: str, which: str) -> None:
+    """Where some parts alone were run, their figures do not replace those of all, which are of one run."""
     day = time.strftime("%Y-%m-%d")
     about: dict[str, Any] = {
         "date": day,
@@ -285,8 +286,8 @@ def save(rows: list[Row], text: str) -> None:
     }
     folder = ROOT / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{day}-cpu.json").write_text(json.dumps(about, indent=1) + "\n")
-    (folder / f"{day}-cpu.txt").write_text(text + "\n")
+    (folder / f"{day}-cpu{which}.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / f"{day}-cpu{which}.txt").write_text(text + "\n")
 
 
 if __name__ == "__main__":

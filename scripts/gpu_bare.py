@@ -34,6 +34,9 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile
 from nanoscale.plan.model_math import trained_flops_per_token
 
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit"}
+"""what Trainer calls ours"""
+
 
 def main() -> None:
     what, windows, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -121,7 +124,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Trainer:
-    """Hugging Face's, as its guide to a single GPU has it: bf16, SDPA, fused AdamW, compiled layers."""
+    """Hugging Face's, as its guide to a single GPU has it: bf16, SDPA, our optimizer, compiled layers."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -163,7 +166,7 @@ class Trainer:
             "gradient_accumulation_steps": train.global_batch // int(train.micro_batch),
             "max_steps": windows * steps,
             "bf16": True,
-            "optim": "adamw_torch_fused",
+            "optim": OPTIMIZERS[self.config.optimizer.name],
             "lr_scheduler_type": "constant",
             "gradient_checkpointing": self.config.parallel.activation_checkpointing == "full",
             "use_cpu": self.device.type == "cpu",

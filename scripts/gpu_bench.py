@@ -1,17 +1,16 @@
-"""What nanoscale reaches on one GPU, beside a loop written by hand and Trainer, in one run.
+"""What nanoscale reaches on one GPU, beside loops written by hand and Trainer, in one run.
 
 Usage: scripts/gpu_bench.sh [--minutes N] [--tiny] [PART…]
 
-Every row is a training of its own on random tokens; `nanoscale plan --search` chooses the fastest layout that
-fits the device, and what runs beside it gets the same micro batch and recomputation. A part that fails is told
-with its reason, and the others go on; none is begun once its time is over. Figures go as JSON to $OUT, or to
-benchmarks/results/, after every part.
+Every row is a training of its own on random tokens, nanoscale's a `nanoscale bench` with the parts of its step;
+`nanoscale plan --search` chooses the fastest layout that fits the device, and what runs beside it gets the same
+micro batch and recomputation. A part that fails is told with its reason, and the others go on; none is begun
+once its time is over. Figures go as JSON to $OUT, or to benchmarks/results/, after every part.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import importlib.util
 import json
 import os
@@ -22,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,14 @@ import numpy as np
 
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.devices import detect, driver
+from nanoscale.runs.parts import PARTS
 
 ROOT = Path(__file__).parent.parent
 WINDOWS, STEPS = 2, 2
-"""windows that are timed, after one to warm up, and optimizer steps in each"""
+"""windows that are timed, after one that warms up, and optimizer steps in each"""
 VOCABULARY = 128256
 ACCUMULATION = 4
 """micro batches in a step: the update and the masters' copies are amortised as in any real training"""
-ENOUGH = 300
-"""seconds left, so that what is less wanted may come before other parts"""
 SURE = 0.9
 """probability of fitting, below which a layout is not tried: running out of memory costs a minute"""
 SAME = (
@@ -50,10 +49,8 @@ SAME = (
     "checkpoint=none",
     "logger=none",
     "scheduler.warmup_steps=1",
-    f"train.steps={(WINDOWS + 1) * STEPS}",
-    f"train.log_every={STEPS}",
+    "train.steps=100",
     "train.eval_every=0",
-    "train.sample_tokens=0",
     "data.valid_fraction=0",
 )
 TINY = (
@@ -71,19 +68,36 @@ TINY = (
 SHOWN = {
     "tokens_per_s": "{:,.0f}",
     "step_time_s": "{:.3f}",
-    "mfu": "{:.1%}",
-    "memory_gib": "{:.1f}",
+    "mfu": "MFU {:.1%}",
+    "memory_gib": "{:.1f} GiB",
 }
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""calls in which the host waits for the device"""
-KINDS = {
-    "products": r"gemm|nvjet|cutlass|scaled_mm|_mm_",
-    "attention": r"flash|fmha|sdpa|attention",
-    "optimizer": r"adam|multi_tensor|foreach",
-    "copies": r"memcpy|memset|copy",
-    "compiled": r"^triton_",
-}
-"""of kernels, by what their names hold; the first that fits"""
+"""figures of a row that are printed"""
+FIGURES = (
+    *SHOWN,
+    "mfu_of_measured",
+    "matmul_tflops",
+    "first_step_s",
+    "loss",
+    "parts",
+    "predicted",
+)
+"""what is kept of a bench"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and with which optimizer, so that it fits a GPU."""
+
+    recipe: str
+    seq: int
+    optimizer: str
+
+
+SMALL = Model("llama-1b", 8192, "adamw")
+MIDDLE = Model("llama-3b", 8192, "adamw")
+LARGE = Model("llama-8b", 4096, "adamw8bit")
+FEWER = (24, 16, 12)
+"""blocks of a model that does not fit whole"""
 
 
 class Left(Exception):  # noqa: N818
@@ -100,31 +114,22 @@ class Bench:
     """of the runs, which are thrown away"""
     rows: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[tuple[str, str], tuple[tuple[str, ...], str] | None] = field(default_factory=dict)
+    """overrides and name of the layout of a recipe in a precision"""
 
     def left(self) -> float:
         return self.until - time.monotonic()
 
-    def train(self, what: str, words: tuple[str, ...], limit: float) -> Path:
-        """Train with nanoscale and keep a row of it; the run directory."""
-        name = re.sub(r"\W+", "-", what)
-        run = self.folder / name
-        place = (f"run.root={self.folder}", f"run.name={name}")
-        self.call([sys.executable, "-m", "nanoscale", "train", *words, *place], limit, what)
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines][1:]
-        step = sum(record["step_time_s"] for record in records) / len(records)
-        last = records[-1]
-        scale = last["step_time_s"] / step
-        self.keep(
-            what,
-            words,
-            step_time_s=step,
-            tokens_per_s=last["tokens_per_s"] * scale,
-            mfu=None if last["mfu"] is None else last["mfu"] * scale,
-            memory_gib=last["memory_gib"],
-            loss=last["loss"],
-        )
-        return run
+    def ours(self, what: str, words: tuple[str, ...], limit: float) -> None:
+        """Train with nanoscale and keep a row of it."""
+        counts = (f"--warmup={STEPS}", f"--steps={WINDOWS * STEPS}")
+        place = (f"run.root={self.folder}",)
+        found = json.loads(self.nanoscale("bench", *words, *place, *counts, limit=limit, what=what))
+        self.keep(what, words, **{name: found[name] for name in FIGURES})
+        print(where_time_goes(found["parts"]), flush=True)
+
+    def nanoscale(self, *words: str, limit: float, what: str) -> str:
+        return self.call([sys.executable, "-m", "nanoscale", *words, "--json"], limit, what)
 
     def beside(self, kind: str, what: str, words: tuple[str, ...], limit: float) -> None:
         """Train with something else and keep a row of it; in half the micro batch where memory is short."""
@@ -205,15 +210,29 @@ def cause(text: str) -> str:
     return (telling or lines or ["it said nothing"])[-1][:300]
 
 
+def where_time_goes(parts: dict[str, Any] | None) -> str:
+    """The parts of a step, and the dearest kernels, on one line each."""
+    if parts is None:
+        return "    its parts are unknown"
+    shares = {name: parts[f"{name}_s"] / parts["step_s"] for name in PARTS}
+    told = [f"{name} {share:.1%}" for name, share in shares.items() if share > 0]
+    waits = sum(parts["waits"].values())
+    dearest = list(parts["kernels"].items())[:4]
+    kernels = [f"{name[:40]} {spent / parts['step_s']:.1%}" for name, spent in dearest]
+    lines = [f"{' · '.join(told)} · the host waited {waits} times", " · ".join(kernels)]
+    return "\n".join(f"    {line}" for line in lines if line)
+
+
 def main() -> None:
     parts: dict[str, tuple[Callable[[Bench], None], float]] = {
         "device": (device, 30),
-        "8b": (of("llama-8b", 4096, "adamw8bit"), 180),
+        "8b": (of(LARGE), 180),
         "fp8": (fp8, 100),
-        "3b": (of("llama-3b", 8192, "adamw"), 100),
-        "1b": (of("llama-1b", 8192, "adamw"), 80),
-        "profile": (profile, 50),
+        "3b": (of(MIDDLE), 100),
+        "1b": (of(SMALL), 80),
         "trainer": (trainer, 50),
+        "fp8-loop": (fp8_loop, 80),
+        "fp8-rowwise": (fp8_rowwise, 90),
         "grid": (grid, 60),
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -277,12 +296,10 @@ def write_tokens(bench: Bench) -> None:
 
 def device(bench: Bench) -> None:
     """What the device reaches in products and copies, which any step can be held against."""
-    words = words_of(bench, "llama-1b", 8192, "adamw", "fp32")
-    grows = {
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
-    }  # of what is measured beside ours, too
+    words = words_of(bench, SMALL, "fp32")
     try:
-        os.environ |= grows
+        # Of what is measured beside ours, too.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         found = bench.bare("device", words, 40, "device")
     except Left as left:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
@@ -292,53 +309,52 @@ def device(bench: Bench) -> None:
     print("  ".join(f"{name} {value:,.0f}" for name, value in found.items()), flush=True)
 
 
-def of(recipe: str, seq: int, optimizer: str) -> Callable[[Bench], None]:
+def of(model: Model) -> Callable[[Bench], None]:
     """A model in bf16, and a loop by hand beside it."""
 
     def measure(bench: Bench) -> None:
-        moments = optimizer
-        if optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
-            bench.told(f"{recipe} with {optimizer}", "torchao is not installed; with adamw instead")
-            moments = "adamw"
-        words, name = fastest(bench, recipe, seq, moments, "bf16")
+        words, name = fastest(bench, model, "bf16")
         bench.beside("loop", f"loop {name} bf16", words, 120)
 
     return measure
 
 
 def fp8(bench: Bench) -> None:
-    """The largest model in 8 bits, by every recipe that there is for it."""
+    """The largest model in 8 bits."""
+    words, name = in_8_bits(bench)
+    bench.ours(f"nanoscale {name} fp8", words, 120)
+
+
+def fp8_loop(bench: Bench) -> None:
+    words, name = in_8_bits(bench)
+    bench.beside("loop", f"loop {name} fp8", words, 120)
+
+
+def fp8_rowwise(bench: Bench) -> None:
+    """The recipe that keeps more of the gradients' digits."""
+    words, name = in_8_bits(bench)
+    bench.ours(f"nanoscale {name} fp8 rowwise", (*words, "precision.fp8_recipe=rowwise"), 120)
+
+
+def in_8_bits(bench: Bench) -> tuple[tuple[str, ...], str]:
     if not bench.tiny and importlib.util.find_spec("torchao") is None:
         raise Left("torchao is not installed")
-    words, name = layout_of(bench, "llama-8b", 4096, "adamw8bit", "fp8")
-    bench.train(f"nanoscale {name} fp8", words, 120)
-    if bench.left() > ENOUGH:
-        more = (*words, "precision.fp8_recipe=rowwise")
-        bench.train(f"nanoscale {name} fp8 rowwise", more, 80)
+    return layout_of(bench, LARGE, "fp8")
 
 
 def trainer(bench: Bench) -> None:
+    """Hugging Face's Trainer with each of the models, as far as time is left."""
     for name in ("transformers", "accelerate"):
         if importlib.util.find_spec(name) is None:
             raise Left(f"{name} is not installed")
-    words, name = layout_of(bench, "llama-1b", 8192, "adamw", "bf16")
-    bench.beside("trainer", f"Trainer {name} bf16", words, 100)
-
-
-def profile(bench: Bench) -> None:
-    """Where the time of steps goes, and how often the host waits for the device in them."""
-    words, name = layout_of(bench, "llama-1b", 8192, "adamw", "bf16")
-    first = WINDOWS * STEPS + 1  # of the last window, and it logs after the last step only
-    run = bench.train(
-        f"nanoscale {name} bf16, profiled", (*words, f"profile.steps={first}-{first + 1}"), 90
-    )
-    traces = sorted((run / "profile").rglob("*trace*.json*"))
-    if not traces:
-        raise Left(f"{run.name}/profile holds no trace")
-    bench.about["profile"] = found = read_trace(traces[0])
-    print(json.dumps(found, indent=1), flush=True)
-    for summary in sorted((run / "profile").glob("*.txt")):
-        (results() / f"{bench.about['date']}-gpu-{summary.name}").write_text(summary.read_text())
+    for model in (SMALL, MIDDLE, LARGE):
+        if bench.left() < 40:
+            raise Left(f"{bench.left():.0f} s are left for {model.recipe}")
+        words, name = layout_of(bench, model, "bf16")
+        try:
+            bench.beside("trainer", f"Trainer {name} bf16", words, 120)
+        except Left as why:
+            bench.told(f"Trainer {name} bf16", str(why))
 
 
 def grid(bench: Bench) -> None:
@@ -354,13 +370,11 @@ def grid(bench: Bench) -> None:
 # Layouts
 
 
-def words_of(
-    bench: Bench, recipe: str, seq: int, optimizer: str, precision: str
-) -> tuple[str, ...]:
+def words_of(bench: Bench, model: Model, precision: str) -> tuple[str, ...]:
     words = (
-        f"recipe={recipe}",
-        f"train.seq_len={seq}",
-        f"optimizer={optimizer}",
+        f"recipe={model.recipe}",
+        f"train.seq_len={model.seq}",
+        f"optimizer={model.optimizer}",
         f"precision={precision}",
         *SAME,
         "data=megatron",
@@ -370,119 +384,67 @@ def words_of(
     return (*words, *TINY) if bench.tiny else words
 
 
-def layouts(
-    bench: Bench, recipe: str, seq: int, optimizer: str, precision: str
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def layouts(bench: Bench, model: Model, precision: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Overrides and name of the layouts that fit by the plan, the fastest first.
 
     A model that does not fit at all is cut to as many blocks as do.
     """
-    words = words_of(bench, recipe, seq, optimizer, precision)
-    for layers in ((), ("model.layers=24",), ("model.layers=16",), ("model.layers=12",)):
-        search = ("train.global_batch=24", "cluster.hosts=1", "cluster.devices_per_host=1")
-        text = bench.call(
-            [
-                sys.executable,
-                "-m",
-                "nanoscale",
-                "plan",
-                "--search",
-                "--json",
-                *words,
-                *layers,
-                *search,
-            ],
-            30,
-            f"search {recipe} {precision}",
-        )
-        found = json.loads(text)["layouts"]
-        fitting = [layout for layout in found if layout["fits_probability"] > SURE]
-        for layout in fitting:
-            chosen = dict(override.split("=") for override in layout["overrides"])
-            micro = int(chosen.get("train.micro_batch", 1))
-            batch = (f"train.micro_batch={micro}", f"train.global_batch={ACCUMULATION * micro}")
-            kept = "parallel.activation_checkpointing"
-            mode = f"{kept}={chosen.get(kept, 'none')}"
-            cut = f" with {layers[0].rpartition('=')[2]} blocks" if layers else ""
-            name = f"{recipe}{cut} {seq // 1024}k"
-            yield (*words, *layers, mode, *batch), name
+    words = words_of(bench, model, precision)
+    for cut in ((), *((f"model.layers={layers}",) for layers in FEWER)):
+        fitting = fitting_layouts(bench, (*words, *cut), f"search {model.recipe} {precision}")
+        few = f" with {cut[0].rpartition('=')[2]} blocks" if cut else ""
+        for chosen in fitting:
+            yield (*words, *cut, *chosen), f"{model.recipe}{few} {model.seq // 1024}k"
         if fitting:
             return
 
 
-def layout_of(bench: Bench, *what: Any) -> tuple[tuple[str, ...], str]:
-    """The first of the layouts that fit.
+def fitting_layouts(bench: Bench, words: Sequence[str], what: str) -> list[tuple[str, ...]]:
+    """Micro batch and recomputation of the layouts that surely fit, the fastest first."""
+    job = ("train.global_batch=24", "cluster.hosts=1", "cluster.devices_per_host=1")
+    text = bench.nanoscale("plan", "--search", *words, *job, limit=30, what=what)
+    kept, found = "parallel.activation_checkpointing", []
+    for layout in json.loads(text)["layouts"]:
+        if layout["fits_probability"] > SURE:
+            chosen = dict(override.split("=") for override in layout["overrides"])
+            micro = int(chosen.get("train.micro_batch", 1))
+            batch = (f"train.micro_batch={micro}", f"train.global_batch={ACCUMULATION * micro}")
+            found.append((f"{kept}={chosen.get(kept, 'none')}", *batch))
+    return found
+
+
+def layout_of(bench: Bench, model: Model, precision: str) -> tuple[tuple[str, ...], str]:
+    """The layout that was trained before, or else the first of those that fit.
 
     Raises:
         Left: none fits.
     """
-    for found in layouts(bench, *what):
-        return found
-    raise Left("nothing fits by the plan")
+    key = (model.recipe, precision)
+    if key not in bench.chosen:
+        bench.chosen[key] = next(layouts(bench, model, precision), None)
+    if (found := bench.chosen[key]) is None:
+        raise Left("nothing fits by the plan")
+    return found
 
 
-def fastest(
-    bench: Bench, recipe: str, seq: int, optimizer: str, precision: str
-) -> tuple[tuple[str, ...], str]:
+def fastest(bench: Bench, model: Model, precision: str) -> tuple[tuple[str, ...], str]:
     """Train in the fastest layout that fits; in the next where the device runs out of memory all the same."""
+    if model.optimizer == "adamw8bit" and importlib.util.find_spec("torchao") is None:
+        bench.told(model.recipe, "with adamw8bit: torchao is not installed; with adamw instead")
+        model = replace(model, optimizer="adamw")
     why = "nothing fits by the plan"
-    for words, name in list(layouts(bench, recipe, seq, optimizer, precision))[:3]:
+    for words, name in islice(layouts(bench, model, precision), 3):
         try:
-            bench.train(f"nanoscale {name} {precision}", words, 180)
-            return words, name
+            bench.ours(f"nanoscale {name} {precision}", words, 180)
         except Left as left:
             why = str(left)
             if "memory" not in why:
                 break
             bench.told(f"nanoscale {name} {precision}", why)
+        else:
+            bench.chosen[model.recipe, precision] = words, name
+            return words, name
     raise Left(why)
-
-
-# Traces
-
-
-def read_trace(path: Path) -> dict[str, Any]:
-    """Of a trace of PyTorch's profiler: ms of the device by kind of work, idle ms, and who waited for it."""
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    events = [e for e in json.loads(raw)["traceEvents"] if e.get("ph") == "X"]
-    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    waits = [e for e in events if e["name"] in WAITS]
-    found: dict[str, Any] = {"waits": count(e["name"] for e in waits)}
-    if not work:
-        return found | {"device": "no work of a device is in the trace"}
-    begin, stop = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
-    inside = [e for e in waits if begin <= e["ts"] < stop]
-    kinds: dict[str, float] = {}
-    names: dict[str, float] = {}
-    for event in work:
-        kind = next((k for k, p in KINDS.items() if re.search(p, event["name"], re.I)), "other")
-        kinds[kind] = kinds.get(kind, 0.0) + event["dur"] / 1e3
-        names[event["name"]] = names.get(event["name"], 0.0) + event["dur"] / 1e3
-    longest = sorted(names.items(), key=lambda pair: -pair[1])[:12]
-    return found | {
-        "waits_while_the_device_works": count(e["name"] for e in inside),
-        "span_ms": (stop - begin) / 1e3,
-        "idle_ms": (stop - begin - busy(work)) / 1e3,
-        "ms_by_kind": dict(sorted(kinds.items(), key=lambda pair: -pair[1])),
-        "longest_ms": {name[:120]: ms for name, ms in longest},
-    }
-
-
-def count(names: Iterator[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name in names:
-        found[name] = found.get(name, 0) + 1
-    return found
-
-
-def busy(work: list[dict[str, Any]]) -> float:
-    """µs in which anything ran, whatever streams it was on."""
-    total, until = 0.0, 0.0
-    for event in sorted(work, key=lambda e: e["ts"]):
-        stop = event["ts"] + event["dur"]
-        total += max(0.0, stop - max(until, event["ts"]))
-        until = max(until, stop)
-    return total
 
 
 # Results

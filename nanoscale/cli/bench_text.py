@@ -9,6 +9,8 @@ from nanoscale.cli.output import console
 from nanoscale.launch.console import seconds
 from nanoscale.runs.parts import in_words
 
+_KERNELS, _NAME = 8, 66
+
 
 def print_bench(told: dict[str, Any]) -> None:
     """The figures, from the whole to its parts."""
@@ -93,6 +95,15 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
         f"and took {longer:.2f} times as long"
     )
     yield from in_words(parts)
+    if parts["kernels"]:
+        yield "  the dearest kernels"
+    for name, spent in list(parts["kernels"].items())[:_KERNELS]:
+        yield f"    {_shortened(name):68}{spent / parts['step_s']:7.1%} {1e3 * spent:12,.2f} ms"
+
+
+def _shortened(name: str) -> str:
+    """Names of templates run over many lines."""
+    return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
 
 def _checkpoint(told: dict[str, Any]) -> Iterator[str]:

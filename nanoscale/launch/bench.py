@@ -16,6 +16,7 @@ from nanoscale.config.foreign import has_experts
 from nanoscale.config.frozen import load
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
+from nanoscale.launch.signals import unwinding
 from nanoscale.plan.hardware import kind, peak_of
 from nanoscale.plan.model_math import parameters, trained_flops_per_token
 from nanoscale.runs import fence, metrics
@@ -51,7 +52,7 @@ def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
     made = [path for path in (root, *root.parents) if not path.exists()]
     root.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(prefix=".bench-", dir=root) as folder:
+        with unwinding(), TemporaryDirectory(prefix=".bench-", dir=root) as folder:
             aside = RunDirectory(Path(folder))
             aside.checkpoints.mkdir()
             fence.begin(aside, 1)

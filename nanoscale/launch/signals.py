@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Within, SIGTERM and SIGHUP unwind what goes on, as Ctrl-C does, and then end the process.
+
+    The exit code is a shell's for the signal: 128 and its number. Main thread only.
+    """
+    before = {it: signal.getsignal(it) for it in _ENDS}
+    for number in _ENDS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, _unwind)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unwind(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 class Signals:

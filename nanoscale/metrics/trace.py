@@ -28,6 +28,7 @@ _COLLECTIVE = ("c10d::", "_c10d_functional::")
 _UNDER_WAY = ("gloo:", "nccl:", "mpi:")
 """collectives from their start to their end, whoever waits for them"""
 _DEVICE_COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
+_DEAREST = 20
 _RUNTIME = re.compile(r"(cuda|hip|cu)[A-Z]")
 _WAIT = re.compile(r"(cuda|hip|cu)((Stream|Device|Event|Ctx)Synchronize|Memcpy)")
 """calls in which the host waits for the device; the copies among them are those that are not asynchronous"""
@@ -84,6 +85,8 @@ class Parts:
     """device: how often the host waited for it within all recorded steps, by call"""
     waits_between: dict[str, int] = field(default_factory=dict)
     """the same from a step to the next: logging, evaluation, checkpoints"""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """device: the seconds of a step that the dearest of its kernels and copies take, by name"""
 
 
 def events_of(profiler: Any) -> list[Event]:
@@ -140,6 +143,7 @@ def parts_of(events: Sequence[Event]) -> Parts | None:
         data_on_host_s=data / count / 1e9,
         waits=_waits(host, united(steps), inside=True),
         waits_between=_waits(host, united(steps), inside=False),
+        kernels={name: ns / count / 1e9 for name, ns in _by_name(device).most_common(_DEAREST)},
         **mean,
     )
 
@@ -246,6 +250,14 @@ def _of_device(
     sent = united(communication)
     times["communication"] = length(without(sent, seen))
     return times, length(sent)
+
+
+def _by_name(device: Iterable[Event]) -> Counter[str]:
+    """ns of all that the device has done, also what it has done at one time."""
+    found: Counter[str] = Counter()
+    for event in device:
+        found[event.name] += event.end - event.start
+    return found
 
 
 def _waits(host: Iterable[Event], steps: Intervals, *, inside: bool) -> dict[str, int]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nanoscale.cli.bench_text import _parts
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.schema import Cluster, Config, Train
 from nanoscale.launch.bench import compared, document
@@ -15,6 +21,8 @@ from nanoscale.plan.model_math import flops_per_token
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.parts import PARTS
 from tests.jobs import make_config
+
+LIMIT_S = 60.0
 
 
 def test_the_command(
@@ -63,6 +71,40 @@ def test_the_command(
     ):
         assert nanoscale(["bench", *words, *wrong]) == 2, wrong
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ended_by_a_signal_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    words = ["recipe=debug", "checkpoint.every=5", "launcher.device=cpu", "run.root=runs"]
+    source = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanoscale", "bench", *words, "--steps", "100000"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": source},
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while not list(tmp_path.glob("runs/.bench-*")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dearest_kernels() -> None:
+    """Of a GPU: those that take most, with names that end where the column does."""
+    parts: dict[str, Any] = {f"{name}_s": 0.0 for name in PARTS}
+    parts |= {"where": "device", "steps": 2, "step_s": 0.1, "forward_s": 0.1, "data_on_host_s": 0.0}
+    parts |= {"communication_in_all_s": 0.0, "waits": {}, "waits_between": {}}
+    parts["kernels"] = {"x" * 80: 0.04} | {f"kernel_{number}": 0.01 for number in range(20)}
+    lines = list(_parts({"parts": parts, "step_time_s": 0.1}))
+    first, last = lines[-8], lines[-1]
+    assert lines[-9] == "  the dearest kernels"
+    assert first.split() == ["x" * 65 + "…", "40.0%", "40.00", "ms"]
+    assert last.split() == ["kernel_6", "10.0%", "10.00", "ms"] and len(first) == len(last)
 
 
 def test_figures_beside_a_run(tmp_path: Path) -> None:

@@ -131,7 +131,9 @@ def test_waiting_for_a_device() -> None:
     parts = parts_of([*device_step(), *later])
     assert isinstance(parts, Parts) and parts.where == "device" and parts.steps == 2
     assert parts.waits == {"cudaStreamSynchronize": 2}
+    assert parts.kernels["gemm"] == pytest.approx(0.030)  # a step of two
+    assert list(parts.kernels) == sorted(parts.kernels, key=lambda name: -parts.kernels[name])
     assert parts.waits_between == {"cudaDeviceSynchronize": 1}
     parts = parts_of(host_step(0))
-    assert parts is not None and parts.where == "host" and not parts.waits
+    assert parts is not None and parts.where == "host" and not parts.waits and not parts.kernels
     assert parts.step_s == pytest.approx(0.1)
