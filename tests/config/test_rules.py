@@ -168,6 +168,8 @@ LAWS = [
     (["precision=fp8"], Devices("cuda", 1, ("NVIDIA A100-SXM4-80GB",)), "precision.fp8"),
     (["precision=fp8", "launcher.device=cpu"], gpus(1), "precision.fp8"),
     (["precision.fp8=true"], gpus(1), "precision.fp8"),
+    (["data.document_mask=true", "train.seq_len=64", "precision=bf16"], gpus(1), "train.seq_len"),
+    (["data.packing=whole", "train.seq_len=192", "precision=bf16"], gpus(1), "train.seq_len"),
     (["precision=fp8", "parallel.tp=2"], gpus(2), "precision.fp8"),
     (["precision=fp8", "model.ffn=100"], gpus(1), "precision.fp8"),
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),

@@ -21,7 +21,7 @@ from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
-from nanoscale.config.rules.numbers import check_optimizer, check_precision
+from nanoscale.config.rules.numbers import check_mask, check_optimizer, check_precision
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.profiling import check_profile
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
@@ -68,6 +68,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     scheduler = resolve_scheduler(case, train)
     check_profile(case, train, layout.ranks)
     check_precision(case, layout.device)
+    check_mask(case, layout.device)
     check_backend(case)
     check_zero(case, layout.device, layout.dp)
     check_optimizer(case)

@@ -58,6 +58,24 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
         case.refuse_idle("config", "precision.fp8_recipe", "precision.fp8=false")
 
 
+def check_mask(case: Case, device: Literal["cpu", "cuda"]) -> None:
+    """PyTorch hands an attention with a mask to cuDNN on an H100, whose gradients may be NaN at such lengths.
+
+    Source: pytorch issue 196678.
+    """
+    data, length = case.config.data, case.config.train.seq_len
+    masked = data.document_mask or data.packing == "whole"
+    narrow = case.config.precision.compute in ("bf16", "fp16")
+    if device == "cuda" and masked and narrow and length % 128 == 64:
+        case.refuse(
+            "data",
+            "train.seq_len",
+            "may give gradients that are no numbers where attention keeps to documents: cuDNN's kernels fail "
+            "at 64 above a multiple of 128",
+            *(f"train.seq_len={near}" for near in (length - 64, length + 64) if near),
+        )
+
+
 def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
     key, off = "precision.fp8", "precision.fp8=false"
     compute, tp = case.config.precision.compute, case.config.parallel.tp
