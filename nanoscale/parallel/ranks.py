@@ -26,7 +26,7 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> None:
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
     if device.type == "cpu":
-        # Else PyTorch notes every collective with its Python stack, which nobody reads; up to 2.11 threads do so
+        # Else PyTorch notes every collective with its Python stack, which nobody reads; in 2.11 threads do so
         # without a lock, and a checkpoint is written by one of them.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
