@@ -32,6 +32,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
+from nanoscale.errors import UserError
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -119,6 +120,7 @@ class Pipeline:
 
     def _make_schedule(self, accumulation: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         name = self._parallel.schedule
+        _require_torch(name)
         parts = [self._make_stage(number) for number in sorted(self._parts)]
         if name in SINGLE:
             return SINGLE[name](parts[0], accumulation, loss, scale_grads=False)
@@ -130,16 +132,27 @@ class Pipeline:
         hidden = torch.empty(
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
         )
-        # Of what enters the first stage and leaves the last nobody asks the shape: it is not sent.
+        loss = torch.empty(
+            (), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta"
+        )
+        # Of what enters the first stage nobody asks the shape: it is not sent.
         return _Stage(
             part,
             number,
             self._parallel.pp * self._parallel.virtual_stages,
             self._boundary.device,
             input_args=torch.empty(0, dtype=torch.long, device="meta") if part.first else hidden,
-            output_args=torch.empty(0, device="meta") if part.last else hidden,
+            output_args=loss if part.last else hidden,
             group=self._group,
         )
+
+
+def _require_torch(schedule: str) -> None:
+    """Before 2.13 a backward pass that goes through an autograd.Function, as the loss is, cannot be split."""
+    if schedule in stages.SPLIT_BACKWARD and torch.__version__ < "2.13":
+        text = f"needs torch 2.13 or newer, and this is {torch.__version__}"
+        others = "1f1b and interleaved-1f1b do not"
+        raise UserError("layout", f"parallel.schedule={schedule} {text}: {others}")
 
 
 class _Stage(PipelineStage):
