@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,8 +31,21 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> None:
         # Else PyTorch notes every collective with its Python stack, which nobody reads; in 2.11 threads do so
         # without a lock, and a checkpoint is written by one of them.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        _take_no_core_on_waking()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+
+
+def _take_no_core_on_waking() -> None:
+    """Let threads that wake up wait for their turn: this one, and those that it starts from now on.
+
+    A thread of gloo asks its sockets over and over for as long as another holds their lock. Where it was given
+    that one's core, on waking up, both stand still until its slice of time is over: with 4 ranks on 2 cores a
+    small all_reduce took 6.0 ms, and takes 1.3 without that.
+    """
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:  # nobody chose it
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def leave() -> None:

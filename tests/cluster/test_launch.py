@@ -10,6 +10,8 @@ import stat
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,22 @@ from tests.cluster.launches import (
 from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
-STEPS = 60
+STEPS = 120
 JOB = (*TINY, f"train.steps={STEPS}")
 END_S = 10.0
 SECRET = "MY_API_TOKEN"
+
+
+@contextmanager
+def paused(*ranks: int) -> Iterator[None]:
+    """No rank gets further meanwhile: one that waits for another stands still too."""
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
 
 
 class Hostile:
@@ -118,17 +132,19 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         environment={SECRET: secret, **nodes.pdsh_environment},
     )
     first.trains(3)
-    assert [len(first.ranks(node)) for node in NODES] == [2, 1, 0]
-    for node in ("n1", "n2"):
-        (server,) = first.fork_servers(node)
-        found = environment_of(server)
-        assert hostile.environment.items() <= found.items()
-        assert found[SECRET] == secret
-    assert environment_of(*first.fork_servers("n2"))["PYTHONPATH"] == f"{tmp_path}/own/copy"
-    assert not [line for line in left(nodes).values() if secret in line]
+    with paused(*first.ranks("n2")):
+        assert [len(first.ranks(node)) for node in NODES] == [2, 1, 0]
+        for node in ("n1", "n2"):
+            (server,) = first.fork_servers(node)
+            found = environment_of(server)
+            assert hostile.environment.items() <= found.items()
+            assert found[SECRET] == secret
+        assert environment_of(*first.fork_servers("n2"))["PYTHONPATH"] == f"{tmp_path}/own/copy"
+        assert not [line for line in left(nodes).values() if secret in line]
+        for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
+            (folder,) = own[node].glob("nanoscale-*")
+            assert all((folder / "attempt-1" / f"rank-{rank}.err").exists() for rank in ranks)
     for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
-        (folder,) = own[node].glob("nanoscale-*")
-        assert all((folder / "attempt-1" / f"rank-{rank}.err").exists() for rank in ranks)
         for pid in first.ranks(node):
             os.kill(pid, signal.SIGUSR2)  # upon which it writes where it is
         logs = [first.run.log(1, node, rank, "err") for rank in ranks]
@@ -147,12 +163,10 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         nodes, tmp_path, "resume", first.run.path, root=root, environment=nodes.pdsh_environment
     )
     second.trains(len(first.metrics) + 3)
-    stopped = nodes.call(
-        LOGIN,
-        [sys.executable, "-m", "nanoscale", "runs", "stop", first.run.path],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-    )
-    assert stopped.returncode == 0, stopped.stderr
+    with paused(*second.ranks("n2")):
+        stop = Launch(nodes, tmp_path, "runs", "stop", first.run.path)
+        wait_until(lambda: len(second.events("signal")) == 2, "word that it was asked to stop")
+    stop.must_end(0)
     second.must_end(75)
     nothing_left(nodes, END_S)
 
