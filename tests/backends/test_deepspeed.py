@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +69,24 @@ def test_equals_plain_loop(
     name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
     deviations(name, [np.nan, np.nan, *worst(ours, reference)])
     assert_equal_curves(ours, reference, "fp32")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_compiler_is_not_loaded_where_nothing_is_compiled(tmp_path: Path, stage: int) -> None:
+    """It takes more than a second of every rank."""
+    write_tokens(tmp_path)
+    (loaded,) = run_ranks(loads_compiler, 1, config_for(tmp_path, stage))
+    assert not loaded
+
+
+def loads_compiler(rank: int, config: Config) -> bool:
+    assert not compiler_is_loaded(), "what the test ranks load beforehand has it"
+    train_all(rank, [config])
+    return compiler_is_loaded()
+
+
+def compiler_is_loaded() -> bool:
+    return "torch._inductor.compile_fx" in sys.modules
 
 
 LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [

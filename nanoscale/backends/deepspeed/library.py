@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -34,4 +36,21 @@ def load_quietly(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # An all-reduce for inference on CPUs, which it would compile before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _load_muon_as_it_is()
     return deepspeed
+
+
+def _load_muon_as_it_is() -> None:
+    """An optimizer that nobody can choose here, and that ZeRO imports; compiling it would load the compiler.
+
+    That is 1.4 s of every rank's start.
+    """
+    from deepspeed.runtime import compiler
+
+    compiling = compiler.compile
+    compiler.compile = lambda: lambda function: function
+    try:
+        with suppress(ImportError):  # a DeepSpeed that has none
+            import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compiling
