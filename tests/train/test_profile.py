@@ -56,7 +56,7 @@ def test_the_chosen_steps_of_the_chosen_ranks(tmp_path: Path) -> None:
     for name, steps in series.items():
         seen = names_in(run.profile / f"{name}.rank-1.trace.json.gz")
         assert seen["nanoscale: step"] == seen["nanoscale: data"] == steps
-        assert seen["Optimizer.step#AdamW.step"] == steps and seen["aten::mm"] >= steps
+        assert seen["Optimizer.step#LocalAdamW.step"] == steps and seen["aten::mm"] >= steps
         text = (run.profile / f"{name}.rank-1.txt").read_text()
         for words in ("of rank 1", "backward", "optimizer", "communication", "aten::mm"):
             assert words in text
