@@ -29,7 +29,7 @@ def own_norm(gradients: list[Tensor]) -> Tensor:
 
 def square_norm(gradients: list[Tensor]) -> Tensor:
     """This rank's part of the square of the norm, a scalar; nothing is communicated."""
-    norms = torch.stack(torch._foreach_norm([_local(gradient) for gradient in gradients]))
+    norms = torch.stack(torch._foreach_norm([own_part(gradient) for gradient in gradients]))
     squares, copies = norms.square(), [_copies(gradient) for gradient in gradients]
     if max(copies) > 1:
         # From pinned memory, so that the host does not wait until the device has come this far.
@@ -40,7 +40,7 @@ def square_norm(gradients: list[Tensor]) -> Tensor:
 
 def scale(gradients: list[Tensor], factor: Tensor | float) -> None:
     """Multiply all of them, in place."""
-    torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+    torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
 
 
 def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
@@ -55,5 +55,6 @@ def _copies(gradient: Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
-def _local(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

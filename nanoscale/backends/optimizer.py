@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from nanoscale.backends.gradients import own_part
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 
 Named = list[tuple[str, nn.Parameter]]
@@ -49,7 +50,7 @@ class LocalAdamW(AdamW):
         """What the update takes, put into the lists by PyTorch; from then on plain tensors."""
         complex_ones: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [_local(tensor) for tensor in tensors]
+            tensors[:] = [own_part(tensor) for tensor in tensors]
         return complex_ones
 
 
@@ -126,7 +127,7 @@ def load_state(parameters: Named, optimizer: Optimizer, moments: Moments) -> Non
     """Take over what was loaded into the tensors of `named_state`, where those are copies."""
     for name, value in _named_tensors(parameters, optimizer):
         if is_quantised(value):
-            _local(value).copy_(_local(moments[name]))
+            own_part(value).copy_(own_part(moments[name]))
 
 
 def _named_tensors(parameters: Named, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -139,7 +140,7 @@ def _named_tensors(parameters: Named, optimizer: Optimizer) -> list[tuple[str, T
 
 
 def is_quantised(moment: Tensor) -> bool:
-    return hasattr(_local(moment), "codes")
+    return hasattr(own_part(moment), "codes")
 
 
 def dequantise(moment: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def dequantise(moment: Tensor) -> Tensor:
     is rounded to the lowest, −0.993, from which that magnitude could not be told again. So the lowest level
     is read as the −1 that it stands for.
     """
-    quantised: Any = _local(moment)
+    quantised: Any = own_part(moment)
     levels = quantised.qmap.clone()
     if quantised.signed:
         levels[0] = -1.0
@@ -161,7 +162,3 @@ def dequantise(moment: Tensor) -> Tensor:
     mesh, placements = moment.device_mesh, moment.placements
     shape, stride = moment.size(), moment.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -48,7 +48,7 @@ def _load_muon_as_it_is() -> None:
     from deepspeed.runtime import compiler
 
     compiling = compiler.compile
-    compiler.compile = lambda: lambda function: function
+    compiler.compile = lambda *_, **__: lambda function: function
     try:
         with suppress(ImportError):  # a DeepSpeed that has none
             import_module("deepspeed.runtime.zero.muon.muon_optimizer")
