@@ -54,7 +54,7 @@ def _spoil(scale: Any, here: bool) -> Any:
         if isinstance(factor, float):  # the scale's factor, not that of clipping
             calls += 1
             if here and calls == OVERFLOWS_AT:
-                gradients._local(grads[0]).fill_(float("inf"))
+                gradients.own_part(grads[0]).fill_(float("inf"))
 
     return spoiled
 
