@@ -45,7 +45,7 @@ def main() -> None:
     if what == "device":
         print(json.dumps(rates(device)))
         return
-    begin = {"loop": Loop, "trainer": Trainer}[what]
+    begin: type[Loop | Trainer] = {"loop": Loop, "trainer": Trainer}[what]
     times = begin(config, device).run(windows + 1, steps)[1:]
     tokens = config.train.global_batch * config.train.seq_len * steps
     speed = len(times) * tokens / sum(times)

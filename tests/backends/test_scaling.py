@@ -72,6 +72,7 @@ def test_scaled_gradients_survive_fp16() -> None:
         weight.grad = None
         loss = (weight * tiny).float() / 8
         (loss * factor).backward()
+        assert weight.grad is not None
         return weight.grad.double().item() / factor
 
     assert gradient(1.0) == 0

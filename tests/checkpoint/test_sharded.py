@@ -48,7 +48,7 @@ def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | Non
 
 def load_rank(rank: int, workspace: Path, world: int) -> Any:
     ranks.join(world, torch.device("cpu"), 120.0)
-    state = state_of(torch.zeros(10, 7))
+    state: dict[str, Any] = state_of(torch.zeros(10, 7))
     loaded = sharded.load_newest(workspace, state)
     assert loaded is not None
     values = [state["sharded"].full_tensor(), state["replicated"].full_tensor(), state["plain"]]

@@ -503,8 +503,8 @@ def test_directives_are_long_options_in_one_line():
         "defaults: [debug, override /launcher: slurm]\nlauncher:\n  slurm:\n"
         '    directives: ["--a\\nrm -rf x"]\n    partition: "gpu\\nx"\n    qos: ""\n'
     )
-    wrong = violations("recipe=./mine.yaml")
-    assert sorted(each.key.rpartition(".")[2] for each in wrong) == [
+    found = violations("recipe=./mine.yaml")
+    assert sorted(each.key.rpartition(".")[2] for each in found) == [
         "directives",
         "partition",
         "qos",

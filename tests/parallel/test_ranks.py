@@ -24,7 +24,7 @@ def recorded(rank: int, entries: str | None) -> dict[str, Any]:
     ranks.join(2, torch.device("cpu"), 120.0)
     dist.all_reduce(torch.ones(1))
     ranks.leave()
-    found: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())
+    found: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
     return found
 
 
