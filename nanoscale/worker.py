@@ -20,6 +20,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
+from nanoscale.allocator import keep_freed_memory
 from nanoscale.channel import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError
@@ -97,6 +98,8 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
     try:
         context = _context(run, stop)
         _use_threads(context.config)
+        if context.config.launcher.device == "cpu":
+            keep_freed_memory()
         return (named_job(job) if isinstance(job, str) else job)(context)
     except BaseException as error:
         _record(run, error)

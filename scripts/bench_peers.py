@@ -1,6 +1,6 @@
 """What nanoscale's step is measured beside: the same model, data, precision, clipping and AdamW elsewhere.
 
-The rank must have joined the others, if there are any.
+The rank must have joined the others, if there are any; Trainer does so by itself.
 """
 
 from __future__ import annotations
@@ -79,12 +79,18 @@ class DeepSpeed:
 
 
 def drive_trainer(
-    config: Config, data: Dataset, folder: Path, steps: int, turn: Callable[[float], bool]
+    config: Config,
+    data: Dataset,
+    folder: Path,
+    steps: int,
+    wait: Callable[[], bool],
+    report: Callable[[float], bool],
 ) -> None:
-    """Let transformers' Trainer train its Llama, and `turn` have the process after every so many steps.
+    """Let transformers' Trainer train its Llama in turns of so many steps.
 
     Args:
-        turn: takes the seconds a step that Trainer has needed since the last turn, and says whether to go on.
+        wait: returns when the first turn begins.
+        report: takes the seconds a step of a turn, returns when the next one begins, and says whether it does.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import (
@@ -100,19 +106,20 @@ def drive_trainer(
         began = 0.0
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
+            wait()
             self.began = time.perf_counter()
 
         def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
             if state.global_step % steps == 0:
                 seconds = time.perf_counter() - self.began
-                control.should_training_stop = not turn(seconds / steps)
+                control.should_training_stop = not report(seconds / steps)
                 self.began = time.perf_counter()
 
     sizes, o = derive(config), config.optimizer
     arguments = Arguments(
         output_dir=str(folder),
         use_cpu=True,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if "RANK" in os.environ else None,
         ddp_find_unused_parameters=False,
         max_steps=config.train.steps,
         per_device_train_batch_size=sizes.micro_batch,

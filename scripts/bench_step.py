@@ -2,8 +2,10 @@
 
     python -m scripts.bench_step [RANKS] [ZERO STAGE]
 
-Blocks of steps alternate within the same processes, and a ratio is the median over neighbouring blocks, so that
-what else the machine does falls on all of them. Prints one JSON line: seconds a step by name.
+Each has ranks of its own, which wait while another's are at work: in one process they would share a heap,
+and the gradients that one leaves there decide where the next one's memory is. Turns are short, and a ratio
+is the median over neighbouring turns, so that what else the machine does falls on all of them. Prints one
+JSON line: seconds a step by name.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from nanoscale.allocator import keep_freed_memory
 from nanoscale.config import frozen
 from nanoscale.config.compose import compose
+from nanoscale.config.derive import derive
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
@@ -32,6 +37,7 @@ from nanoscale.devices import cores
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
 from nanoscale.parallel import ranks
+from nanoscale.ports import ReservedPort
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.job import make_engine
@@ -40,54 +46,135 @@ from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 
-ROUNDS, STEPS = 32, 8
+NAMES = ("plain", "ours", "deepspeed", "trainer")
+ROUNDS, STEPS = 48, 8
 WORDS = ("train.steps=100000", "train.eval_every=0", "checkpoint.at_end=false", "logger=none")
+GO, END = "go", "end"
 
 
 def main() -> None:
     world = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     stage = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    if "RANK" in os.environ:
-        print_on_first(measure(world, stage))
+    if len(sys.argv) > 3:
+        serve(sys.argv[3], world, stage)
     else:
-        start_ranks(world, stage)
+        print(json.dumps(summary(measure(world, stage))))
 
 
-def start_ranks(world: int, stage: int) -> None:
-    """This script as so many ranks, which share the cores."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={world}", "-m", "scripts.bench_step"]
-    threads = str(max(1, cores() // world))
-    environment = os.environ | {"OMP_NUM_THREADS": threads}
-    subprocess.run([*command, str(world), str(stage)], check=True, env=environment)
-
-
-def measure(world: int, stage: int) -> dict[str, list[float]]:
+def measure(world: int, stage: int) -> list[dict[str, float]]:
     """Seconds a step by name, round by round; the first rounds, which warm up, are left out."""
+    with ExitStack() as stack:
+        teams = [stack.enter_context(Team(name, world, stage)) for name in NAMES]
+        rounds = []
+        for _ in range(ROUNDS):
+            rounds.append({team.name: team.turn() for team in teams})
+            teams.reverse()  # nobody always follows the same one
+    return rounds[4:]
+
+
+def summary(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "seconds": statistics.median(each[name] for each in rounds),
+            "ratio": statistics.median(each[name] / each["plain"] for each in rounds),
+        }
+        for name in NAMES
+    }
+
+
+class Team:
+    """The ranks of one of them, which work when it is their turn."""
+
+    def __init__(self, name: str, world: int, stage: int) -> None:
+        self.name = name
+        self._port = ReservedPort()
+        self._ranks = [self._start(rank, world, stage) for rank in range(world)]
+
+    def _start(self, rank: int, world: int, stage: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "scripts.bench_step", str(world), str(stage), self.name]
+        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // world))}
+        if world > 1:
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._port.number),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            }
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def turn(self) -> float:
+        """Seconds a step, as the first rank has them."""
+        self._say(GO)
+        seconds = [float(rank.stdout.readline()) for rank in self._ranks]
+        return seconds[0]
+
+    def _say(self, word: str) -> None:
+        for rank in self._ranks:
+            rank.stdin.write(f"{word}\n")
+            rank.stdin.flush()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._say(END)
+        for rank in self._ranks:
+            rank.wait(60)
+        self._port.close()
+
+
+def serve(name: str, world: int, stage: int) -> None:
+    """A rank of a team."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the libraries print
     logging.disable(logging.WARNING)
-    rounds: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = bench_config(world, stage, folder)
+
+    def report(seconds: float) -> bool:
+        """Tell how long a turn took and wait for the next: whether there is one."""
+        print(seconds, file=answers, flush=True)
+        return wait()
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = bench_config(world, stage, Path(folder))
         data = open_data(config.data, config.train, config.model.vocab)
-        ranks.join(world, torch.device("cpu"), 120.0)
-        ours = Ours(config, data, folder)
-        plain, deepspeed = Plain(config, data), DeepSpeed(config, data)
-        blocks = [
-            ("plain", repeat(plain.step)),
-            ("ours", ours.block),
-            ("deepspeed", repeat(deepspeed.step)),
-        ]
+        if name == "trainer":
+            drive_trainer(config, data, Path(folder), STEPS, wait, report)
+            return
+        begin = {"plain": plain, "ours": ours, "deepspeed": deepspeed}[name]
+        block = begin(config, data, Path(folder))
+        more = wait()
+        while more:
+            more = report(timed(block))
 
-        def turn(trainer: float) -> bool:
-            rounds.append({name: timed(block) for name, block in blocks} | {"trainer": trainer})
-            blocks.reverse()  # nobody always follows the same one
-            return len(rounds) < ROUNDS
 
-        drive_trainer(config, data, folder, STEPS, turn)
-        ours.stop.close()
-    kept = rounds[2:]
-    return {name: [one[name] for one in kept] for name in (*dict(blocks), "trainer")}
+def wait() -> bool:
+    return sys.stdin.readline().strip() == GO
+
+
+def plain(config: Config, data: Dataset, _: Path) -> Callable[[], None]:
+    meet()
+    return repeat(Plain(config, data).step)
+
+
+def deepspeed(config: Config, data: Dataset, _: Path) -> Callable[[], None]:
+    meet()
+    return repeat(DeepSpeed(config, data).step)
+
+
+def meet() -> None:
+    """As people do by hand."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+
+
+def ours(config: Config, data: Dataset, folder: Path) -> Callable[[], None]:
+    """As `nanoscale.worker` begins."""
+    keep_freed_memory()
+    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    return Ours(config, data, folder).block
 
 
 def bench_config(world: int, stage: int, folder: Path) -> Config:
@@ -101,7 +188,7 @@ class Ours:
     """The whole loop: data, engine, stop question, meter, metrics.jsonl."""
 
     def __init__(self, config: Config, data: Dataset, folder: Path) -> None:
-        device, rank = torch.device("cpu"), int(os.environ["RANK"])
+        device, rank = torch.device("cpu"), int(os.environ.get("RANK", "0"))
         run = RunDirectory.create(folder, "bench")
         run.config.write_text(frozen.dump(config))
         fence.begin(run, 0)
@@ -139,19 +226,6 @@ def timed(block: Callable[[], None]) -> float:
     began = time.perf_counter()
     block()
     return (time.perf_counter() - began) / STEPS
-
-
-def print_on_first(found: dict[str, list[float]]) -> None:
-    if int(os.environ["RANK"]) == 0:
-        plain = found["plain"]
-        result = {
-            name: {
-                "seconds": statistics.median(times),
-                "ratio": statistics.median(a / b for a, b in zip(times, plain, strict=True)),
-            }
-            for name, times in found.items()
-        }
-        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
