@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 NAMES = ("plain", "ours", "deepspeed", "trainer")
 ROUNDS, STEPS = 48, 8
 WORDS = ("train.steps=100000", "train.eval_every=0", "checkpoint.at_end=false", "logger=none")
-GO, END = "go", "end"
+GO = "go\n"
 
 
 def main() -> None:
@@ -107,20 +107,18 @@ class Team:
 
     def turn(self) -> float:
         """Seconds a step, as the first rank has them."""
-        self._say(GO)
+        for rank in self._ranks:
+            rank.stdin.write(GO)
+            rank.stdin.flush()
         seconds = [float(rank.stdout.readline()) for rank in self._ranks]
         return seconds[0]
-
-    def _say(self, word: str) -> None:
-        for rank in self._ranks:
-            rank.stdin.write(f"{word}\n")
-            rank.stdin.flush()
 
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._say(END)
+    def __exit__(self, failed: object, *_: object) -> None:
+        for rank in self._ranks:
+            rank.kill() if failed else rank.stdin.close()
         for rank in self._ranks:
             rank.wait(60)
         self._port.close()
@@ -144,37 +142,43 @@ def serve(name: str, world: int, stage: int) -> None:
             drive_trainer(config, data, Path(folder), STEPS, wait, report)
             return
         begin = {"plain": plain, "ours": ours, "deepspeed": deepspeed}[name]
-        block = begin(config, data, Path(folder))
-        more = wait()
-        while more:
-            more = report(timed(block))
+        with begin(config, data, Path(folder)) as block:
+            more = wait()
+            while more:
+                more = report(timed(block))
 
 
 def wait() -> bool:
-    return sys.stdin.readline().strip() == GO
+    """Until the next turn begins: True; or until there is none: False."""
+    return sys.stdin.readline() == GO
 
 
-def plain(config: Config, data: Dataset, _: Path) -> Callable[[], None]:
+@contextmanager
+def plain(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
     meet()
-    return repeat(Plain(config, data).step)
+    yield repeat(Plain(config, data).step)
 
 
-def deepspeed(config: Config, data: Dataset, _: Path) -> Callable[[], None]:
+@contextmanager
+def deepspeed(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
     meet()
-    return repeat(DeepSpeed(config, data).step)
+    yield repeat(DeepSpeed(config, data).step)
+
+
+@contextmanager
+def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
+    """As `nanoscale.worker` begins."""
+    keep_freed_memory()
+    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    whole = Ours(config, data, folder)
+    yield whole.block
+    whole.stop.close()
 
 
 def meet() -> None:
     """As people do by hand."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-
-
-def ours(config: Config, data: Dataset, folder: Path) -> Callable[[], None]:
-    """As `nanoscale.worker` begins."""
-    keep_freed_memory()
-    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
-    return Ours(config, data, folder).block
 
 
 def bench_config(world: int, stage: int, folder: Path) -> Config:
