@@ -16,7 +16,7 @@ def keep_freed_memory() -> None:
 
     A training step frees its activations and gradients, and the next one needs as much again. glibc gives the
     system what is free at the end of the heap, and every tensor above 32 MiB, so that each step begins with
-    pages that the system has to find and to clear: 2 to 4 % of a step's time on two cores. Up to 256 MiB stay
+    pages that the system has to find and to clear: 1 to 5 % of a step's time on two cores. Up to 256 MiB stay
     at the end of the heap, and tensors of up to 1 GiB have their place in it, which took up to 3 % more memory.
     Settings of the user's stay.
     """

@@ -22,6 +22,7 @@ from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.derive import derive
 from nanoscale.config.huggingface import read_shape
 from nanoscale.config.schema import Backend, Config, Model
+from nanoscale.models.huggingface import places, theirs
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
@@ -116,7 +117,7 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
         {
             place.name: p.detach() if place.expert is None else p.detach()[place.expert].clone()
             for name, p in whole.named_parameters()
-            for place in pretrained.places(shape)[name]
+            for place in places(shape)[name]
         },
         tmp_path / "model.safetensors",
     )
@@ -229,7 +230,7 @@ BREAKS = [lose_a_file, cut_a_file, garble_a_header, empty_a_file, lose_a_tensor,
 def test_what_is_wrong_with_a_folder_is_said_from_its_headers(act: Any, tmp_path: Path) -> None:
     save("llama", tmp_path, shard="20KB")
     shape = read_shape(tmp_path)
-    assert set(pretrained.find(tmp_path, shape)) == set(pretrained.theirs(shape))
+    assert set(pretrained.find(tmp_path, shape)) == set(theirs(shape))
     said = act(tmp_path)
     with pytest.raises(BadFileError) as raised:
         pretrained.find(tmp_path, shape)

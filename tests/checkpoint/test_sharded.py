@@ -42,7 +42,7 @@ def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | Non
     ranks.join(world, torch.device("cpu"), 120.0)
     if kill == rank:
         # Die in the middle of the write: after this rank's file, before the manifest.
-        sharded.store.sum_files = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        store.sum_files = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     return sharded.save(workspace, state_of(WHOLE * step), {"step": step}).name
 
 
@@ -80,7 +80,7 @@ def test_a_rank_killed_while_writing_leaves_the_one_before(workspace: Path, kill
 
 def full_disk_rank(rank: int, workspace: Path, world: int) -> str:
     ranks.join(world, torch.device("cpu"), 120.0)
-    sharded.store.shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 10, 0)
+    shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 10, 0)
     with pytest.raises(OSError, match="nothing was written") as caught:
         sharded.save(workspace, state_of(WHOLE), {"step": 1})
     return str(caught.value.errno)

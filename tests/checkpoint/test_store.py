@@ -243,7 +243,7 @@ def test_a_prune_that_fails_lists_nothing_half_deleted(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(store.shutil, "rmtree", fail_halfway)
+        broken.setattr(shutil, "rmtree", fail_halfway)
         with pytest.raises(OSError, match="Input/output"):
             store.prune(workspace(folder), 1, None)
     stored = store.list_checkpoints(folder)
@@ -294,7 +294,7 @@ def test_a_checkpoint_needs_the_space_that_it_takes(
 
     def leave_free(free: int) -> None:
         usage = shutil._ntuple_diskusage(free, 0, free)
-        monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
     leave_free(size - 1)
     with pytest.raises(OSError, match="nothing was written") as caught:

@@ -13,7 +13,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.indexed import IndexedWriter
-from nanoscale.launch import supervisor
+from nanoscale.launch.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
 
@@ -247,7 +247,7 @@ def test_nothing_is_left_where_the_launch_itself_breaks(folder, monkeypatch, cap
     def broken(*_):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(supervisor.Attempt, "go", broken)
+    monkeypatch.setattr(Attempt, "go", broken)
     assert nanoscale(["train", *words(folder, "run.name=x")]) == 1
     assert "Too many open files" in capsys.readouterr().err
     assert status.read(RunDirectory(folder / "runs" / "x")).state == "failed"

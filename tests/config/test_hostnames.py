@@ -7,7 +7,6 @@ import socket
 import psutil
 import pytest
 
-from nanoscale.config import hostnames
 from nanoscale.config.hostnames import address, canonical, is_here, is_loopback, problem
 
 
@@ -63,7 +62,7 @@ def test_no_name_server_is_asked(monkeypatch):
         raise AssertionError("a name server was asked")
 
     for function in ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn"):
-        monkeypatch.setattr(hostnames.socket, function, asked)
+        monkeypatch.setattr(socket, function, asked)
     assert not is_here("login.example.org")
 
 

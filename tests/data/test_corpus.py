@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import nanoscale
 from nanoscale.config.schema import Data
 from nanoscale.data import corpus
 from nanoscale.data.corpus import cache_folder, prepare_corpus, source_files
-from nanoscale.data.indexed import IndexedTokens
+from nanoscale.data.indexed import IndexedTokens, IndexedWriter
 from nanoscale.data.tokenizer import train_bpe
 from nanoscale.errors import UserError
 
@@ -144,7 +145,7 @@ def test_a_full_disk_leaves_nothing(library, tmp_path, monkeypatch):
     def full(self):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(corpus.IndexedWriter, "finish", full)
+    monkeypatch.setattr(IndexedWriter, "finish", full)
     with pytest.raises(UserError, match=r"data\.cache_dir.*No space left"):
         prepare(library, tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
@@ -154,7 +155,7 @@ def test_a_python_without_sources_is_explained(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no sources of its standard library"):
         prepare(tmp_path / "empty", tmp_path / "cache")
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "python.zip"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "python.zip"))
     with pytest.raises(UserError) as caught:
         corpus.prepare(Data(cache_dir=str(tmp_path / "cache")))
     assert caught.value.violations[0].key == "data.source"

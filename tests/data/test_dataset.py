@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sysconfig
+
 import numpy as np
 import pytest
 
 from nanoscale.config.schema import Data, Train
-from nanoscale.data import corpus, open_data
+from nanoscale.data import open_data
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer, train_bpe
 from nanoscale.errors import UserError
@@ -21,7 +23,7 @@ def library(tmp_path, monkeypatch) -> Data:
     (folder / "os.py").write_text("import sys\n" * 20)
     for i in range(30):
         (folder / f"m{i}.py").write_text(f"def f_{i}(value):\n    return value + {i}\n" * 3)
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(folder))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(folder))
     return Data(cache_dir=str(tmp_path / "cache"), valid_fraction=0.1)
 
 

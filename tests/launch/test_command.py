@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import site
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import nanoscale
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
 from nanoscale.launch import transport
@@ -136,7 +138,7 @@ def test_nothing_is_interpreted_by_the_other_hosts_shell(monkeypatch):
 
 
 def test_an_interpreter_of_another_path_has_its_own_nanoscale(monkeypatch):
-    monkeypatch.setattr(transport.site, "getsitepackages", list)
+    monkeypatch.setattr(site, "getsitepackages", list)
     here = plan(SSH, HOSTS).hosts[0].command[-1]
     assert "PYTHONPATH=" in here and sys.executable in here
     there = replace(SSH, cluster=Cluster(python="/opt/python"))
@@ -147,8 +149,8 @@ def test_an_interpreter_of_another_path_has_its_own_nanoscale(monkeypatch):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_ranks_import_the_nanoscale_that_launched_them(monkeypatch, installed):
-    root = str(Path(transport.nanoscale.__file__).parent.parent)
-    monkeypatch.setattr(transport.site, "getsitepackages", lambda: [root] if installed else [])
+    root = str(Path(nanoscale.__file__).parent.parent)
+    monkeypatch.setattr(site, "getsitepackages", lambda: [root] if installed else [])
     environment = transport.environment(CONFIG, {"PYTHONPATH": "/mine"})
     assert environment.get("PYTHONPATH") == (None if installed else f"{root}:/mine")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from nanoscale.config.schema import Parallel
-from nanoscale.launch import console
 from nanoscale.launch.command import HostPlan, LaunchPlan
 from nanoscale.launch.console import LiveView, duration, seconds
 from nanoscale.launch.mesh import arrange
@@ -52,7 +51,7 @@ def run(tmp_path):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(console.time, "monotonic", clock)
+    monkeypatch.setattr(time, "monotonic", clock)
     return clock
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_nothing_is_left_where_a_file_cannot_be_written(folder, monkeypatch):
 
 
 def test_names_come_from_the_recipe_and_the_time_and_are_free(folder, monkeypatch):
-    monkeypatch.setattr(prepare.time, "strftime", lambda _: "20260102-030405")
+    monkeypatch.setattr(time, "strftime", lambda _: "20260102-030405")
     assert request().config.run.name == "debug-20260102-030405"
     RunDirectory.create(Path("runs"), "debug-20260102-030405")
     assert request().config.run.name == "debug-20260102-030405-2"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_tensorboard_holds_the_same_figures_without_repeats(tmp_path: Path) -> N
 
 
 def test_tensorboard_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert not sinks.wants_tensorboard(Logger("auto"))
     assert not sinks.wants_tensorboard(Logger("off"))
     with pytest.raises(UserError, match=r"pip install 'nanoscale\[tensorboard\]'"):

@@ -25,7 +25,8 @@ def loss(parameters: list[nn.Parameter], rank: int, micro_batch: int) -> Tensor:
 def train_rank(rank: int, bucket: int) -> tuple[int, list[np.ndarray]]:
     """How many times was reduced in the second step, and its gradients."""
     ranks.join(2, torch.device("cpu"), 120.0)
-    replicas.FIRST_BUCKET = replicas.GRADIENT_BUCKET = bucket
+    replicas.FIRST_BUCKET = bucket
+    replicas.GRADIENT_BUCKET = bucket  # type: ignore[attr-defined]
     parameters = make_parameters()
     group = dist.group.WORLD
     assert group is not None

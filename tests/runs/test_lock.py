@@ -244,7 +244,7 @@ def test_where_flocks_reach_another_host_it_is_refused_at_once(run, launcher):
 def test_looking_at_a_free_lock_is_in_nobodys_way(run, monkeypatch):
     looking = os.open(run.lock, os.O_RDWR)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(lock.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
     with RunLock(run):
         pass
     os.close(looking)

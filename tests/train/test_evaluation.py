@@ -92,7 +92,8 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
 def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
     """Tokens that end documents are none of it."""
     from nanoscale.data.indexed import IndexedTokens, IndexedWriter
-    from nanoscale.data.loader import Loader, Split
+    from nanoscale.data.loader import Loader
+    from nanoscale.data.samples import Split
     from nanoscale.data.tokenizer import ByteTokenizer
 
     texts = ["naïve 🙂 text", "and more", "日本語", "x" * 40]

@@ -57,7 +57,8 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
 
 def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:
     """Of one layout after another, with the weights of the folder."""
-    test_equivalence.make_engine = begun_engine  # in this process alone
+    # In this process alone.
+    test_equivalence.make_engine = begun_engine  # type: ignore[attr-defined]
     return [
         [
             (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
