@@ -2,10 +2,10 @@
 
     python -m scripts.measure_memory [--rss] [WORDS OF A LAYOUT'S NAME…]
 
-Every rank counts the storages that PyTorch holds (`tests.live_memory`) through two steps; the second's peak
-counts, and the worst rank of each pipeline rank is held against the plan. The models are small, but so wide
-and so long that activations, not constants, decide. Prints a table: layouts of ours, then the equivalence
-matrix.
+Every rank counts the storages that PyTorch holds (`tests.support.live_memory`) through two steps. The peak
+of the second step counts, and the worst rank of each pipeline rank is compared with the plan. The models
+are small, but so wide and so long that activations decide, not constants. Prints two tables: layouts of our
+own, then the equivalence matrix.
 
 With --rss the models are larger, and the most memory that the process had resident in the second step is shown
 beside that, beyond what it had after the small model was trained: so libraries have loaded what they load.
@@ -38,9 +38,9 @@ from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.plan.predict import predict
 from nanoscale.train.job import make_engine
-from tests.jobs import make_config
-from tests.live_memory import LiveMemory
-from tests.ranks import run_ranks
+from tests.support.jobs import make_config
+from tests.support.live_memory import LiveMemory
+from tests.support.ranks import run_ranks
 from tests.train.test_equivalence import GPT2 as TIED
 from tests.train.test_equivalence import ROWS as MATRIX
 

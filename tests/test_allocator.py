@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import make_config, make_run
+from tests.support.jobs import make_config, make_run
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 PAGES = 40_000_000 / os.sysconf("SC_PAGE_SIZE")

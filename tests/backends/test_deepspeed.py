@@ -20,7 +20,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
-from tests.jobs import (
+from tests.support.jobs import (
     STEPS,
     KillBefore,
     StopBefore,
@@ -31,8 +31,8 @@ from tests.jobs import (
     write_documents,
     write_tokens,
 )
-from tests.ranks import run_ranks
-from tests.reference import assert_equal_curves, documents_alone, plain_loop, worst
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_equal_curves, documents_alone, plain_loop, worst
 from tests.train.test_equivalence import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
 
@@ -321,7 +321,7 @@ def test_resumed_across_backends(tmp_path: Path) -> None:
 def test_offload_to_a_disk_is_the_same_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.ranks.LIMIT_S", 500)  # the compiler takes minutes, once
+    monkeypatch.setattr("tests.support.ranks.LIMIT_S", 500)  # the compiler takes minutes, once
     write_tokens(tmp_path, samples=100)
     disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
     large = replace(SHALLOW, ffn=6000)  # what is smaller than a block of the disk stays in memory

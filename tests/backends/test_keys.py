@@ -17,9 +17,9 @@ from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision,
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
-from tests import foreign
-from tests.jobs import make_config, write_tokens
-from tests.ranks import run_ranks
+from tests.support import hf_models
+from tests.support.jobs import make_config, write_tokens
+from tests.support.ranks import run_ranks
 from tests.train.test_equivalence import GPT2, MOE, SHALLOW
 
 NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters"}
@@ -52,8 +52,8 @@ ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
     write_tokens(tmp_path)
     read: set[str] = set()
-    foreign.save("gpt_neox", tmp_path / "hf")
-    theirs = {"model": foreign.shape_of(tmp_path / "hf", loaded=False)}
+    hf_models.save("gpt_neox", tmp_path / "hf")
+    theirs = {"model": hf_models.shape_of(tmp_path / "hf", loaded=False)}
     for arguments, sections in [*JOBS, (theirs, {})] + (
         ONLY_NATIVE if backend == "native" else ONLY_DEEPSPEED
     ):

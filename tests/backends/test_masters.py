@@ -13,7 +13,7 @@ from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
-from tests.jobs import SEQ_LEN, SHAPE, make_config
+from tests.support.jobs import SEQ_LEN, SHAPE, make_config
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.parallel import ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SIZES = {"wide": (128, 256), "uneven": (67, 48), "vector": (96,)}
 NAMES = ["adamw", "adamw8bit", "sgd"]

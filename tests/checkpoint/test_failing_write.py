@@ -12,7 +12,7 @@ import torch
 from nanoscale.checkpoint import sharded, store
 from nanoscale.parallel import ranks
 from tests.checkpoint.test_sharded import WHOLE, state_of
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def save_twice(rank: int, workspace: Path, world: int) -> tuple[int | None, str]:

@@ -25,7 +25,7 @@ from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.fence import FencedError
 from nanoscale.train.job import noter
 from nanoscale.worker import RankContext, StopFlag
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 STATE = {"a": torch.arange(10.0), "b": torch.ones(3, 5)}
 ROOT = str(Path(__file__).parents[2])

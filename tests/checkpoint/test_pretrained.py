@@ -28,10 +28,10 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
 from nanoscale.parallel.mesh import lay_out
 from nanoscale.train.job import make_engine
-from tests.jobs import make_config
 from tests.models.huggingface import logits, save
 from tests.parallel.test_sharding import peak_bytes
-from tests.ranks import run_ranks
+from tests.support.jobs import make_config
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 19))

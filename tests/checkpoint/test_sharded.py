@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.parallel import ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WHOLE = torch.arange(70.0).reshape(10, 7)
 

@@ -20,7 +20,7 @@ from nanoscale.launch.bench import compared, document
 from nanoscale.plan.model_math import flops_per_token
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.parts import PARTS
-from tests.jobs import make_config
+from tests.support.jobs import make_config
 
 LIMIT_S = 60.0
 

@@ -13,7 +13,7 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.config import frozen
 from nanoscale.config.schema import Scheduler, Train
 from nanoscale.runs.directory import write_json
-from tests.jobs import SHAPE, make_config, make_run, train, write_tokens
+from tests.support.jobs import SHAPE, make_config, make_run, train, write_tokens
 
 SEQ_LEN = 128
 FAST = ("cluster=cpu", "cluster.peak_tflops=10", "cluster.memory_gbs=1000")

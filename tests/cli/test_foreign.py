@@ -13,7 +13,7 @@ import yaml
 
 from nanoscale.checkpoint.foreign import judge
 from nanoscale.cli.main import run as nanoscale
-from tests import foreign
+from tests.support import hf_models
 
 WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
 HF = ["model=hf", "model.name=small"]
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPT-NeoX with room for bytes, beside us."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    foreign.save("gpt_neox", tmp_path / "small", vocab_size=257)
+    hf_models.save("gpt_neox", tmp_path / "small", vocab_size=257)
     return tmp_path
 
 
@@ -85,13 +85,13 @@ def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
 def asked(*, folder: str | None = "small", **keys: Any) -> dict[str, Any]:
     """The judgement on a folder, some keys of whose config.json are other ones."""
     document = json.loads(Path("small/config.json").read_text()) | keys
-    shape = asdict(foreign.shape_of(Path("small"))) | {"hf_config": document}
+    shape = asdict(hf_models.shape_of(Path("small"))) | {"hf_config": document}
     return judge({"model": shape, "folder": folder})
 
 
 def test_transformers_is_asked(folder: Path) -> None:
     whole = asked()
-    model = foreign.save("gpt_neox", folder / "again", vocab_size=257)
+    model = hf_models.save("gpt_neox", folder / "again", vocab_size=257)
     assert whole["problem"] is None
     assert whole["parameters"] == sum(p.numel() for p in model.parameters())
     assert "none that transformers knows" in asked(model_type="neoy")["problem"]

@@ -21,9 +21,9 @@ from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
-from tests.jobs import SHAPE, make_run
 from tests.models import huggingface
 from tests.models.huggingface import FAMILIES
+from tests.support.jobs import SHAPE, make_run
 
 BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
 GREEDY = Wish(Sampling(0.0), max_tokens=16)

@@ -15,8 +15,8 @@ from nanoscale.models.cache import Cache
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from tests.generate.conftest import one_thread  # noqa: F401
-from tests.jobs import SHAPE
 from tests.models.huggingface import FAMILIES, save, tokens
+from tests.support.jobs import SHAPE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,8 +15,8 @@ from nanoscale.models import head
 from nanoscale.parallel import ranks
 from nanoscale.parallel.tensor import DividedVocabulary
 from nanoscale.plan import loss as planned
-from tests.live_memory import LiveMemory
-from tests.ranks import run_ranks
+from tests.support.live_memory import LiveMemory
+from tests.support.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB = 60, 16, 320
 FACTOR = 0.3

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from nanoscale.models import moe
 from nanoscale.models.initialization import initialise
 from nanoscale.models.moe import MixtureOfExperts
-from tests.jobs import SHAPE
+from tests.support.jobs import SHAPE
 
 MOE = replace(SHAPE, experts=4, experts_per_token=2, ffn=24, balance="bias", balance_rate=0.5)
 

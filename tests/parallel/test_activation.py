@@ -26,7 +26,7 @@ from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, ranks
 from nanoscale.parallel.stream import Stream
 from nanoscale.parallel.tensor import divide_block
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYERS, BATCH, SEQ = 8, 16, 16
 SHAPE = Model(layers=LAYERS, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=64)

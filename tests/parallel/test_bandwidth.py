@@ -13,7 +13,7 @@ import torch.distributed as dist
 from nanoscale.parallel import bandwidth, ranks
 from nanoscale.parallel.bandwidth import Pair, all_reduces, ends, measure_pairs, rounds, slow
 from nanoscale.parallel.connections import closed_ways
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

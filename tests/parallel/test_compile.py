@@ -21,7 +21,7 @@ from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, compile, ranks
 from nanoscale.parallel.stream import Stream
 from nanoscale.parallel.tensor import divide_block
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 from nanoscale.parallel import context, ring
 from nanoscale.parallel.blocks import KERNELS
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 DEGREES = (2, 4)
 SEQ, HEADS, HEAD_DIM, BATCH = 48, 8, 6, 2

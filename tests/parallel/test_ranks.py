@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 from nanoscale.parallel import ranks
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def recorded(rank: int, entries: str | None) -> dict[str, Any]:

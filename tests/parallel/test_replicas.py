@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoscale.parallel import ranks, replicas
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SHAPES = [(7, 3), (300,), (5,), (2, 2, 2), (64, 8), (1,)]
 MICRO_BATCHES = 3

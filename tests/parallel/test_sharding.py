@@ -24,7 +24,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel import ranks
 from nanoscale.parallel.mesh import lay_out
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SHAPE = Model(
     layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=384, vocab=512, max_seq_len=64

@@ -14,7 +14,7 @@ from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Transformer, rope_rotation
 from nanoscale.parallel import activation
 from nanoscale.plan.activations import Execution, shape_of, stage_activations
-from tests.live_memory import LiveMemory
+from tests.support.live_memory import LiveMemory
 
 LLAMA = Model(
     layers=6,

@@ -8,7 +8,7 @@ import pytest
 
 from nanoscale.config.derive import derive
 from scripts.measure_memory import ROWS, Row, config_of, measure, show
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BY_NAME = {row.name: replace(row, global_batch=8) for row in ROWS}
 LOGITS = replace(BY_NAME["one process"].shape, vocab=4096, hidden=32, ffn=64, layers=2)

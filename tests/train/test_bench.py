@@ -15,8 +15,8 @@ from nanoscale.config.schema import Backend, Checkpoint, Precision
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train import bench, matmul
 from nanoscale.worker import RankContext, StopFlag
-from tests.jobs import PRECISIONS, make_config, write_tokens
-from tests.ranks import run_ranks
+from tests.support.jobs import PRECISIONS, make_config, write_tokens
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_deepspeed_and_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> No
 
 
 def _plain_loss(folder: Path, step: int) -> float:
-    from tests.jobs import make_run, read_metrics, train
+    from tests.support.jobs import make_run, read_metrics, train
 
     config = make_config(folder, precision="fp32")
     run = make_run(config)

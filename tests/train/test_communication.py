@@ -18,8 +18,8 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.data.batch import Batch
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
-from tests.jobs import SEQ_LEN, SHAPE, make_config
-from tests.ranks import run_ranks
+from tests.support.jobs import SEQ_LEN, SHAPE, make_config
+from tests.support.ranks import run_ranks
 
 MICRO_BATCHES = 4
 NORM = 1  # the gradient norm of shards is one all-reduce a step

@@ -26,9 +26,9 @@ from nanoscale.train.loop import Progress, Training
 from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from tests.conftest import Deviations
-from tests.jobs import SHAPE, make_config, packed_data, write_documents, write_tokens
-from tests.ranks import run_ranks
-from tests.reference import (
+from tests.support.jobs import SHAPE, make_config, packed_data, write_documents, write_tokens
+from tests.support.ranks import run_ranks
+from tests.support.reference import (
     CURVE,
     EVERYTHING,
     assert_equal_curves,

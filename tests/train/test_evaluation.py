@@ -18,8 +18,16 @@ from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train import evaluation
 from nanoscale.worker import RankContext, StopFlag
-from tests.jobs import PRECISIONS, SHAPE, make_config, make_run, read_metrics, train, write_tokens
-from tests.ranks import run_ranks
+from tests.support.jobs import (
+    PRECISIONS,
+    SHAPE,
+    make_config,
+    make_run,
+    read_metrics,
+    train,
+    write_tokens,
+)
+from tests.support.ranks import run_ranks
 
 SAMPLES = 5
 MOE = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rate=0.05)

@@ -16,10 +16,10 @@ from nanoscale.config.schema import Backend, Config
 from nanoscale.models.foreign import Foreign, RandomWeights, blocks, build
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
-from tests import foreign
-from tests.jobs import StopBefore, make_config, make_run, train, write_tokens
-from tests.ranks import run_ranks
-from tests.reference import CURVE, assert_equal_curves
+from tests.support import hf_models
+from tests.support.jobs import StopBefore, make_config, make_run, train, write_tokens
+from tests.support.ranks import run_ranks
+from tests.support.reference import CURVE, assert_equal_curves
 from tests.train import test_equivalence
 from tests.train.test_resume import (
     assert_same_weights,
@@ -43,12 +43,12 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
 def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: str) -> None:
     write_tokens(tmp_path)
-    foreign.save(family, tmp_path / family)
-    shape = foreign.shape_of(tmp_path / family)
+    hf_models.save(family, tmp_path / family)
+    shape = hf_models.shape_of(tmp_path / family)
     configs = [make_config(tmp_path, dp=2, model=shape, **layout) for layout in LAYOUTS]
     curves = run_ranks(curves_of, 2, configs)[0]
     expected = {
-        name: foreign.plain_loop(tmp_path / family, dtype)
+        name: hf_models.plain_loop(tmp_path / family, dtype)
         for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32))
     }
     for config, found in zip(configs, curves, strict=True):
@@ -79,8 +79,8 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     write_tokens(tmp_path, samples=100)
-    foreign.save("falcon", tmp_path / "falcon")
-    shape = foreign.shape_of(tmp_path / "falcon", loaded=False)
+    hf_models.save("falcon", tmp_path / "falcon")
+    shape = hf_models.shape_of(tmp_path / "falcon", loaded=False)
     config = config_for(tmp_path, model=shape, dp=2, stage=3, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
@@ -110,8 +110,8 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
     """GPT-2's reach from a block's parts into their projections; Gemma's norms begin at 0."""
     cpu = torch.device("cpu")
     for family, scaled in (("gpt2", "h.1.mlp.c_proj.weight"), ("gemma2", None)):
-        foreign.save(family, tmp_path / family, initializer_range=0.2)
-        shape = foreign.shape_of(tmp_path / family, loaded=False)
+        hf_models.save(family, tmp_path / family, initializer_range=0.2)
+        shape = hf_models.shape_of(tmp_path / family, loaded=False)
         model, draw = build(shape), RandomWeights(shape, 3, cpu)
         drawn = {name: draw(f"hf.{name}", p.shape) for name, p in model.named_parameters()}
         for name, value in reversed(drawn.items()):  # in whatever order, by whomever
@@ -129,8 +129,8 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
 def test_narrow_compute_leaves_rotary_frequencies_alone(tmp_path: Path) -> None:
     """DeepSpeed casts whatever a module holds."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    foreign.save("gpt_neox", tmp_path / "neox", rope_parameters=rope)
-    shape = foreign.shape_of(tmp_path / "neox")
+    hf_models.save("gpt_neox", tmp_path / "neox", rope_parameters=rope)
+    shape = hf_models.shape_of(tmp_path / "neox")
     write_tokens(tmp_path)
     config = make_config(tmp_path, model=shape, stage=1, precision="bf16")
     config = replace(config, backend=Backend("deepspeed"))

@@ -17,8 +17,8 @@ from nanoscale.backends.native import NativeEngine
 from nanoscale.config.schema import Data
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import ranks
-from tests.jobs import SEQ_LEN, SHAPE, make_config
-from tests.ranks import run_ranks
+from tests.support.jobs import SEQ_LEN, SHAPE, make_config
+from tests.support.ranks import run_ranks
 
 ASKS = {
     "aten::_local_scalar_dense",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanoscale.config.schema import Config, Optimizer
-from tests.jobs import SHAPE, make_config, make_run, read_metrics, train, write_tokens
-from tests.reference import CURVE, assert_equal_curves, plain_loop, worst
+from tests.support.jobs import SHAPE, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.reference import CURVE, assert_equal_curves, plain_loop, worst
 
 LAYOUTS = [  # dp, ZeRO stage, dp_replicate
     (1, 0, 1),

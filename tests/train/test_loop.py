@@ -18,7 +18,15 @@ from nanoscale.checkpoint.store import find_damage, list_checkpoints
 from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
-from tests.jobs import SEQ_LEN, SHAPE, StopBefore, make_config, make_run, train, write_tokens
+from tests.support.jobs import (
+    SEQ_LEN,
+    SHAPE,
+    StopBefore,
+    make_config,
+    make_run,
+    train,
+    write_tokens,
+)
 
 STEPS = 10
 EVAL_SAMPLES = 7  # no multiple of dp or of the micro batch: the last batches are padded

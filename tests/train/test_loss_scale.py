@@ -13,9 +13,9 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Checkpoint
 from nanoscale.parallel import ranks
 from nanoscale.runs.directory import RunDirectory
-from tests.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
-from tests.ranks import run_ranks
-from tests.reference import plain_loop
+from tests.support.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.ranks import run_ranks
+from tests.support.reference import plain_loop
 from tests.train.test_equivalence import Records, record_all
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [

@@ -11,7 +11,16 @@ import pytest
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.schema import Config
 from nanoscale.data.indexed import IndexedWriter
-from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS, StopBefore, make_run, read_metrics, train
+from tests.support.jobs import (
+    SAMPLES,
+    SEQ_LEN,
+    SHAPE,
+    STEPS,
+    StopBefore,
+    make_run,
+    read_metrics,
+    train,
+)
 from tests.train.test_loop import plain_eval_loss
 from tests.train.test_resume import assert_same_training, config_for, never_stopped, resumed_at
 

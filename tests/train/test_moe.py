@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanoscale.config.schema import Config
-from tests.jobs import (
+from tests.support.jobs import (
     KillBefore,
     StopBefore,
     make_config,
@@ -19,8 +19,8 @@ from tests.jobs import (
     train,
     write_tokens,
 )
-from tests.ranks import run_ranks
-from tests.reference import assert_equal_curves, plain_loop
+from tests.support.ranks import run_ranks
+from tests.support.reference import assert_equal_curves, plain_loop
 from tests.train.test_equivalence import MOE, mixture, record_all, row_config
 from tests.train.test_resume import (
     assert_same_training,

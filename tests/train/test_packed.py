@@ -18,8 +18,8 @@ from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
-from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, make_config, packed_data, write_documents
-from tests.ranks import run_ranks
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, make_config, packed_data, write_documents
+from tests.support.ranks import run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [
     {},

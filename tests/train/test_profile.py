@@ -15,7 +15,7 @@ from nanoscale.config.profiling import series_of
 from nanoscale.config.schema import Checkpoint, Config, Profile
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
-from tests.jobs import (
+from tests.support.jobs import (
     StopBefore,
     make_config,
     make_run,

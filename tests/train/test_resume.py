@@ -16,7 +16,7 @@ from nanoscale.config.schema import Checkpoint, Config, Optimizer
 from nanoscale.errors import UserError
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
-from tests.jobs import (
+from tests.support.jobs import (
     STEPS,
     KillBefore,
     StopBefore,

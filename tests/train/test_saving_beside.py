@@ -18,7 +18,7 @@ from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.worker import StopFlag
-from tests.jobs import KillBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.jobs import KillBefore, make_config, make_run, read_metrics, train, write_tokens
 from tests.train.test_resume import curve, tensors_of
 
 

@@ -31,7 +31,7 @@ from nanoscale.data.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from nanoscale.worker import RankContext, StopFlag
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SEQ_LEN = 16
 SAMPLES = 8

@@ -16,5 +16,5 @@ import torch.optim
 import nanoscale.backends.deepspeed
 import nanoscale.backends.native
 import nanoscale.train.job
-import tests.jobs
-import tests.reference
+import tests.support.jobs
+import tests.support.reference

@@ -15,7 +15,7 @@ from nanoscale.config.schema import Lora, Model
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
-from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 
 BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm: law 1
 EVERYTHING = Lora()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 LIMIT_S = 120
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+_context.set_forkserver_preload(["tests.support.preload"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from nanoscale.config import foreign
 from nanoscale.config.schema import Model
-from tests.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
-from tests.reference import CURVE
+from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
+from tests.support.reference import CURVE
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -61,7 +61,7 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
 
 
 def plain_loop(folder: Path, dtype: torch.dtype) -> CURVE:
-    """As `tests.reference`, with transformers' model."""
+    """As `tests.support.reference`, with transformers' model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
