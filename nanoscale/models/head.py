@@ -133,11 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[at : at + rows])
             if trains:
-                product = gradient.t() @ some
-                if of_weight is None:
-                    of_weight = product.to(wide) if pieces > 1 else product
-                else:
-                    of_weight += product
+                of_weight = _add(of_weight, gradient.t() @ some, wide if pieces > 1 else None)
             del gradient
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -151,6 +147,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *found, None, None, None, None
+
+
+def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the sum so far; a first product becomes it, in `dtype` if one is given.
+
+    No caller keeps a name for the product: as large as the weights, it would be held through the next piece.
+    """
+    if total is not None:
+        return total.add_(product)
+    return product if dtype is None else product.to(dtype)
 
 
 class _Wanted:

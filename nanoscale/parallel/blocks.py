@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 aten = torch.ops.aten
 
@@ -29,13 +28,31 @@ class Kernel:
     head_dim_multiple: int = 1
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The name of the kernel that needs least memory among those that take these."""
+_FLASH_TYPES = (torch.float16, torch.bfloat16)
+_FLASH_HEAD_DIM = 256
+"""the largest that FlashAttention-2 takes (PyTorch's sdp_utils.cpp, `check_head_dim_size_flash`)"""
+_FLASH_CAPABILITY = (8, 0)
+
+
+def has_cuda_flash() -> bool:
+    """Return True if this rank's GPU and this build of PyTorch have FlashAttention.
+
+    Asked where a model is built: the compiler cannot trace PyTorch's own test of a call,
+    `can_use_flash_attention`, and a block that contains it would not be compiled at all.
+    """
+    return (
+        torch.cuda.is_available()
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability() >= _FLASH_CAPABILITY
+    )
+
+
+def choose_kernel(q: Tensor, cuda_flash: bool) -> str:
+    """Return the name of the kernel that needs the least memory among those that take queries like `q`."""
     if q.device.type == "cpu":
         return "flash-cpu"
-    if q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, True)):
-        return "flash-cuda"
-    return "portable"
+    fits = q.dtype in _FLASH_TYPES and q.shape[-1] <= _FLASH_HEAD_DIM
+    return "flash-cuda" if q.is_cuda and cuda_flash and fits else "portable"
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

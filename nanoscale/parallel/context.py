@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
-from nanoscale.parallel.blocks import KERNELS, choose_kernel
+from nanoscale.parallel.blocks import KERNELS, choose_kernel, has_cuda_flash
 from nanoscale.parallel.ring import ring_attention
 
 
@@ -47,11 +47,12 @@ class RingAttention(nn.Module):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.group = group
+        self.cuda_flash = has_cuda_flash()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         assert mask is None, "the rules refuse document masks in a ring"
         head_dim = q.shape[-1]
-        kernel = choose_kernel(q, k, v)
+        kernel = choose_kernel(q, self.cuda_flash)
         padding = -head_dim % KERNELS[kernel].head_dim_multiple
         if padding:
             q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
@@ -340,3 +341,26 @@ def test_positions_cover_the_sequence_and_balance_the_work(method: str) -> None:
         assert len({int(part.sum()) for part in parts}) == 1, "as many keys to attend to"
     else:
         assert parts[1].tolist() == [6, 7, 8, 9, 10, 11]
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "flash-cuda"), ("float32", "portable")])
+def test_a_ring_on_gpus_is_compiled_as_a_whole(
+    dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `fullgraph` a call that the compiler cannot trace is an error."""
+    monkeypatch.setattr(context, "has_cuda_flash", lambda: True)
+    # A build of PyTorch for CPUs cannot index what claims to be on a GPU, so the result claims no such thing.
+    monkeypatch.setattr(context, "ring_attention", lambda q, *_: torch.zeros(q.shape))
+    monkeypatch.setattr("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None)
+    core = context.RingAttention(None)  # type: ignore[arg-type]
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        return graph.forward
+
+    with FakeTensorMode():
+        q = torch.empty(1, 4, 32, 24, device="cuda", dtype=getattr(torch, dtype))
+        k = torch.empty(1, 2, 32, 24, device="cuda", dtype=getattr(torch, dtype))
+        assert q.is_cuda
+        compiled = torch.compile(core, backend=backend, fullgraph=True)
+        assert compiled(q, k, k).shape == q.shape
+        assert context.choose_kernel(q, True) == kernel
