@@ -50,7 +50,7 @@ def show(
     config: ConfigFile = None,
     deepspeed: Annotated[
         bool,
-        typer.Option("--deepspeed", help="DeepSpeed's own configuration that follows from it."),
+        typer.Option("--deepspeed", help="Show the JSON that DeepSpeed would get instead"),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -62,13 +62,13 @@ def show(
 
     composed = compose(overrides or [], config_dir=config_dir, config_file=config)
     values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
-    if as_json:
+    if as_json or deepspeed:
         print_json(values)
     else:
         print_yaml(to_yaml(values))
-        if deepspeed and composed.config.backend.extra:
-            added = ", ".join(composed.config.backend.extra)
-            print_yaml(f"# by backend.extra, from {composed.source('backend.extra')}: {added}\n")
+    if deepspeed and composed.config.backend.extra:
+        added = ", ".join(composed.config.backend.extra)
+        typer.echo(f"backend.extra ({composed.source('backend.extra')}) sets {added}", err=True)
 
 
 @app.command("explain")

@@ -59,6 +59,11 @@ class HostPlan:
     devices: tuple[int, ...] | None = None
     """which of its devices, where not the first ones"""
 
+    @property
+    def used_devices(self) -> Sequence[int]:
+        """The device of each rank, as the host counts them."""
+        return range(self.slots) if self.devices is None else self.devices
+
 
 @dataclass(frozen=True)
 class LaunchPlan:

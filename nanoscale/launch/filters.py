@@ -1,7 +1,8 @@
 """Filters of hosts: `launcher.include` and `launcher.exclude`, in DeepSpeed's grammar.
 
-`h1@h2:0,2` is all of h1, and the slots 0 and 2 of h2. Hosts stand without their `user@`, since `@`
-divides them here, and IPv6 addresses in brackets, since `:` does: `[fe80::1]:0,2`.
+`h1@h2:0,2` is all of h1, and the slots 0 and 2 of h2. A slot that is named twice counts once. Hosts stand
+without their `user@`, since `@` divides them here, and IPv6 addresses in brackets, since `:` does:
+`[fe80::1]:0,2`.
 """
 
 from __future__ import annotations
@@ -133,11 +134,11 @@ def _read_entry(entry: str, known: dict[str, Host], chosen: Chosen) -> None:
     before = chosen.get(canonical(name), set())
     if before is None or (before and slots is None):
         raise _WrongEntryError(f"names {name} twice, and once all of it", "")
-    more = None if slots is None else _read_slots(name, slots, host, before)
+    more = None if slots is None else _read_slots(name, slots, host)
     chosen[canonical(name)] = None if more is None else before | more
 
 
-def _read_slots(name: str, text: str, host: Host, before: set[int]) -> set[int]:
+def _read_slots(name: str, text: str, host: Host) -> set[int]:
     slots: set[int] = set()
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -149,16 +150,14 @@ def _read_slots(name: str, text: str, host: Host, before: set[int]) -> set[int]:
         elif slot >= host.slots:
             there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
             message = f"names slot {slot} of {name}, which has {there} ({host.source})"
-        elif slot in slots | before:
-            message = f"names slot {slot} of {name} twice"
         else:
             slots.add(slot)
             continue
-        raise _WrongEntryError(message, _mended(name, words, host, before))
+        raise _WrongEntryError(message, _mended(name, words, host))
     return slots
 
 
-def _mended(name: str, words: Sequence[str], host: Host, before: set[int]) -> str:
+def _mended(name: str, words: Sequence[str], host: Host) -> str:
     """The entry with ranges spelled out, and with slots that the host has."""
     slots: set[int] = set()
     for word in words:
@@ -167,10 +166,7 @@ def _mended(name: str, words: Sequence[str], host: Host, before: set[int]) -> st
             slots.update(range(int(ends[1]), min(int(ends[2]) + 1, host.slots)))
         elif _SLOT.fullmatch(word):
             slots.add(min(int(word), host.slots - 1))
-    left = sorted(slots - before)
-    if left:
-        return f"{name}:{','.join(map(str, left))}"
-    return "" if before else name
+    return f"{name}:{','.join(map(str, sorted(slots)))}" if slots else name
 
 
 def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:

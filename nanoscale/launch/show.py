@@ -36,6 +36,7 @@ def document(
             {
                 "host": host.host,
                 "slots": host.slots,
+                "devices": list(host.used_devices),
                 "ranks": list(host.ranks),
                 "command": list(host.command),
             }
@@ -196,11 +197,15 @@ def print_plan(
     console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
     console.print(values)
 
-    ranks = Table("rank", "host", "local rank", "pp", "dp", "cp", "tp")
+    on_gpus = config.launcher.device == "cuda"
+    ranks = Table("rank", "host", "local rank", *(["device"] * on_gpus), "pp", "dp", "cp", "tp")
     ranks.title, ranks.title_justify = "ranks", "left"
+    devices = {host.host: host.used_devices for host in plan.hosts}
     places = plan.mesh.ranks
     for place in places[:_MOST_RANKS]:
-        ranks.add_row(*map(str, astuple(place)))
+        rank, host, local_rank, *coordinates = astuple(place)
+        device = [devices[host][local_rank]] * on_gpus
+        ranks.add_row(*map(str, (rank, host, local_rank, *device, *coordinates)))
     console.print(ranks)
     if len(places) > _MOST_RANKS:
         console.print(f"… and {len(places) - _MOST_RANKS} more ranks; --json lists all of them")

@@ -140,6 +140,25 @@ def test_a_hostfile_of_this_machine_alone_is_a_local_launch(capsys):
     assert shown["settings"]["device"] == "cpu, 1 thread a rank"
 
 
+def test_a_dry_run_names_the_devices_of_each_host(capsys):
+    Path("hosts").write_text("worker-0 slots=4\nworker-1 slots=4\n")
+    words = ["train", "recipe=debug", "--hostfile", "hosts", "launcher.device=cuda", "--dry-run"]
+    assert nanoscale([*words, "--include", "worker-1:0,3@worker-0:1@worker-0:1,0", "--json"]) == 0
+    hosts = json.loads(capsys.readouterr().out)["hosts"]
+    assert [(host["host"], host["devices"]) for host in hosts] == [
+        ("worker-0", [0, 1]),
+        ("worker-1", [0, 3]),
+    ]
+    assert nanoscale([*words, "--include", "worker-1:0,3@worker-0:2", "--json"]) == 2
+    capsys.readouterr()
+    assert nanoscale([*words, "--include", "worker-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hosts"][0]["devices"] == [0, 1, 2, 3]
+    assert nanoscale([*words, "--include", "worker-1:0,3"]) == 0
+    rows = [line.split("│")[1:5] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    named = [[cell.strip() for cell in row] for row in rows if row[1:2] == [" worker-1 "]]
+    assert named == [["0", "worker-1", "0", "0"], ["1", "worker-1", "1", "3"]]
+
+
 def test_a_run_goes_on_on_hosts():
     run = RunDirectory.create(Path("runs").absolute(), "x")
     composed = compose(["recipe=debug", "run.name=x"])
@@ -152,7 +171,7 @@ def test_a_run_goes_on_on_hosts():
 
 def test_deepspeeds_json_is_that_of_the_hosts(capsys):
     words = ["recipe=debug", "backend=deepspeed", "launcher.hostfile=hosts", "launcher.nodes=1"]
-    assert nanoscale(["config", "show", "--deepspeed", *words, "--json"]) == 0
+    assert nanoscale(["config", "show", "--deepspeed", *words]) == 0
     by_hosts = json.loads(capsys.readouterr().out)["train_micro_batch_size_per_gpu"]
     assert nanoscale(["config", "show", "--deepspeed", *words[:2], "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)["train_micro_batch_size_per_gpu"]
