@@ -39,10 +39,10 @@ from nanoscale.parallel import ranks
 from nanoscale.plan.predict import predict
 from nanoscale.train.job import make_engine
 from tests.support.jobs import make_config
+from tests.support.layouts import GPT2 as TIED
+from tests.support.layouts import ROWS as MATRIX
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
-from tests.train.test_equivalence import GPT2 as TIED
-from tests.train.test_equivalence import ROWS as MATRIX
 
 SHAPE = Model(
     layers=4, hidden=128, heads=8, kv_heads=4, head_dim=16, ffn=352, vocab=512, max_seq_len=512

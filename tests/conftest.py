@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("tests.support")
 _DEVIATION = "deviation"
 Deviations = Callable[[str, list[float]], None]
 
@@ -16,6 +18,13 @@ Deviations = Callable[[str, list[float]], None]
 def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
     """Notes how far a layout went from the plain loop: fp64's loss and gradient norm, then fp32's."""
     return lambda layout, figures: record_property(_DEVIATION, [layout, *map(float, figures)])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Several threads would wait for each other longer than models of this size compute."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 def pytest_sessionstart() -> None:

@@ -24,17 +24,20 @@ from tests.support.jobs import (
     STEPS,
     KillBefore,
     StopBefore,
+    curve,
+    final_weights,
     make_config,
     make_run,
+    never_stopped,
     packed_data,
+    resumed_at,
     train,
     write_documents,
     write_tokens,
 )
+from tests.support.layouts import GPT2, MOE, SHALLOW, record_all, train_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_equal_curves, documents_alone, plain_loop, worst
-from tests.train.test_equivalence import GPT2, MOE, SHALLOW, record_all, train_all
-from tests.train.test_resume import curve, final_weights, never_stopped, resumed_at
 
 OFFLOAD = {"offload_optimizer": "cpu"}
 EVERYTHING = {"offload_optimizer": "cpu", "offload_param": "cpu"}

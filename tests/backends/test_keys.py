@@ -19,8 +19,8 @@ from nanoscale.parallel import ranks
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
 from tests.support.jobs import make_config, write_tokens
+from tests.support.layouts import GPT2, MOE, SHALLOW
 from tests.support.ranks import run_ranks
-from tests.train.test_equivalence import GPT2, MOE, SHALLOW
 
 NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters"}
 """what something is called, what chose the engine, what a law keeps sequences within, and a count"""

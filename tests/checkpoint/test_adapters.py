@@ -21,17 +21,18 @@ from nanoscale.config.schema import Backend, Checkpoint, Config, Lora
 from nanoscale.errors import UserError
 from nanoscale.runs.directory import RunDirectory
 from tests.checkpoint.test_export import from_pretrained, quiet
-from tests.models.huggingface import logits, save
+from tests.support.hf_families import logits, save
 from tests.support.jobs import (
     SAMPLES,
     SEQ_LEN,
     StopBefore,
+    curve,
     make_config,
     make_run,
+    resumed_at,
     train,
     write_tokens,
 )
-from tests.train.test_resume import curve, resumed_at
 
 STEPS = 7
 STOP = 4

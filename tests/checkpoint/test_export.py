@@ -26,7 +26,7 @@ from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
-from tests.models.huggingface import FAMILIES, logits, save, tokens
+from tests.support.hf_families import FAMILIES, logits, save, tokens
 from tests.support.jobs import SEQ_LEN, make_config, make_run, read_metrics, train
 
 ABOUT = {"step": 7, "consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}

@@ -28,9 +28,9 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
 from nanoscale.parallel.mesh import lay_out
 from nanoscale.train.job import make_engine
-from tests.models.huggingface import logits, save
-from tests.parallel.test_sharding import peak_bytes
+from tests.support.hf_families import logits, save
 from tests.support.jobs import make_config
+from tests.support.live_memory import peak_bytes
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")

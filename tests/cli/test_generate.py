@@ -12,19 +12,15 @@ import pytest
 
 from nanoscale.cli import generate
 from nanoscale.cli.main import run as nanoscale
-from tests.generate.conftest import one_thread  # noqa: F401
-from tests.generate.test_writing import make
+from tests.support.jobs import run_of_bytes
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs").mkdir()
-    make(tmp_path / "runs")
+    run_of_bytes(tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

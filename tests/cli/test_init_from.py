@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from nanoscale.cli.main import run as nanoscale
-from tests.models import huggingface
-from tests.models.huggingface import COMMON, FAMILIES
+from tests.support import hf_families
+from tests.support.hf_families import COMMON, FAMILIES
 
 WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=1", "parallel.dp=1"]
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64}
     monkeypatch.setitem(FAMILIES, "llama", ("Llama", settings))
-    huggingface.save("llama", tmp_path / "small", shard="40KB")
+    hf_families.save("llama", tmp_path / "small", shard="40KB")
     return tmp_path
 
 
@@ -163,7 +163,7 @@ def test_experts_are_trained_as_said_here_and_exported_without_their_bias(
 ) -> None:
     settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64, "num_local_experts": 4}
     monkeypatch.setitem(FAMILIES, "mixtral", ("Mixtral", settings))
-    huggingface.save("mixtral", folder / "mixture")
+    hf_families.save("mixtral", folder / "mixture")
     words = [*WORDS, "model.init_from=mixture", "model.balance=bias", "model.balance_rate=0.01"]
     assert nanoscale(["train", *words, "train.steps=1", "run.name=moved", "--json"]) == 0
     frozen = yaml.safe_load(Path("runs/moved/config.yaml").read_text())["model"]

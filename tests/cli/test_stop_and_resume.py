@@ -15,7 +15,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
-from tests.train.test_resume import EXACT, Curve
+from tests.support.jobs import EXACT, Curve
 
 STEPS = 80
 WORDS = [

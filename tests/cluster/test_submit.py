@@ -17,7 +17,7 @@ from nanoscale.runs import events, submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import LOGIN, Slurm
-from tests.launch.test_batch import NASTY, STAND_IN, config
+from tests.support.batch import NASTY, STAND_IN, config
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 90

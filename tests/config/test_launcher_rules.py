@@ -19,7 +19,7 @@ from nanoscale.config.rules.slurm import time_limit_s
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.hosts import read_hosts
-from tests.config.quick import changed
+from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2, cores=6)
 

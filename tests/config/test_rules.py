@@ -13,8 +13,8 @@ from nanoscale.config.derive import derive
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
-from tests.config.quick import changed
 from tests.config.test_mixture import write_tokens
+from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2)
 

@@ -20,14 +20,14 @@ from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
-from tests.generate.test_writing import BYTES, make
+from tests.support.jobs import BYTES, run_of_bytes
 
 PAIRS = [("ab", "cd"), ("", "x"), ("a longer context ", "and more"), ("k" * 60, "lm"), ("q ", "")]
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opened:
-    return open_model(str(make(tmp_path).path), dtype="fp64")
+    return open_model(str(run_of_bytes(tmp_path).path), dtype="fp64")
 
 
 def requests(*arguments: Any) -> list[Any]:

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from nanoscale.checkpoint import sharded, store
+from nanoscale.checkpoint import store
 from nanoscale.checkpoint.export import export
-from nanoscale.config.schema import Config, Data, Model, Run, Train
+from nanoscale.config.schema import Config, Data
 from nanoscale.data.tokenizer import ByteTokenizer
 from nanoscale.errors import UserError
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import DTYPES, Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
-from nanoscale.models.initialization import initialise
-from nanoscale.models.transformer import Transformer
-from nanoscale.runs import fence
-from nanoscale.runs.directory import RunDirectory
-from tests.models import huggingface
-from tests.models.huggingface import FAMILIES
-from tests.support.jobs import SHAPE, make_run
+from tests.support import hf_families
+from tests.support.hf_families import FAMILIES
+from tests.support.jobs import BYTES, SHAPE, run_of_bytes
 
-BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
 GREEDY = Wish(Sampling(0.0), max_tokens=16)
 
 
@@ -34,23 +28,6 @@ def written(opened: Opened, prompt: list[int], wish: Wish) -> Written:
     pieces = list(write(opened, prompt, wish, found))
     assert "".join(pieces) == found.text
     return found
-
-
-def make(folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any) -> RunDirectory:
-    """A run of bytes with a checkpoint of random weights, and an optimizer's state that nobody needs."""
-    data = Data(source="stdlib", cache_dir=str(folder))
-    train = Train(steps=1, seq_len=32)
-    run = make_run(
-        Config(run=Run(name=name, root=str(folder)), model=shape, data=data, train=train), name
-    )
-    model = Transformer(shape)
-    initialise(model, replace(shape, init_std=0.3), seed=4)
-    fence.begin(run, 1)
-    state = {f"model.{n}": value for n, value in model.named_parameters()} | balance
-    state |= {"optimizer.norm.weight.exp_avg": torch.ones(shape.hidden)}
-    about = {"consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
-    sharded.save(run.workspace(1), state, {"step": 7, **about})
-    return run
 
 
 def theirs(folder: Path, prompt: list[int], end: int | None) -> list[int]:
@@ -75,7 +52,7 @@ def test_the_most_likely_tokens_are_those_of_transformers(
 ) -> None:
     name, settings = FAMILIES[family]
     monkeypatch.setitem(FAMILIES, family, (name, settings | {"vocab_size": 257}))
-    huggingface.save(family, tmp_path)
+    hf_families.save(family, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")  # not asked for
     opened = open_model(str(tmp_path), dtype="fp64", tokenizer="byte")
     prompt = encode(opened, "abc")
@@ -88,7 +65,7 @@ def test_the_most_likely_tokens_are_those_of_transformers(
 
 
 def test_a_run_and_what_is_exported_of_it(tmp_path: Path) -> None:
-    run = make(tmp_path)
+    run = run_of_bytes(tmp_path)
     config = Config(model=BYTES, data=Data(source="stdlib", cache_dir=str(tmp_path)))
     stored = store.find_checkpoint(run.checkpoints, None)
     export(stored, config, tmp_path / "out", "fp64", 10**9, lambda *_: None)
@@ -103,7 +80,7 @@ def test_a_run_and_what_is_exported_of_it(tmp_path: Path) -> None:
 
 
 def test_seeds_stops_and_the_end_of_the_context(tmp_path: Path) -> None:
-    run = make(tmp_path)
+    run = run_of_bytes(tmp_path)
     opened = open_model(str(run.path))
     prompt = encode(opened, "xyz")
     long = replace(GREEDY, sampling=Sampling(1.0), max_tokens=100, seed=1)
@@ -126,7 +103,7 @@ def test_seeds_stops_and_the_end_of_the_context(tmp_path: Path) -> None:
 def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
     shape = replace(BYTES, experts=4, experts_per_token=2, balance="bias")
     lean = {f"balance.layers.{n}": torch.tensor([n, -1, 2, 3]) for n in range(4)}
-    opened = open_model(str(make(tmp_path, shape, **lean).path), dtype="bf16")
+    opened = open_model(str(run_of_bytes(tmp_path, shape, **lean).path), dtype="bf16")
     for number, block in opened.model.layers.items():
         assert block.mlp.router.lean.tolist() == [int(number), -1, 2, 3]
         assert block.mlp.router.load.tolist() == [0, 0, 0, 0]
@@ -134,8 +111,8 @@ def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
-    run = make(tmp_path)
-    small = make(tmp_path, replace(SHAPE, vocab=64), "small")
+    run = run_of_bytes(tmp_path)
+    small = run_of_bytes(tmp_path, replace(SHAPE, vocab=64), "small")
     file = next((run.checkpoints / "step-00000007").glob("*.distcp"))
     for name, options, words in (
         (str(run.path), {"step": 3}, "no checkpoint of step 3"),

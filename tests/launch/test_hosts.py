@@ -12,7 +12,7 @@ from nanoscale.config.compose import Setting, compose
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.hosts import parse, read_hosts
-from tests.config.quick import changed
+from tests.support.recipes import changed
 
 HOSTS = """\
 # the cluster

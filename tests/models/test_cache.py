@@ -14,11 +14,8 @@ from nanoscale.config.schema import Model
 from nanoscale.models.cache import Cache
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
-from tests.generate.conftest import one_thread  # noqa: F401
-from tests.models.huggingface import FAMILIES, save, tokens
+from tests.support.hf_families import FAMILIES, save, tokens
 from tests.support.jobs import SHAPE
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 MOE = replace(SHAPE, experts=4, experts_per_token=2)
 

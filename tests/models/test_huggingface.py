@@ -19,7 +19,7 @@ from nanoscale.config.schema import Model
 from nanoscale.models.huggingface import shapes
 from nanoscale.models.transformer import Transformer
 from nanoscale.plan.model_math import parameters
-from tests.models.huggingface import COMMON, FAMILIES, logits, save, tokens
+from tests.support.hf_families import COMMON, FAMILIES, logits, save, tokens
 
 BOUND = 1e-5
 

@@ -24,6 +24,7 @@ from nanoscale.data.batch import Batch
 from nanoscale.parallel import data as data_parallel
 from nanoscale.parallel import ranks
 from nanoscale.parallel.mesh import lay_out
+from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
 
 SHAPE = Model(
@@ -207,18 +208,3 @@ def test_initialising_needs_a_share_and_one_parameter(tmp_path: Path) -> None:
     largest = max(p.nbytes for p in parts[0].parameters())
     assert share == pytest.approx(whole / 8, rel=0.01)
     assert share < peak_bytes(recorded) <= 1.01 * (share + largest) < whole / 2
-
-
-def peak_bytes(recorded: profile) -> int:
-    """The most bytes that were allocated at once."""
-    return int(np.cumsum([size for _, size in memory_changes(recorded)]).max())
-
-
-def memory_changes(recorded: profile) -> list[tuple[int, int]]:
-    """When how many bytes were taken, or given back."""
-    assert recorded.profiler is not None
-    return sorted(
-        (event.start_ns(), event.nbytes())
-        for event in recorded.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )

@@ -17,8 +17,8 @@ from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, p
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.shards import rank_holdings
 from nanoscale.plan.timing import Parts, stage_costs, step_time, training
-from tests.config.quick import changed as recipe
 from tests.plan.machines import BF16, changed, job, machine
+from tests.support.recipes import changed as recipe
 
 COMPILED = Backend(compile="on")
 FREE = {

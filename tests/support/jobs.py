@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.config import frozen
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import (
@@ -28,6 +33,9 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.data.indexed import IndexedWriter
+from nanoscale.models.initialization import initialise
+from nanoscale.models.transformer import Transformer
+from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from nanoscale.worker import RankContext, StopFlag
@@ -47,6 +55,7 @@ SHAPE = Model(
     max_seq_len=32,
     init_std=0.2,
 )
+BYTES = replace(SHAPE, vocab=257, max_seq_len=48)
 PRECISIONS = {
     "fp64": Precision("fp64", "fp64", "fp64"),
     "fp32": Precision("fp32", "fp32", "fp32"),
@@ -120,6 +129,25 @@ def make_run(config: Config, name: str = "run") -> RunDirectory:
     return run
 
 
+def run_of_bytes(
+    folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any
+) -> RunDirectory:
+    """A run of bytes with a checkpoint of random weights, and an optimizer's state that nobody needs."""
+    data = Data(source="stdlib", cache_dir=str(folder))
+    train = Train(steps=1, seq_len=32)
+    run = make_run(
+        Config(run=Run(name=name, root=str(folder)), model=shape, data=data, train=train), name
+    )
+    model = Transformer(shape)
+    initialise(model, replace(shape, init_std=0.3), seed=4)
+    fence.begin(run, 1)
+    state = {f"model.{n}": value for n, value in model.named_parameters()} | balance
+    state |= {"optimizer.norm.weight.exp_avg": torch.ones(shape.hidden)}
+    about = {"consumed_samples": 0, "tokens": 0, "world_size": 1, "time": 1.0}
+    sharded.save(run.workspace(1), state, {"step": 7, **about})
+    return run
+
+
 def train(run: RunDirectory, config: Config, stop: StopFlag | None = None) -> list[str]:
     """Train the run in its layout; what each rank returned. A changed configuration replaces the frozen one."""
     run.config.write_text(frozen.dump(config))
@@ -135,6 +163,66 @@ def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:
 
 def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+
+EXACT = ("step", "loss", "grad_norm", "lr", "tokens")
+Curve = list[dict[str, Any]]
+
+
+def curve(run: RunDirectory) -> Curve:
+    return [{name: record[name] for name in EXACT} for record in read_metrics(run)]
+
+
+def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
+    checkpoint = list_checkpoints(run.checkpoints)[-1]
+    assert checkpoint.step == STEPS
+    return tensors_of(checkpoint)
+
+
+def tensors_of(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole, read by torch alone."""
+    state = {
+        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]))
+        for name, about in checkpoint.manifest["tensors"].items()
+    }
+    dcp.load(state, checkpoint_id=checkpoint.path, no_dist=True)
+    return state
+
+
+def resumed_at(run: RunDirectory) -> list[int]:
+    return [event["step"] for event in events.read(run) if event["kind"] == "resumed"]
+
+
+def never_stopped(folder: Path, config: Config) -> RunDirectory:
+    config = replace(config, run=replace(config.run, root=str(folder / "whole")))
+    run = make_run(config)
+    train(run, config)
+    assert len(curve(run)) == STEPS
+    return run
+
+
+def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
+    ours, theirs = final_weights(left), final_weights(right)
+    assert ours.keys() == theirs.keys()
+    assert any(name.endswith((".exp_avg", ".momentum_buffer")) for name in ours)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+
+
+def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
+    """As near as other layouts come to each other: sums are added up in another order."""
+    for ours, theirs in zip(curve(left), curve(right), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9)
+    mine, others = final_weights(left), final_weights(right)
+    assert mine.keys() == others.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-7, atol=1e-12)
+
+
+def saving_config(folder: Path, **changes: Any) -> Config:
+    """One that saves a checkpoint every third step and keeps them all."""
+    checkpoint = Checkpoint(every=3, keep_last=None)
+    return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
 
 
 class StopBefore(StopFlag):

@@ -6,10 +6,12 @@ import weakref
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -85,3 +87,18 @@ def partial_method(memory: LiveMemory) -> Any:
         return result
 
     return resize_
+
+
+def peak_bytes(recorded: profile) -> int:
+    """The most bytes that were allocated at once."""
+    return int(np.cumsum([size for _, size in memory_changes(recorded)]).max())
+
+
+def memory_changes(recorded: profile) -> list[tuple[int, int]]:
+    """When how many bytes were taken, or given back."""
+    assert recorded.profiler is not None
+    return sorted(
+        (event.start_ns(), event.nbytes())
+        for event in recorded.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )

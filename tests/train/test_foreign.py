@@ -17,17 +17,21 @@ from nanoscale.models.foreign import Foreign, RandomWeights, blocks, build
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_models
-from tests.support.jobs import StopBefore, make_config, make_run, train, write_tokens
-from tests.support.ranks import run_ranks
-from tests.support.reference import CURVE, assert_equal_curves
-from tests.train import test_equivalence
-from tests.train.test_resume import (
+from tests.support.jobs import (
+    StopBefore,
     assert_same_weights,
-    config_for,
     curve,
     final_weights,
+    make_config,
+    make_run,
     never_stopped,
+    saving_config,
+    train,
+    write_tokens,
 )
+from tests.support.layouts import record_all
+from tests.support.ranks import run_ranks
+from tests.support.reference import CURVE, assert_equal_curves
 
 DEEPSPEED = {"backend": Backend("deepspeed"), "precision": "fp32"}
 LAYOUTS: list[dict[str, Any]] = [
@@ -57,12 +61,10 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
 
 def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:
     """Of one layout after another, with the weights of the folder."""
-    # In this process alone.
-    test_equivalence.make_engine = begun_engine  # type: ignore[attr-defined]
     return [
         [
             (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
-            for record in test_equivalence.record_all(rank, config)
+            for record in record_all(rank, config, begun_engine)
         ]
         for config in configs
     ]
@@ -81,7 +83,7 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     hf_models.save("falcon", tmp_path / "falcon")
     shape = hf_models.shape_of(tmp_path / "falcon", loaded=False)
-    config = config_for(tmp_path, model=shape, dp=2, stage=3, precision="fp32")
+    config = saving_config(tmp_path, model=shape, dp=2, stage=3, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     train(run, config, StopBefore(8))
@@ -89,7 +91,7 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     train(run, config)
     assert curve(run) == curve(whole)
     assert_same_weights(run, whole)
-    alone = config_for(tmp_path, model=shape, stage=1, **DEEPSPEED)
+    alone = saving_config(tmp_path, model=shape, stage=1, **DEEPSPEED)
     train(other, alone)
     for ours, theirs in zip(curve(other), curve(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)

@@ -14,9 +14,9 @@ from nanoscale.config.schema import Checkpoint
 from nanoscale.parallel import ranks
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
+from tests.support.layouts import Records, record_all
 from tests.support.ranks import run_ranks
 from tests.support.reference import plain_loop
-from tests.train.test_equivalence import Records, record_all
 
 LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (0, {}),

@@ -17,12 +17,15 @@ from tests.support.jobs import (
     SHAPE,
     STEPS,
     StopBefore,
+    assert_same_training,
     make_run,
+    never_stopped,
     read_metrics,
+    resumed_at,
+    saving_config,
     train,
 )
 from tests.train.test_loop import plain_eval_loss
-from tests.train.test_resume import assert_same_training, config_for, never_stopped, resumed_at
 
 SHARES = {"web": 0.7, "code": 0.25, "maths": 0.05}
 HELD_OUT = 0.5
@@ -40,7 +43,7 @@ def write_source(folder: Path, name: str, samples: int) -> np.ndarray:
 
 
 def mixture(folder: Path, shares: dict[str, float] = SHARES, **changes: object) -> Config:
-    config = config_for(folder, **changes)
+    config = saving_config(folder, **changes)
     entries = {
         name: {"path": str(folder / name), "weight": 7 * share, "valid_path": None}
         for name, share in shares.items()

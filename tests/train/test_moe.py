@@ -13,30 +13,28 @@ from nanoscale.config.schema import Config
 from tests.support.jobs import (
     KillBefore,
     StopBefore,
+    assert_same_training,
+    assert_same_weights,
+    curve,
+    final_weights,
     make_config,
     make_run,
+    never_stopped,
     read_metrics,
+    resumed_at,
+    saving_config,
     train,
     write_tokens,
 )
+from tests.support.layouts import MOE, mixture, record_all, row_config
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_equal_curves, plain_loop
-from tests.train.test_equivalence import MOE, mixture, record_all, row_config
-from tests.train.test_resume import (
-    assert_same_training,
-    assert_same_weights,
-    config_for,
-    curve,
-    final_weights,
-    never_stopped,
-    resumed_at,
-)
 
 EP = {"parallel": {"ep": 2}, "dp": 2}
 
 
 def moe_config(folder: Path, **changes: Any) -> Config:
-    return config_for(folder, model=MOE, **changes)
+    return saving_config(folder, model=MOE, **changes)
 
 
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
-from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
-from nanoscale.config.schema import Checkpoint, Config, Optimizer
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.schema import Checkpoint, Optimizer
 from nanoscale.errors import UserError
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
@@ -20,71 +18,16 @@ from tests.support.jobs import (
     STEPS,
     KillBefore,
     StopBefore,
-    make_config,
+    assert_same_training,
+    assert_same_weights,
+    curve,
     make_run,
-    read_metrics,
+    never_stopped,
+    resumed_at,
+    saving_config,
     train,
     write_tokens,
 )
-
-EXACT = ("step", "loss", "grad_norm", "lr", "tokens")
-Curve = list[dict[str, Any]]
-
-
-def curve(run: RunDirectory) -> Curve:
-    return [{name: record[name] for name in EXACT} for record in read_metrics(run)]
-
-
-def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
-    checkpoint = list_checkpoints(run.checkpoints)[-1]
-    assert checkpoint.step == STEPS
-    return tensors_of(checkpoint)
-
-
-def tensors_of(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, read by torch alone."""
-    state = {
-        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]))
-        for name, about in checkpoint.manifest["tensors"].items()
-    }
-    dcp.load(state, checkpoint_id=checkpoint.path, no_dist=True)
-    return state
-
-
-def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
-    ours, theirs = final_weights(left), final_weights(right)
-    assert ours.keys() == theirs.keys()
-    assert any(name.endswith((".exp_avg", ".momentum_buffer")) for name in ours)
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
-
-
-def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
-    """As near as other layouts come to each other: sums are added up in another order."""
-    for ours, theirs in zip(curve(left), curve(right), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9)
-    mine, others = final_weights(left), final_weights(right)
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        torch.testing.assert_close(value, others[name], rtol=1e-7, atol=1e-12)
-
-
-def config_for(folder: Path, **changes: Any) -> Config:
-    checkpoint = Checkpoint(every=3, keep_last=None)
-    return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
-
-
-def resumed_at(run: RunDirectory) -> list[int]:
-    return [event["step"] for event in events.read(run) if event["kind"] == "resumed"]
-
-
-def never_stopped(folder: Path, config: Config) -> RunDirectory:
-    config = replace(config, run=replace(config.run, root=str(folder / "whole")))
-    run = make_run(config)
-    train(run, config)
-    assert len(curve(run)) == STEPS
-    return run
-
 
 SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 HSDP = {"dp_replicate": 2}
@@ -107,7 +50,7 @@ def test_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, dp: int, stage: int, precision: str, changes: dict[str, Any]
 ) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=dp, stage=stage, precision=precision, **changes)
+    config = saving_config(tmp_path, dp=dp, stage=stage, precision=precision, **changes)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     assert train(run, config, StopBefore(8)) == ["stopped"] * dp
@@ -121,7 +64,7 @@ def test_stopped_and_resumed_bit_for_bit(
 @pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 3)])
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=dp, stage=stage, precision="fp32")
+    config = saving_config(tmp_path, dp=dp, stage=stage, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
@@ -135,7 +78,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> 
 
 def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=2, stage=2, precision="fp32")
+    config = saving_config(tmp_path, dp=2, stage=2, precision="fp32")
     run = make_run(config)
     train(run, config, StopBefore(6))
     twin = RunDirectory(run.path.with_name("twin"))
@@ -153,7 +96,7 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
 def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     """What was logged after the last checkpoint is logged again, and nothing else."""
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, precision="fp32", checkpoint=Checkpoint(every=4))
+    config = saving_config(tmp_path, precision="fp32", checkpoint=Checkpoint(every=4))
     config = replace(config, train=replace(config.train, log_every=3))
     whole = make_run(replace(config, run=replace(config.run, root=str(tmp_path / "whole"))))
     train(whole, config)
@@ -181,11 +124,11 @@ def test_resumed_in_other_layouts(
     tmp_path: Path, first: dict[str, int], second: dict[str, int], optimizer: Optimizer
 ) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, optimizer=optimizer)
+    config = saving_config(tmp_path, optimizer=optimizer)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
-    train(run, config_for(tmp_path, optimizer=optimizer, **first), StopBefore(6))
-    train(run, config_for(tmp_path, optimizer=optimizer, **second), StopBefore(12, first=7))
+    train(run, saving_config(tmp_path, optimizer=optimizer, **first), StopBefore(6))
+    train(run, saving_config(tmp_path, optimizer=optimizer, **second), StopBefore(12, first=7))
     train(run, config)
     assert resumed_at(run) == [6, 12]
     stored = {c.step: c.manifest["world_size"] for c in list_checkpoints(run.checkpoints)}
@@ -196,7 +139,7 @@ def test_resumed_in_other_layouts(
 def test_resumed_along_every_axis(tmp_path: Path) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path)
+    config = saving_config(tmp_path)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     stations: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -205,7 +148,7 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
         ({"stage": 2}, {"cp": 4}),
     ]
     for turn, (changes, degrees) in enumerate(stations):
-        there = config_for(tmp_path, parallel=degrees, **changes)
+        there = saving_config(tmp_path, parallel=degrees, **changes)
         train(run, there, StopBefore(6 * turn + 6, first=6 * turn + 1))
     train(run, config)
     assert resumed_at(run) == [6, 12, 18]
@@ -225,7 +168,7 @@ def test_killed_in_a_layout_and_resumed_bit_for_bit(
     tmp_path: Path, stage: int, degrees: dict[str, Any]
 ) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, stage=stage, precision="fp32", parallel=degrees)
+    config = saving_config(tmp_path, stage=stage, precision="fp32", parallel=degrees)
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     with pytest.raises(RuntimeError, match="died|failed"):
@@ -238,7 +181,7 @@ def test_killed_in_a_layout_and_resumed_bit_for_bit(
 
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path, dp=2, stage=3, precision="fp32")
+    config = saving_config(tmp_path, dp=2, stage=3, precision="fp32")
     whole = never_stopped(tmp_path, config)
     run = make_run(config)
     train(run, config, StopBefore(8))
@@ -257,7 +200,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path)
+    config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
     (run.checkpoints / "step-00000003" / ".metadata").unlink()
@@ -268,7 +211,7 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path)
+    config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
     wider = replace(config, model=replace(config.model, ffn=64))
@@ -278,7 +221,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_another_corpus_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
-    config = config_for(tmp_path)
+    config = saving_config(tmp_path)
     run = make_run(config)
     train(run, config, StopBefore(4))
     write_tokens(tmp_path, samples=101)

@@ -18,8 +18,16 @@ from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.worker import StopFlag
-from tests.support.jobs import KillBefore, make_config, make_run, read_metrics, train, write_tokens
-from tests.train.test_resume import curve, tensors_of
+from tests.support.jobs import (
+    KillBefore,
+    curve,
+    make_config,
+    make_run,
+    read_metrics,
+    tensors_of,
+    train,
+    write_tokens,
+)
 
 
 def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:

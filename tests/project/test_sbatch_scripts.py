@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nanoscale.launch.batch import FOLLOW, LISTEN, REQUEUE
-from tests.launch.test_batch import STAND_IN, Batch
+from tests.support.batch import STAND_IN, Batch
 
-SCRIPTS = Path(__file__).parent.parent / "scripts" / "sbatch"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "sbatch"
 BOTH = pytest.mark.parametrize("name", ["train", "array"])
 ARRAY = {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "1"}
 

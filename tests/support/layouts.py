@@ -1,0 +1,254 @@
+"""The matrix of layouts that train the same model, and real ranks that train one of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nanoscale.config.derive import derive
+from nanoscale.config.lora import available
+from nanoscale.config.schema import Config, Lora, Model
+from nanoscale.data.dataset import open_data
+from nanoscale.metrics.meter import Meter
+from nanoscale.metrics.sinks import Record
+from nanoscale.parallel import ranks
+from nanoscale.train.job import make_engine
+from nanoscale.train.loop import Progress, Training
+from nanoscale.train.stop import StopAgreement
+from nanoscale.worker import StopFlag
+from tests.support.jobs import SHAPE, make_config, packed_data
+from tests.support.reference import CURVE, EVERYTHING
+
+DEEP = SHAPE
+"""four blocks: for four stages, and for groups of blocks"""
+UNEVEN = replace(SHAPE, layers=7)
+"""no number of stages divides it"""
+SHALLOW = replace(SHAPE, layers=2)
+"""the time of a row grows with its blocks, and two of them meet everything that a rank does with a block"""
+GPT2 = replace(
+    SHALLOW,
+    kv_heads=8,
+    norm="layernorm",
+    mlp="gelu",
+    position="learned",
+    bias=True,
+    tie_embeddings=True,
+)
+QWEN2 = replace(SHALLOW, qkv_bias=True)
+QWEN3 = replace(SHALLOW, qk_norm=True)
+
+
+MOE = replace(SHALLOW, experts=4, experts_per_token=2, ffn=32, balance="bias", balance_rate=0.01)
+
+
+AUX = replace(MOE, balance="aux", balance_rate=0.1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout of the matrix."""
+
+    name: str
+    degrees: dict[str, Any]
+    stage: int = 0
+    micro_batch: int = 4
+    shape: Model = field(default=SHALLOW)
+    packed: bool = False
+    """whether it learns the answers of packed documents, each of them seen alone"""
+    lora: Lora = EVERYTHING
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """In fp32 every division of our usual shapes; fp64 holds the other rows, and more closely.
+
+        Of experts none: a token's second and third one can come so near that layouts choose differently.
+        """
+        usual = self.shape in (SHALLOW, DEEP) and not (self.packed or self.lora.rank)
+        layout_alone = {"activation_checkpointing", "schedule"}.isdisjoint(self.degrees)
+        return ("fp64", "fp32") if usual and layout_alone else ("fp64",)
+
+
+def pipeline(name: str, micro_batch: int = 2, shape: Model = DEEP, **degrees: Any) -> Row:
+    stages = {"gpipe": 1, "1f1b": 1}.get(degrees.get("schedule", "1f1b"), 2)
+    return Row(name, {"pp": 2, "virtual_stages": stages} | degrees, 0, micro_batch, shape)
+
+
+def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any) -> Row:
+    words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
+    return Row(f"MoE {shape.balance}, {words}, stage {stage}", degrees, stage, micro_batch, shape)
+
+
+def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: Any) -> Row:
+    """No rank of adapters that anything divides."""
+    words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
+    settings = Lora(rank=3, alpha=12.0, targets=available(shape))
+    return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, lora=settings)
+
+
+def checkpointing(mode: str, stage: int, **degrees: Any) -> Row:
+    changed = ", ".join(f"{key}={value}" for key, value in degrees.items())
+    return Row(
+        f"activations {mode}, stage {stage}, {changed}",
+        {"activation_checkpointing": mode} | degrees,
+        stage,
+        micro_batch=8 // degrees.get("dp", 1) // 2,
+        shape=DEEP if mode == "sqrt" or "checkpoint_every" in degrees else SHALLOW,
+    )
+
+
+def packed(name: str, stage: int, micro_batch: int, shape: Model = SHALLOW, **degrees: Any) -> Row:
+    return Row(f"packed documents, {name}", degrees, stage, micro_batch, shape, packed=True)
+
+
+ROWS = [
+    Row("one process", {}),
+    Row("dp 2", {"dp": 2}, micro_batch=2),
+    Row("dp 4", {"dp": 4}, micro_batch=1),
+    Row("tp 2", {"tp": 2}),
+    Row("tp 4", {"tp": 4}),
+    Row("pp 2", {"pp": 2}),
+    Row("pp 4", {"pp": 4}, micro_batch=2, shape=DEEP),
+    Row("cp 2", {"cp": 2}),
+    Row("cp 4", {"cp": 4}),
+    Row("dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2),
+    Row("dp 2 · tp 2, stage 0", {"dp": 2, "tp": 2}, 0, 2),
+    Row("dp 2 · pp 2, stage 1", {"dp": 2, "pp": 2}, 1, 2),
+    Row("dp 2 · pp 2, stage 3", {"dp": 2, "pp": 2}, 3, 1),
+    Row("dp 2 · cp 2, stage 2", {"dp": 2, "cp": 2}, 2, 2),
+    Row("dp 2 · cp 2, stage 0", {"dp": 2, "cp": 2}, 0, 2),
+    Row("tp 2 · pp 2", {"tp": 2, "pp": 2}),
+    Row("tp 2 · cp 2, stage 3", {"tp": 2, "cp": 2}, 3),
+    Row("pp 2 · cp 2", {"pp": 2, "cp": 2}),
+    Row("dp 2 · tp 2 · pp 2, stage 1", {"dp": 2, "tp": 2, "pp": 2}, 1, 2),
+    Row("dp 2 · pp 2 · cp 2, stage 2", {"dp": 2, "pp": 2, "cp": 2}, 2, 2),
+    Row("tp 2 · pp 2 · cp 2, stage 1", {"tp": 2, "pp": 2, "cp": 2}, 1),
+    Row("dp 2 · tp 2 · pp 2 · cp 2, stage 3", {"dp": 2, "tp": 2, "pp": 2, "cp": 2}, 3, 2),
+    Row("HSDP 2 × 2, stage 3", {"dp": 4, "dp_replicate": 2}, 3, 1),
+    Row("HSDP 2 × 2 · tp 2, stage 3", {"dp": 4, "dp_replicate": 2, "tp": 2}, 3, 1),
+    Row("HSDP 2 × 2 · cp 2, stage 2", {"dp": 4, "dp_replicate": 2, "cp": 2}, 2, 1),
+    *(
+        pipeline(f"pp 2, {schedule}", schedule=schedule)
+        for schedule in (
+            "gpipe",
+            "interleaved-1f1b",
+            "looped-bfs",
+            "zero-bubble",
+            "zbv",
+            "dualpipev",
+        )
+    ),
+    pipeline("pp 2, zbv, full", schedule="zbv", activation_checkpointing="full"),
+    pipeline("pp 2 · dp 2, zbv, stage 0", 1, schedule="zbv", dp=2),
+    pipeline("pp 2 · tp 2, zero-bubble", schedule="zero-bubble", tp=2),
+    pipeline("pp 2, 7 blocks, dualpipev", shape=UNEVEN, schedule="dualpipev"),
+    pipeline("pp 2, 1 + 3 blocks", layers_per_stage=[1, 3]),
+    Row("ulysses cp 2", {"cp": 2, "cp_method": "ulysses"}),
+    Row("ulysses cp 4", {"cp": 4, "cp_method": "ulysses"}),
+    Row("ulysses cp 2 · tp 2 · dp 2", {"cp": 2, "cp_method": "ulysses", "tp": 2, "dp": 2}, 2, 2),
+    Row("tp 2 without sequence parallel", {"tp": 2, "sequence_parallel": False}),
+    Row("GPT-2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, GPT2),
+    Row("GPT-2, cp 2", {"cp": 2}, 0, 4, GPT2),
+    Row("Qwen2, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN2),
+    Row("Qwen3, dp 2 · tp 2, stage 3", {"dp": 2, "tp": 2}, 3, 2, QWEN3),
+    Row(
+        "Qwen3, tp 2 · cp 2 without sequence parallel",
+        {"tp": 2, "cp": 2, "sequence_parallel": False},
+        0,
+        4,
+        QWEN3,
+    ),
+    Row("Qwen3, pp 2 · cp 2", {"pp": 2, "cp": 2}, 0, 4, QWEN3),
+    checkpointing("full", 3, dp=2),
+    checkpointing("full", 0, tp=2, checkpoint_every=2),
+    checkpointing("full", 0, cp=2, offload_activations=True),
+    checkpointing("selective", 3, dp=2, selective_keep="every-2nd-matmul"),
+    checkpointing("selective", 1, tp=2, cp=2, selective_keep="attention"),
+    checkpointing("selective", 0, pp=2),
+    checkpointing("sqrt", 3, dp=2),
+    checkpointing("sqrt", 0, pp=2, schedule="interleaved-1f1b", virtual_stages=2),
+    mixture(0, 4),
+    mixture(3, dp=2, activation_checkpointing="full"),
+    mixture(0, 4, tp=2, sequence_parallel=False),
+    mixture(0, dp=2, ep=2),
+    mixture(3, 1, dp=4, ep=4, shape=replace(MOE, balance="none")),
+    mixture(2, 1, dp=4, ep=2, dp_replicate=2),
+    mixture(3, dp=2, ep=2, tp=2, activation_checkpointing="selective"),
+    mixture(2, dp=2, cp=2, ep=4),
+    mixture(0, 4, shape=AUX),
+    mixture(2, dp=2, ep=2, tp=2, cp=2, shape=AUX, activation_checkpointing="full"),
+    mixture(0, dp=2, pp=2, shape=AUX),
+    mixture(1, 1, dp=2, ep=2, pp=2, schedule="zbv", virtual_stages=2, shape=replace(MOE, layers=4)),
+    packed("dp 2 · pp 2, stage 1, full", 1, 2, dp=2, pp=2, activation_checkpointing="full"),
+    packed("tp 2 · ulysses cp 2", 0, 4, tp=2, cp=2, cp_method="ulysses"),
+    packed("GPT-2, tp 2", 0, 4, GPT2, tp=2),
+    packed("pp 2, zbv", 0, 2, DEEP, pp=2, schedule="zbv", virtual_stages=2),
+    lora(0, 4),
+    lora(3, dp=2, tp=2, activation_checkpointing="full"),
+    lora(1, 1, dp=2, pp=2, schedule="zbv", virtual_stages=2, shape=DEEP),
+    lora(0, pp=2, schedule="zero-bubble", virtual_stages=2, shape=DEEP),
+    lora(3, dp=2, ep=2, shape=MOE),
+]  # fmt: skip
+
+
+def row_config(folder: Path, row: Row, precision: str) -> Config:
+    config = make_config(
+        folder,
+        dp=row.degrees.get("dp", 1),
+        dp_replicate=row.degrees.get("dp_replicate", 1),
+        stage=row.stage,
+        precision=precision,
+        micro_batch=row.micro_batch,
+        model=row.shape,
+        parallel=row.degrees,
+        **({"data": packed_data(folder)} if row.packed else {}),
+        lora=row.lora,
+    )
+    accumulation = derive(config).accumulation
+    assert accumulation >= 2, f"{row.name}: a row accumulates"
+    return config
+
+
+class Records(list[Record]):
+    """A sink that keeps what it gets."""
+
+    write = list.append
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
+    """Train each to its end, as the job does, in one set of processes."""
+    names = ("loss", "grad_norm", "lr", "tokens")
+    everything = [record_all(rank, config) for config in configs]
+    return [[tuple(r[name] for name in names) for r in records] for records in everything]
+
+
+def record_all(
+    rank: int, config: Config, make: Callable[[Config, torch.device], Any] = make_engine
+) -> Records:
+    """What each step logs."""
+    if not dist.is_initialized():
+        ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    device, records = torch.device("cpu"), Records()
+    training = Training(
+        workspace=Path(config.run.root) / "none",
+        config=config,
+        engine=make(config, device),
+        data=open_data(config.data, config.train, config.model.vocab),
+        progress=Progress(),
+        rank=rank,
+        meter=Meter(config, derive(config).world_size, device),
+        sinks=[records],
+        note=lambda *_, **__: None,
+    )
+    stop = StopAgreement(StopFlag())
+    assert training.go(stop) == "completed"
+    stop.close()
+    return records
