@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nanoscale.parallel import context, ring
+from nanoscale.parallel import blocks, context, ring
 from nanoscale.parallel.blocks import KERNELS
 from tests.support.ranks import run_ranks
 
@@ -363,4 +363,4 @@ def test_a_ring_on_gpus_is_compiled_as_a_whole(
         assert q.is_cuda
         compiled = torch.compile(core, backend=backend, fullgraph=True)
         assert compiled(q, k, k).shape == q.shape
-        assert context.choose_kernel(q, True) == kernel
+        assert blocks.choose_kernel(q, True) == kernel
