@@ -85,7 +85,7 @@ def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
         fingerprints.append(_both(prints))
         name = source.name or tokens.path.name
         found.append(_opened(data, train, vocab, source, tokens, held_out, name))
-    tokenizer = _files_tokenizer(data, largest, train.sample_tokens > 0)
+    tokenizer = _files_tokenizer(data, vocab, largest, train.sample_tokens > 0)
     return _dataset(data, train, found, tokenizer, *fingerprints)
 
 
@@ -103,9 +103,9 @@ def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[Tok
     return tokens, int(first.max())
 
 
-def _files_tokenizer(data: Data, largest: int, needed: bool) -> Tokenizer | None:
+def _files_tokenizer(data: Data, vocab: int, largest: int, needed: bool) -> Tokenizer | None:
     """What decodes the ids of a file: `byte`, the default, only if they can be bytes."""
-    if data.tokenizer == "byte" and largest < ByteTokenizer.vocab_size:
+    if data.tokenizer == "byte" and largest < ByteTokenizer.vocab_size <= vocab:
         return ByteTokenizer()
     if data.tokenizer == "bpe" or (data.tokenizer == "byte" and needed):
         what = f"{data.tokenizer} is not the tokenizer of {data.path}, which holds token {largest}"

@@ -95,3 +95,27 @@ def test_what_is_wrong(
     assert found, caught.value.violations
     assert proposals is None or found[0].suggestions == proposals
     assert found[0].source == "command line"
+
+
+@pytest.mark.parametrize("said", [[], ["+data.tokenizer=web/tokenizer.json"]])
+def test_bytes_and_the_tokens_of_a_tokenizer_are_not_mixed(folder: Path, said: list[str]) -> None:
+    """Also where data.tokenizer names one of the two."""
+    for name in ("bytes", "more"):
+        (folder / name).mkdir()
+        write_tokens(folder / name / "tokens")
+        about = {"vocabulary": 257, "tokenizer": "byte"}
+        (folder / name / "manifest.json").write_text(json.dumps(about))
+    for first, second in (("bytes", "web"), ("web", "bytes")):
+        words = [f"{first}.path={first}", f"{second}.path={second}", *said]
+        with pytest.raises(UserError) as caught:
+            checked(*words)
+        (found,) = caught.value.violations
+        assert found.key == f"data.mixture.{second}" and "no tokenizer.json" in found.message
+        assert "web/tokenizer.json" in found.message
+        checked(*words, *(word.removeprefix("data.mixture.") for word in found.suggestions))
+    assert checked("bytes.path=bytes", "more.path=more").tokenizer == "byte"
+
+
+def test_a_named_tokenizer_does_not_unite_folders_of_two(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.mixture\.other"):
+        checked("web.path=web", "other.path=other", "+data.tokenizer=web/tokenizer.json")

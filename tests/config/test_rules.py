@@ -489,3 +489,15 @@ def test_tensorboard_is_asked_for_where_it_is_not_installed(monkeypatch):
     (missing,) = violations("logger.tensorboard=on")
     assert "pip install 'nanoscale[tensorboard]'" in missing.message
     assert checked("logger.tensorboard=auto").logger.tensorboard == "auto"
+
+
+def test_token_files_need_no_room_for_bytes(tmp_path: Path) -> None:
+    """Their ids may be of anything; where bytes are asked for, the vocabulary must hold them."""
+    write_tokens(tmp_path / "corpus")
+    words = ["data=megatron", f"data.path={tmp_path}/corpus", "model.vocab=64"]
+    assert checked(*words).model.vocab == 64
+    for more in ("data.tokenizer=byte", "train.sample_tokens=8"):
+        (found,) = violations(*words, more)
+        assert (found.key, found.value) == ("model.vocab", 64) and "257 tokens" in found.message
+        assert checked(*words, more, found.suggestions[0]).model.vocab == 257
+    assert found.suggestions[1] == "train.sample_tokens=0"

@@ -111,6 +111,11 @@ def test_a_files_tokenizer(tmp_path):
     assert open_data(data, wanted, 320).tokenizer.vocab_size <= 270
 
 
+def test_ids_of_a_small_vocabulary_are_no_bytes(tmp_path):
+    assert open_data(megatron(tmp_path, [[1, 2, 3] * 30]), TRAIN, 64).tokenizer is None
+    assert open_data(megatron(tmp_path, [[1, 2, 3] * 30]), TRAIN, 257).tokenizer is not None
+
+
 def test_a_path_that_is_missing(tmp_path):
     assert wrong(Data(source="megatron")).key == "data.path"
     assert wrong(Data(source="megatron", path=str(tmp_path / "none"))).key == "data.path"

@@ -10,13 +10,16 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from tokenizers import Tokenizer as Native
 
 import nanoscale
 from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.data.prepare import chunks, run
 from nanoscale.data.prepare.run import _interrupted
+from nanoscale.data.prepare.sources import find_sources
 from nanoscale.data.prepare.workers import LostWorkerError, Workers
 from nanoscale.data.tokenizer import train_bpe
 from nanoscale.errors import UserError
@@ -327,3 +330,30 @@ def test_ctrl_c_on_the_command_line_ends_with_130(tmp_path, small_chunks, monkey
     printed = capsys.readouterr()
     assert json.loads(printed.out)["train"]["documents"] == 50
     assert "MB/s  ETA " in printed.err
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string()), pa.string_view()],
+    ids=str,
+)  # fmt: skip
+def test_every_kind_of_text_column_is_read(tmp_path, kind):
+    """Polars and pandas write categories and views where another program writes plain strings."""
+    documents = [*texts(20), *texts(5)]
+    column = pa.array(documents).cast(kind)
+    try:
+        parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet", row_group_size=7)
+    except pa.ArrowNotImplementedError:
+        pytest.skip(f"this pyarrow writes no {kind} into parquet")
+    prepared(tmp_path / "out", tmp_path / "a.parquet")
+    assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
+
+
+def test_what_a_dictionary_repeats_goes_in_small_pieces(tmp_path, monkeypatch):
+    """128 rows of one long text are a short column, and 128 long texts."""
+    monkeypatch.setattr(chunks, "CHUNK", 5000)
+    column = pa.array(["a" * 600] * 500).dictionary_encode()
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    (source,) = find_sources([str(tmp_path / "a.parquet")])
+    read = list(chunks.read_chunks([source], "text", None, chunks.Cursor()))
+    assert [len(chunk.content) for chunk in read] == [128, 128, 128, 116]

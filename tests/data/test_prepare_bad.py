@@ -245,3 +245,29 @@ def test_the_sources_are_a_dataset(tmp_path):
         assert found(out, "tokens") == pair(as_bytes(wanted), code=8)
     with pytest.raises(UserError, match="has no column 'body'"):
         prepared(tmp_path / "out", f"hf:{tmp_path}/plain", field="body")
+
+
+def test_a_folder_of_datasets_has_the_split_that_is_asked_for(tmp_path, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    made = datasets.Dataset.from_dict({"text": texts(3)})
+    made.save_to_disk("plain")
+    datasets.Dataset.from_dict({"text": texts(3)}, split="valid").save_to_disk("named")
+    datasets.DatasetDict({"valid": made, "test": made}).save_to_disk("splits")
+    command = ["data", "prepare", "--tokenizer", "byte", "--workers", "1", "--out"]
+    for source, said, instead in (
+        ("hf:plain:test", "has no split test: it is one split, without a name", ["hf:plain"]),
+        ("hf:named:test", "has no split test: its only split is valid", ["hf:named"]),
+        ("hf:splits", "has no split train: it holds valid, test", ["hf:splits:valid", "hf:splits:test"]),
+        ("hf:splits:en:test", "has no configuration en", ["hf:splits:test"]),
+        ("hf:splits:en:x:test", "has more parts than NAME:CONFIG:SPLIT", []),
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert nanoscale([*command, "out", source]) == 2, source
+        error = " ".join(capsys.readouterr().err.split())
+        assert f"{source}: {said}" in error and not Path("out").exists()
+        for number, word in enumerate(instead):
+            assert word in error
+            out = f"{source}-{number}".replace(":", "-")
+            assert nanoscale([*command, out, word]) == 0, word
+    assert nanoscale([*command, "out", "hf:named:valid"]) == 0

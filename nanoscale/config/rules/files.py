@@ -95,8 +95,7 @@ def _tokenizer(case: Case, data: Data) -> None:
     vocab = case.config.model.vocab
     if data.tokenizer == "byte":
         if vocab < BYTE_VOCAB:
-            message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
-            case.refuse("config", "model.vocab", message, case.more_rows(BYTE_VOCAB))
+            _too_few_for_bytes(case, data)
     elif data.tokenizer == "bpe":
         if data.source != "stdlib":
             message = f"is trained on text, and data.source={data.source} has tokens already"
@@ -116,6 +115,18 @@ def _tokenizer(case: Case, data: Data) -> None:
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
         bpe = "data.tokenizer=bpe" if fits else None
         case.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
+
+
+def _too_few_for_bytes(case: Case, data: Data) -> None:
+    """Refuse a small vocabulary where bytes are needed; ids in a file may be of anything."""
+    message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
+    rows = case.more_rows(BYTE_VOCAB)
+    if data.source == "stdlib" or case.composed.by_hand("data.tokenizer"):
+        case.refuse("config", "model.vocab", message, rows)
+    elif case.config.train.sample_tokens > 0:
+        named = f"{message}, which train.sample_tokens writes a text with"
+        instead = ("train.sample_tokens=0", "data.tokenizer=/path/to/tokenizer.json")
+        case.refuse("config", "model.vocab", named, rows, *instead)
 
 
 def check_saving(case: Case) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoscale.config.mixture import MEMBERS, Source
 from nanoscale.config.rules.case import Case, listed
-from nanoscale.config.rules.token_files import look, refuse
+from nanoscale.config.rules.token_files import TokenFiles, look, refuse
 from nanoscale.config.schema import Data
 from nanoscale.config.suggest import nearest
 
@@ -29,18 +29,19 @@ def resolve_mixture(case: Case) -> Data:
     sources = list(_sources(case, data.mixture))
     if len(case.violations) == before:  # else a mistyped weight would be missed here, too
         _weights(case, sources)
-    tokenizers: dict[str, Path] = {}
+    prepared: dict[str, TokenFiles] = {}
     resolved: dict[str, dict[str, Any]] = {}
     for source in sources:
         files = look(case, source)
-        if files.tokenizer is not None and source.weight != 0:
-            tokenizers[source.name] = files.tokenizer
+        if files.prepared and source.weight != 0:
+            prepared[source.name] = files
         found = replace(source, path=files.path, valid_path=files.valid_path)
         resolved[source.name] = {key: asdict(found)[key] for key in MEMBERS}
+    _require_one_tokenizer(case, prepared)
     tokenizer = data.tokenizer
-    if tokenizers and tokenizer == "byte":
-        _one_tokenizer(case, tokenizers)
-        tokenizer = str(next(iter(tokenizers.values())))
+    if tokenizer == "byte":
+        named = [str(files.tokenizer) for files in prepared.values() if files.tokenizer]
+        tokenizer = named[0] if named else "byte"
     return replace(data, mixture=resolved, tokenizer=tokenizer)
 
 
@@ -93,11 +94,25 @@ def _weights(case: Case, sources: list[Source]) -> None:
         refuse(case, KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1")
 
 
-def _one_tokenizer(case: Case, files: dict[str, Path]) -> None:
-    """The ids of one tokenizer mean nothing to the texts of another."""
-    (first, file), *others = files.items()
+def _require_one_tokenizer(case: Case, prepared: dict[str, TokenFiles]) -> None:
+    """Refuse sources whose ids another tokenizer made, bytes included: they mean other texts."""
+    if not prepared:
+        return
+    (first, files), *others = prepared.items()
     for name, other in others:
-        if other.read_bytes() != file.read_bytes():
-            message = f"was made by another tokenizer than {KEY}.{first}: {other} is not {file}"
+        if _vocabulary(other) != _vocabulary(files):
+            message = (
+                f"holds {_tokens_of(other)}, and {KEY}.{first} holds {_tokens_of(files)}: "
+                "one model learns the tokens of one tokenizer"
+            )
             alone = f"{KEY}.{name}.weight=0"
-            refuse(case, f"{KEY}.{name}", str(other.parent), message, alone)
+            refuse(case, f"{KEY}.{name}", other.path, message, alone)
+
+
+def _vocabulary(files: TokenFiles) -> bytes | None:
+    """The tokenizer's file, or None for bytes."""
+    return files.tokenizer.read_bytes() if files.tokenizer else None
+
+
+def _tokens_of(files: TokenFiles) -> str:
+    return f"tokens of {files.tokenizer}" if files.tokenizer else "bytes (no tokenizer.json)"

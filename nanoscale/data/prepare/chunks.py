@@ -184,8 +184,10 @@ def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
     else:
         rows, batches = _dataset_batches(source, row, field)
     for batch in batches:
-        cells += _bytes_of(batch)
-        size += batch.nbytes
+        found = _bytes_of(batch)
+        cells += found
+        # Cells that share a text of a dictionary are longer together than their column is.
+        size += max(batch.nbytes, sum(len(cell) for cell in found if cell))
         if size >= CHUNK:
             yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
             row, cells, size = row + len(cells), [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ Kind = Literal["text", "jsonl", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
+_SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
+"""what `save_to_disk` writes into the folder of several splits, and of one"""
 
 _KNOWN = ".txt, .jsonl (both also .gz and .zst), .parquet"
 
@@ -81,18 +84,46 @@ def problem(source: Source, field: str, chat: bool = False) -> Bad | None:
 
 @lru_cache
 def dataset(name: str) -> Any:
-    """The dataset that hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT means, mapped into memory."""
+    """The dataset that hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT means, mapped into memory.
+
+    Raises _UnusableError where a folder of `save_to_disk` lacks the split or configuration that was asked for.
+    """
     from datasets import load_dataset, load_from_disk
 
     path, *rest = name.removeprefix(DATASET).split(":")
-    split = rest[-1] if rest else "train"
+    if len(rest) > 2:
+        raise _UnusableError("has more parts than NAME:CONFIG:SPLIT")
+    split = rest[-1] if rest else None
     config = rest[0] if len(rest) == 2 else None
     folder = Path(path).expanduser()
-    if (folder / "dataset_dict.json").is_file():
-        return load_from_disk(str(folder / split))
-    if (folder / "state.json").is_file():
-        return load_from_disk(str(folder))
-    return load_dataset(str(folder) if folder.exists() else path, config, split=split)
+    if _saved(folder):
+        return load_from_disk(str(_saved_split(folder, config, split)))
+    return load_dataset(str(folder) if folder.exists() else path, config, split=split or "train")
+
+
+def _saved(folder: Path) -> bool:
+    """True if `save_to_disk` of the datasets library has written the folder."""
+    return any((folder / name).is_file() for name in (_SPLITS, _ONE_SPLIT))
+
+
+def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
+    """The folder of a split, which a folder of `save_to_disk` holds or is itself."""
+    named = f"{DATASET}{folder}"
+    if config is not None:
+        what = f"has no configuration {config}: it was written by save_to_disk, which keeps none"
+        raise _UnusableError(what, f"{named}:{split}")
+    if not (folder / _SPLITS).is_file():
+        own = json.loads((folder / _ONE_SPLIT).read_bytes()).get("_split")
+        if split not in (None, own):
+            only = f"its only split is {own}" if own else "it is one split, without a name"
+            raise _UnusableError(f"has no split {split}: {only}", named)
+        return folder
+    splits = json.loads((folder / _SPLITS).read_bytes())["splits"]
+    wanted = split or "train"
+    if wanted not in splits:
+        what = f"has no split {wanted}: it holds {', '.join(splits)}"
+        raise _UnusableError(what, *(f"{named}:{name}" for name in splits))
+    return folder / wanted
 
 
 class _UnusableError(Exception):
@@ -151,6 +182,8 @@ def _dataset(word: str) -> Source:
         )
     try:
         found = dataset(word)
+    except _UnusableError:
+        raise
     except Exception as error:  # whatever a hub, a network and a cache can raise
         lines = str(error).splitlines() or [type(error).__name__]
         raise _UnusableError(f"cannot be loaded: {lines[0]}") from error
@@ -178,13 +211,26 @@ def _column_problem(source: Source, schema: Any, field: str, chat: bool) -> Bad 
         names = ", ".join(schema.names)
         return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
     kind = schema.field(field).type
-    if chat and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+    if chat and any(
+        is_kind(kind)
+        for is_kind in (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
+    ):
         return None
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if not _is_text(kind):
         return Bad(
             source.name, f"its column {field!r} holds {kind}, not {'messages' if chat else 'text'}"
         )
     return None
+
+
+def _is_text(kind: Any) -> bool:
+    """True if a column of this Arrow type holds text, encoded by a dictionary or not."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return any(is_kind(kind) for is_kind in kinds)
 
 
 def first_line(error: Exception) -> str:
