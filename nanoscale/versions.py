@@ -1,10 +1,14 @@
-"""The versions of what a job runs with, found without importing any of it."""
+"""The versions of what a job runs with, and how to install what is missing; nothing of it is imported."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import platform
+import re
+import shlex
+import shutil
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +30,30 @@ def versions() -> dict[str, str | None]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found | {"driver": driver()}
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of nanoscale needs, for the Python that runs this.
+
+    It names the packages themselves: nanoscale is on no package index, so that pip finds no `nanoscale[extra]`.
+    """
+    declared: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
+        declared = importlib.metadata.requires("nanoscale") or []
+    found = [
+        requirement.strip()
+        for requirement, _, condition in (line.partition(";") for line in declared)
+        if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", condition)
+    ]
+    return f"{_pip()} install {' '.join(map(shlex.quote, found or [extra]))}"
+
+
+def _pip() -> str:
+    """This Python's pip: the one on the PATH may be of another environment."""
+    on_path = shutil.which("pip")
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return "pip"
+    return f"{shlex.quote(sys.executable)} -m pip"
 
 
 def nanoscale_version() -> str:

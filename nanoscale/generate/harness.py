@@ -18,6 +18,7 @@ from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, Written, write
 from nanoscale.models.cache import Cache
+from nanoscale.versions import install_command
 
 _LOGITS = 1 << 26
 """numbers that a batch may have of them"""
@@ -156,8 +157,9 @@ def require_library() -> None:
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
-        install = "pip install 'nanoscale[lm-eval]'"
-        found = Violation("--tasks", None, "", "needs the package lm-eval", (install,))
+        found = Violation(
+            "--tasks", None, "", "needs the package lm-eval", (install_command("lm-eval"),)
+        )
         raise UserError(
             "usage", "--tasks needs the package lm-eval, which is not installed", [found]
         )

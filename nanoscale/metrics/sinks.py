@@ -13,6 +13,7 @@ from nanoscale.config.schema import Logger
 from nanoscale.errors import UserError
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
+from nanoscale.versions import install_command
 
 Record = dict[str, Any]
 
@@ -54,7 +55,7 @@ def wants_tensorboard(logger: Logger) -> bool:
     if logger.tensorboard == "on" and not installed:
         raise UserError(
             "config",
-            "logger.tensorboard=on needs TensorBoard: pip install 'nanoscale[tensorboard]'",
+            f"logger.tensorboard=on needs TensorBoard: {install_command('tensorboard')}",
         )
     return logger.tensorboard == "on" or (logger.tensorboard == "auto" and installed)
 

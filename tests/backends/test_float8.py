@@ -10,9 +10,7 @@ from nanoscale.models.head import Head
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 
-torchao = pytest.importorskip(
-    "torchao.float8.float8_linear", reason="pip install 'nanoscale[torchao]'"
-)
+torchao = pytest.importorskip("torchao.float8.float8_linear", reason="pip install 'torchao>=0.15'")
 
 SHAPE = Model(
     layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128, vocab=96, init_std=0.2

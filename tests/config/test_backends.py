@@ -100,7 +100,7 @@ def test_a_folder_for_nvme_must_be_there(tmp_path):
 def test_deepspeed_is_asked_for_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
     (missing,) = violations(DS)
-    assert "pip install 'nanoscale[deepspeed]'" in missing.message
+    assert "install 'deepspeed>=0.19'" in missing.message
 
 
 def extra(path: str, value: object) -> str:

@@ -106,7 +106,7 @@ def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str])
     except ImportError:
         pass
     assert nanoscale(["eval", opened.source, "--tasks", "hellaswag"]) == 2
-    assert "pip install 'nanoscale[lm-eval]'" in capsys.readouterr().err
+    assert "install 'lm-eval>=0.4.13'" in capsys.readouterr().err
 
 
 TASKS = {

@@ -14,6 +14,7 @@ from nanoscale.config.report import override
 from nanoscale.config.schema import Config
 from nanoscale.devices import Devices
 from nanoscale.errors import Violation
+from nanoscale.versions import install_command
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Case:
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
         if find_spec(package) is None:
-            message = f"needs {name}, which is not installed: pip install 'nanoscale[{package}]'"
+            message = f"needs {name}, which is not installed: {install_command(package)}"
             self.refuse("config", key, message, *instead)
 
 

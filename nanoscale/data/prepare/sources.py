@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.errors import UserError, Violation
+from nanoscale.versions import install_command
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -178,7 +179,7 @@ def _dataset(word: str) -> Source:
     if find_spec("datasets") is None:
         raise _UnusableError(
             "needs Hugging Face's datasets, which is not installed",
-            "pip install 'nanoscale[datasets]'",
+            install_command("datasets"),
         )
     try:
         found = dataset(word)
