@@ -11,12 +11,15 @@ import shutil
 import sys
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import nanoscale
 from nanoscale.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
+_OPTIONAL = ("tensorboard", "torchao", "transformers")
+"""packages that only some configurations need"""
 
 
 def versions() -> dict[str, str | None]:
@@ -54,6 +57,11 @@ def _pip() -> str:
     if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
         return "pip"
     return f"{shlex.quote(sys.executable)} -m pip"
+
+
+def optional_packages() -> list[str]:
+    """The packages installed here that only some configurations need."""
+    return [name for name in _OPTIONAL if find_spec(name) is not None]
 
 
 def nanoscale_version() -> str:

@@ -18,7 +18,7 @@ from nanoscale.agent.network import addresses, interface_towards, resolve
 from nanoscale.cache import cache_path, user_cache
 from nanoscale.channel import Message
 from nanoscale.devices import detect, gpu_memory, gpu_problem
-from nanoscale.versions import versions
+from nanoscale.versions import optional_packages, versions
 
 _STALE_S = 3600.0
 """no compilation of an operation takes longer"""
@@ -33,6 +33,7 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "pid": os.getpid(),
         "executable": sys.executable,
         "versions": versions(),
+        "optional_packages": optional_packages(),
         "devices": asdict(detect()),
         "gpu_memory_gib": gpu_memory(),
         "gpu_problem": gpu_problem(),

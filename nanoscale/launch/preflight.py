@@ -134,7 +134,17 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
         return []
     if member.name not in hosts.alike:
         return [_reached, _versions]  # what else it says may mean something else
-    looks = [_reached, _versions, _devices, _gpus, _memory, _root, _cache, _shared_memory]
+    looks = [
+        _reached,
+        _versions,
+        _packages,
+        _devices,
+        _gpus,
+        _memory,
+        _root,
+        _cache,
+        _shared_memory,
+    ]
     if hosts.config.launcher.name != "local":
         looks.append(_clock)
     if len(hosts.members) > 1:
@@ -197,6 +207,25 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
     if usual is None and version is not None:
         remedy = f"install it on the others too, or remove {label} there"
     return Verdict(member.name, name, good, text, remedy, needed=matters)
+
+
+def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Check the packages that this configuration needs; TensorBoard's files are written by rank 0 alone."""
+    config = hosts.config
+    needed = []
+    if config.logger.tensorboard == "on" and member.name == hosts.first:
+        needed.append(("tensorboard", "TensorBoard", "logger.tensorboard=on", "logger=none"))
+    if config.optimizer.name == "adamw8bit":
+        needed.append(("torchao", "torchao", "optimizer.name=adamw8bit", "optimizer=adamw"))
+    elif config.precision.fp8:
+        needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
+    if config.model.source == "hf":
+        needed.append(("transformers", "transformers", "model=hf", "a model of nanoscale's own"))
+    for package, name, by, instead in needed:
+        installed = package in facts["optional_packages"]
+        text = f"{name} is installed" if installed else f"no {name}, which {by} needs"
+        remedy = f"install {name} there, or {instead}"
+        yield Verdict(member.name, package, installed, text, remedy)
 
 
 def _minor(version: str | None) -> str:

@@ -371,6 +371,14 @@ def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
     assert violations(f"{line} here", weak)[0].key == "precision.fp8"
 
 
+def test_packages_here_say_nothing_of_those_elsewhere(monkeypatch):
+    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    for line in ("logger=tensorboard", "optimizer=adamw8bit"):
+        assert checked(f"{line} --hostfile two")
+        assert checked(f"{line} --hostfile here cluster.python=/other/python launcher=ssh")
+        assert len(violations(f"{line} --hostfile here")) == 1
+
+
 def test_a_folder_of_each_host_is_not_looked_for_here(monkeypatch):
     monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
     words = "backend=deepspeed zero=stage3-offload zero.offload_optimizer=nvme zero.nvme_path=/no"

@@ -486,8 +486,10 @@ def test_paths_no_longer_depend_on_where_the_command_was_typed(tmp_path):
 
 def test_tensorboard_is_asked_for_where_it_is_not_installed(monkeypatch):
     monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
-    (missing,) = violations("logger.tensorboard=on")
-    assert "install 'tensorboard>=2.18'" in missing.message
+    for asked in ("logger.tensorboard=on", "logger=tensorboard"):
+        (missing,) = violations(asked)
+        assert "install 'tensorboard>=2.18'" in missing.message
+        assert missing.suggestions == ("logger=none",)
     assert checked("logger.tensorboard=auto").logger.tensorboard == "auto"
 
 

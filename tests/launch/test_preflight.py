@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.config.rules import Host
-from nanoscale.config.schema import Backend, Cluster, Config, Data, Launcher
+from nanoscale.config.schema import (
+    Backend,
+    Cluster,
+    Config,
+    Data,
+    Launcher,
+    Logger,
+    Model,
+    Optimizer,
+    Precision,
+)
 from nanoscale.errors import UserError
 from nanoscale.launch.fleet import Member
 from nanoscale.launch.preflight import can_compute, judge, require_ready, skew_s
@@ -48,6 +58,7 @@ def facts(number: int) -> dict:
             "interface": "eth0",
             "chosen": {},
         },
+        "optional_packages": ["tensorboard", "torchao", "transformers"],
         "stale_locks": [],
         "port": 23456,
         "asked_at": NOW - 0.5,
@@ -139,6 +150,27 @@ def test_of_two_versions_that_are_as_frequent_the_first_hosts_holds():
     change(them[1], "versions.torch", "2.12.0")
     found = the_wrong_one(them)
     assert (found.host, found.finding) == ("n2", "torch 2.12.0, and 2.13.0 on n1")
+
+
+@pytest.mark.parametrize(
+    ("package", "config", "hosts"),
+    [
+        ("tensorboard", replace(SSH, logger=Logger(tensorboard="on")), ["n1"]),
+        ("torchao", replace(SSH, precision=Precision(fp8=True)), ["n1", "n2", "n3"]),
+        ("torchao", replace(SSH, optimizer=Optimizer(name="adamw8bit")), ["n1", "n2", "n3"]),
+        ("transformers", replace(SSH, model=Model(source="hf")), ["n1", "n2", "n3"]),
+    ],
+)
+def test_a_package_that_the_configuration_needs_is_looked_for_where_the_ranks_run(
+    package, config, hosts
+):
+    them = members()
+    assert wrong(them, config) == []
+    for member in them:
+        change(member, "optional_packages", [])
+    assert wrong(them, config) == [(host, package) for host in hosts]
+    assert "which" in str(refusal(them, config).violations[0].message)
+    assert wrong(them) == []
 
 
 def test_torch_missing_everywhere_is_no_agreement():

@@ -89,6 +89,20 @@ class Case:
         loaded = model.source == "hf" or model.init_from is not None
         return None if loaded else f"model.vocab={rows}"
 
+    @property
+    def same_python(self) -> bool:
+        """True if the ranks run with this interpreter, so that its packages are theirs."""
+        cluster = self.config.cluster
+        return not (self.remote or cluster.python or cluster.pythons)
+
+    def require_for_ranks(self, key: str, package: str, name: str, *instead: str) -> None:
+        """Refuse a key that needs a package which the ranks do not have.
+
+        Only the preflight checks can tell what an interpreter on other hosts has installed.
+        """
+        if self.same_python:
+            self.require(key, package, name, *instead)
+
     def require(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package of an extra which is not installed."""
         if find_spec(package) is None:

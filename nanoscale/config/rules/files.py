@@ -132,7 +132,7 @@ def _too_few_for_bytes(case: Case, data: Data) -> None:
 def check_saving(case: Case) -> None:
     """What is kept must be saved, and loggers installed."""
     if case.config.logger.tensorboard == "on":
-        case.require("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
+        case.require_for_ranks("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
     saving = case.config.checkpoint
     if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return

@@ -97,7 +97,7 @@ def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
     if odd := _odd_sizes(case):
         message = f"multiplies in tiles of 16, and {listed(odd)} are no multiples of that"
         case.refuse("config", key, message, off)
-    case.require(key, "torchao", "torchao", off)
+    case.require_for_ranks(key, "torchao", "torchao", off)
 
 
 def _odd_sizes(case: Case) -> list[str]:
@@ -128,4 +128,4 @@ def check_optimizer(case: Case) -> None:
     if (params := case.config.precision.params) != "fp32":
         message = f"has moments of fp32 weights in 8 bits, and precision.params={params}"
         case.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
-    case.require("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")
+    case.require_for_ranks("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")
