@@ -1,31 +1,60 @@
-"""One tensor of a checkpoint after another, whole, whatever layout wrote it."""
+"""Tensors of a checkpoint, whatever layout wrote it. No file of it is unpickled but by `metadata`."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import cached_property
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from nanoscale.checkpoint import metadata
+from nanoscale.checkpoint.metadata import StoredTensor
 
 
 class Reader(FileSystemReader):
-    """Reads what a checkpoint says of itself once, not once for every tensor."""
+    """torch's reader of a checkpoint's files, with an index of tensors that was read without running it."""
 
-    _metadata: Metadata | None = None
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The checkpoint's tensors by name; read once, not once for every tensor."""
+        return metadata.read(self.path / metadata.FILE)  # type: ignore[operator]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        about: Any = self.read_metadata().state_dict_metadata[name]
-        value = torch.empty(shape, dtype=about.properties.dtype)
+        """Return one tensor, whole."""
+        value = torch.empty(shape, dtype=getattr(torch, self.tensors[name].dtype))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
             dcp.load({name: value}, storage_reader=self, no_dist=True)
         return value
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+    def read_metadata(self) -> Metadata:  # torch also knows an index of one rank
+        """Return what torch's own method would unpickle."""
         return self._metadata
+
+    @cached_property
+    def _metadata(self) -> Metadata:
+        about: dict[str, STORAGE_TYPES] = {}
+        places = {}
+        for name, tensor in self.tensors.items():
+            chunks = [
+                ChunkStorageMetadata(Size(it.offsets), Size(it.sizes)) for it in tensor.shards
+            ]
+            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            about[name] = TensorStorageMetadata(properties, Size(tensor.shape), chunks)
+            for number, shard in enumerate(tensor.shards):
+                place = _StorageInfo(shard.file, shard.start, shard.length)
+                places[MetadataIndex(name, shard.offsets, number)] = place
+        return Metadata(about, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))

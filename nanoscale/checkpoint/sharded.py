@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import store
+from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.errors import UserError, Violation
 from nanoscale.parallel import ranks
@@ -175,7 +176,7 @@ def _find_damage(candidate: StoredCheckpoint) -> list[str]:
 
 
 def _read(candidate: StoredCheckpoint, state: State) -> None:
-    reader = FileSystemReader(candidate.path)
+    reader = Reader(candidate.path)
     with _in_our_words(candidate.path):
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 

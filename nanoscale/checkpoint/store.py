@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.checkpoint import metadata
+from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs import fence
 
@@ -184,7 +186,10 @@ def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = Tru
         if checkpoint_path(path.parent, manifest["step"]).name != path.name:
             damage.append(f"{MANIFEST}: belongs to step {manifest['step']}")
     for name in sorted(files)[share::shares]:
-        damage += _file_damage(path / name, files[name], sums)
+        found = _file_damage(path / name, files[name], sums)
+        if name == metadata.FILE and not found:
+            found = _index_damage(path, files)
+        damage += found
     return damage
 
 
@@ -234,6 +239,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise DamagedCheckpointError(f"{MANIFEST}: format {manifest['format']} is not {FORMAT}")
     return dict(manifest)
+
+
+def _index_damage(path: Path, files: dict[str, Any]) -> list[str]:
+    """What is wrong with the index of tensors, whose bytes are those that were recorded."""
+    try:
+        shards = [
+            it for tensor in metadata.read(path / metadata.FILE).values() for it in tensor.shards
+        ]
+    except MetadataError as error:
+        return [f"{metadata.FILE}: {error}"]
+    outside = {
+        shard.file
+        for shard in shards
+        if shard.start + shard.length > files.get(shard.file, {"bytes": -1})["bytes"]
+    }
+    return [
+        f"{metadata.FILE}: names bytes of {name!r} that are not there" for name in sorted(outside)
+    ]
 
 
 def sync_folder(path: Path) -> None:

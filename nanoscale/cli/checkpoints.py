@@ -47,16 +47,19 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
 @app.command("inspect")
 def inspect_checkpoint(run: Run, step: Step = None, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds: its progress, every tensor's shape and type, every file."""
-    from nanoscale.checkpoint.store import find_checkpoint
+    from nanoscale.checkpoint.store import find_checkpoint, find_damage
 
     stored = find_checkpoint(_open(run).checkpoints, step)
     document = {"path": str(stored.path), **_manifest(stored)}
+    document["damage"] = find_damage(stored.path, sums=False)
     if as_json:
         print_json(document)
         return
     for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
-        typer.echo(f"{name:<17} {document[name]}")
-    typer.echo(f"{'saved':<17} {_when(document['time'])}")
+        typer.echo(f"{name:<17} {document.get(name, 'not recorded')}")
+    typer.echo(f"{'saved':<17} {_when(document.get('time'))}")
+    for sentence in document["damage"]:
+        typer.echo(f"{'damaged':<17} {sentence}")
     _print_tensors(document["tensors"])
     _print_files(document["files"])
 
@@ -270,5 +273,7 @@ def _print_files(files: dict[str, Any]) -> None:
     console().print(table)
 
 
-def _when(seconds: float) -> str:
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return "not recorded"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

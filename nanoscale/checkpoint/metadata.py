@@ -1,0 +1,193 @@
+"""The index of a checkpoint's tensors: `.metadata` of torch.distributed.checkpoint. Imports no torch.
+
+torch writes it with pickle, and a pickle can call any function that it names. Here every name is looked up in
+the list of those that torch writes for a checkpoint of tensors, and each stands for an inert record: nothing is
+imported and nothing of torch is built while the file is read.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+FILE = ".metadata"
+
+
+class MetadataError(ValueError):
+    """A checkpoint's index cannot be read; the text says why."""
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A part of a tensor and the bytes of the checkpoint that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    """byte of the file at which it begins"""
+    length: int
+    """bytes"""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, whole, and the shards that it consists of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: list[StoredShard]
+
+
+def read(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name. Runs nothing that the file says.
+
+    Raises:
+        MetadataError: the file names what torch does not write there, or is no such index.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        try:
+            return _tensors(_Unpickler(file).load())
+        except (OSError, MetadataError):
+            raise
+        except Exception as error:  # a damaged pickle raises nearly anything
+            raise MetadataError(f"is no index of a checkpoint ({error!r})") from error
+
+
+class _Record:
+    """Stands for an object of torch: what it would have been built from, and nothing that acts."""
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.arguments, record.state = arguments, None
+        return record
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Metadata(_Record): ...
+
+
+class _Tensor(_Record): ...
+
+
+class _Properties(_Record): ...
+
+
+class _Chunk(_Record): ...
+
+
+class _Index(_Record): ...
+
+
+class _Location(_Record): ...
+
+
+class _Size(_Record): ...
+
+
+class _Unused(_Record):
+    """Read over: where it was saved, memory formats and the like."""
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_DTYPES = (
+    *("float64", "float32", "bfloat16", "float16", "bool", "complex64", "complex128"),
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+_ADMITTED: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): _Metadata,
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "TensorProperties"): _Properties,
+    (_METADATA, "ChunkStorageMetadata"): _Chunk,
+    (_METADATA, "MetadataIndex"): _Index,
+    (_METADATA, "StorageMeta"): _Unused,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Unused,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
+    ("torch", "Size"): _Size,
+    ("torch.serialization", "_get_layout"): _Unused,
+    ("pathlib", "PosixPath"): _Unused,
+    ("pathlib._local", "PosixPath"): _Unused,  # Python 3.13
+    **{("torch", name): name for name in _DTYPES},
+}
+"""all that torch 2.11 to 2.13 name for tensors; BytesStorageMetadata is not: torch unpickles such an entry"""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        admitted = _ADMITTED.get((module, name))
+        if admitted is None:
+            raise MetadataError(
+                f"names {module}.{name}, which no checkpoint of nanoscale does; nothing of it was run"
+            )
+        return admitted
+
+
+def _tensors(metadata: Any) -> dict[str, StoredTensor]:
+    about = _state(metadata, _Metadata)
+    locations = {
+        (of["fqn"], _numbers(of["offset"])): _state(value, _Location)
+        for index, value in about["storage_data"].items()
+        for of in [_state(index, _Index)]
+    }
+    return {
+        _text(name): _tensor(name, _state(value, _Tensor), locations)
+        for name, value in about["state_dict_metadata"].items()
+    }
+
+
+def _tensor(
+    name: str, about: dict[str, Any], locations: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+) -> StoredTensor:
+    (dtype, *_) = about["properties"].state
+    shards = []
+    for part in about["chunks"]:
+        chunk = _state(part, _Chunk)
+        offsets = _numbers(chunk["offsets"])
+        location = locations[name, offsets]
+        if location.get("transform_descriptors"):
+            _refuse("stores tensors in a coded form, which no checkpoint of nanoscale does")
+        start, length = _number(location["offset"]), _number(location["length"])
+        file, sizes = _text(location["relative_path"]), _numbers(chunk["sizes"])
+        shards.append(StoredShard(offsets, sizes, file, start, length))
+    return StoredTensor(_text(dtype), _numbers(about["size"]), shards)
+
+
+def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
+    if type(record) is not kind or type(record.state) is not dict:
+        _refuse("is no index of a checkpoint")
+    return record.state
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size."""
+    if type(size) is not _Size:
+        _refuse("is no index of a checkpoint")
+    (numbers,) = size.arguments
+    return tuple(map(_number, numbers))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        _refuse(f"holds {value!r:.40} where a number must be")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        _refuse(f"holds {value!r:.40} where a name must be")
+    return value
+
+
+def _refuse(why: str) -> NoReturn:
+    raise MetadataError(why)
