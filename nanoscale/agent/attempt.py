@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nanoscale import worker
 from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
-from nanoscale.agent.network import interface_towards
+from nanoscale.agent.network import interface_towards, is_loopback
 from nanoscale.channel import Message
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
@@ -122,8 +122,11 @@ def _run_ranks(elastic: WatchingAgent, watch: Watch) -> str:
 
 def _environment(host: Host) -> dict[str, str]:
     """What the ranks of this attempt have to know beside what the elastic agent tells them."""
-    chosen = {"NANOSCALE_HOST": host.name, "NANOSCALE_ATTEMPT": str(host.attempt)}
+    identity = {"NANOSCALE_HOST": host.name, "NANOSCALE_ATTEMPT": str(host.attempt)}
+    chosen = {}
     interface = interface_towards(host.master_addr)
-    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if interface is not None:
         chosen["GLOO_SOCKET_IFNAME"] = interface  # works where the host's name leads nowhere
-    return chosen
+        if is_loopback(host.master_addr):
+            chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by itself NCCL avoids the loopback
+    return identity | {name: way for name, way in chosen.items() if name not in os.environ}

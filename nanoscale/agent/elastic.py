@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -18,6 +21,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from nanoscale.agent.host import Host
 from nanoscale.agent.logs import RankLogs
+from nanoscale.agent.network import is_loopback
 
 Sight = Literal["well", "waiting", "over"]
 """of the ranks: nothing is wrong · something is, and the launcher decides · none is left"""
@@ -75,6 +79,8 @@ def elastic_agent(
         run_id=f"attempt-{host.attempt}",
         timeout=int(meet_s),
     )
+    if is_loopback(host.master_addr):
+        rendezvous._store = _loopback_store(host, meet_s)
     spec = WorkerSpec(
         role="rank",
         local_world_size=len(host.ranks),
@@ -85,3 +91,19 @@ def elastic_agent(
         monitor_interval=_MONITOR_S,
     )
     return WatchingAgent(spec, logs, look)
+
+
+def _loopback_store(host: Host, timeout_s: float) -> TCPStore:
+    """Return the store of a job on one host. By itself TCPStore listens on all interfaces."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # our own reservation is there
+    listener.bind((host.master_addr, host.master_port))
+    return TCPStore(
+        host.master_addr,
+        host.master_port,
+        host.nodes,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )

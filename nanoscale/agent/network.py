@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from contextlib import suppress
@@ -33,6 +34,14 @@ def resolve(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
     return []
+
+
+def is_loopback(address: str) -> bool:
+    """Return True for an IPv4 address that no other host can reach."""
+    try:
+        return ipaddress.IPv4Address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def interface_towards(host: str) -> str | None:

@@ -40,6 +40,8 @@ def closed_ways(name: str) -> list[Closed]:
         name: what the launcher calls this host.
     """
     own, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
+    if count == 1:
+        return []
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(place, port, is_master=False, timeout=_WAIT)
     if os.environ["LOCAL_RANK"] == "0":

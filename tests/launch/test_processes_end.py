@@ -153,6 +153,16 @@ def test_one_signal_stops_in_good_order(launch, number, code, state):
     assert not (job.run / "failure.json").exists()
 
 
+def test_a_local_job_listens_on_the_loopback_only(launch):
+    job = launch("loop")
+    job.wait_until_training()
+    connections = [c for process in job.processes() for c in process.net_connections("inet")]
+    listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75
+    assert listening == {"127.0.0.1"}
+
+
 def test_a_second_interrupt_kills_even_stopped_ranks(launch):
     job = launch("loop")
     job.wait_until_training()
