@@ -5,9 +5,9 @@ When the launcher is lost, by the end of the stream or by its silence, everythin
 
 from __future__ import annotations
 
-import json
 import os
 import queue
+import random
 import select
 import shutil
 import signal
@@ -21,12 +21,16 @@ from contextlib import suppress
 from multiprocessing import util
 from pathlib import Path
 
-from nanoscale.agent.network import addresses, names
+from nanoscale.agent.network import addresses as own_addresses
+from nanoscale.agent.network import names
 from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
+from nanoscale.handshake import HandshakeError, introduce
 from nanoscale.lifeline import end_group
 
 _READ_BYTES = 1 << 16
 _CALL_S = 5.0
+_CALLS, _CALL_PAUSE_S = 20, 1.0
+"""how often to call a launcher that hangs up, and the longest pause in between, seconds"""
 _FIRST_SILENCE_S = 60.0
 """until the launcher has said how much it takes for the end"""
 
@@ -63,20 +67,12 @@ class Link:
     @classmethod
     def over_network(cls, where: str, key_file: Path) -> Link:
         """Call the launcher back at one of its addresses; both prove that they can read the key file."""
-        from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-
         try:
             key = key_file.read_bytes()
         except OSError as error:
             sys.exit(f"nanoscale.agent: does not see the launcher's folder of runs: {error}")
-        connection = Connection(_call(where.split(",")))
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
-        hello = {"names": names(), "addresses": list(addresses())}
-        connection.send_bytes(json.dumps(hello).encode())
-        link = cls(os.dup(connection.fileno()), os.dup(connection.fileno()))
-        connection.close()
-        return link
+        connected = _call(where.split(","), key).detach()
+        return cls(connected, os.dup(connected))
 
     def open(self) -> None:
         """Begin to listen, and to be heard."""
@@ -157,13 +153,29 @@ class Link:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _call(addresses: Sequence[str]) -> int:
-    """A connection to the first address that answers."""
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        with suppress(OSError):
-            connected = socket.create_connection((host, int(port)), timeout=_CALL_S)
-            connected.settimeout(None)
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connected.detach()
+def _call(addresses: Sequence[str], key: bytes) -> socket.socket:
+    """Return a connection to the launcher, at the first address where it proves to know the key.
+
+    A launcher that strangers flood with connections may hang up on an agent. Then the agent calls again.
+    """
+    hello = {"names": names(), "addresses": list(own_addresses())}
+    for _ in range(_CALLS):
+        hung_up = False
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            with suppress(OSError), _connected(host, int(port)) as connection:
+                hung_up = True
+                with suppress(HandshakeError):
+                    introduce(connection, key, hello)
+                    connection.settimeout(None)
+                    return connection.dup()
+        if not hung_up:
+            break
+        time.sleep(random.uniform(0, _CALL_PAUSE_S))
     sys.exit(f"nanoscale.agent: no answer of the launcher at {', '.join(addresses)}")
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=_CALL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection

@@ -1,27 +1,36 @@
 """Agents that were started by a command for all hosts call the launcher back, here.
 
-Both ends prove that they know the key, by multiprocessing's challenge and response.
+Whoever connects is a stranger until the handshake is over, and may be anybody on the network. Strangers get no
+thread, little memory and little time, and there are never many more of them than hosts that are expected. One
+more takes the place of the oldest from the address that has most, so a flood from elsewhere keeps no agent out.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import queue
+import selectors
 import socket
-import threading
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.config import hostnames
 from nanoscale.config.rules import Host
+from nanoscale.handshake import HandshakeError, admit
 
 if TYPE_CHECKING:
     from nanoscale.launch.fleet import Member
 
 _PATIENCE_S = 10.0
+"""for a handshake"""
+_SPARE = 64
+"""strangers beyond the hosts that are expected"""
+_AT_ONCE = 64
+"""connections that are accepted between two looks at those that are open"""
+_NO_FILES_S = 0.1
+"""to wait before the next try to accept a connection where no file descriptor is left"""
 
 
 class Caller:
@@ -46,18 +55,45 @@ class Caller:
         self.socket.close()
 
 
-class Callbacks:
-    """Listens on every interface until closed."""
+@dataclass(eq=False)
+class _Stranger:
+    """A connection whose handshake is not over."""
 
-    def __init__(self, key: bytes) -> None:
+    connection: socket.socket
+    address: str
+    handshake: Generator[int, bytes, Any]
+    wanted: int
+    """bytes that the handshake waits for"""
+    since: float = field(default_factory=time.monotonic)
+    received: bytes = b""
+
+
+class Callbacks:
+    """Listens on every interface until closed. Has a `fileno`: who waits for it need not call `new` in vain.
+
+    Args:
+        hosts: how many agents may call at the same time.
+    """
+
+    def __init__(self, key: bytes, hosts: int) -> None:
         self._key = key
-        self._callers: queue.SimpleQueue[Caller] = queue.SimpleQueue()
+        self._most = hosts + _SPARE
+        self._strangers: list[_Stranger] = []
+        """the oldest first"""
+        self._callers: list[Caller] = []
+        self._deaf_until = 0.0
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._socket = socket.create_server(
             ("", 0), family=family, backlog=1024, dualstack_ipv6=both
         )
-        threading.Thread(target=self._listen, name="callbacks", daemon=True).start()
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while somebody waits to be served."""
+        return int(self._selector.fileno())
 
     def addresses(self, hosts: Sequence[Host]) -> str:
         """Where these hosts may reach this machine, the likeliest first: `A:PORT,B:PORT`."""
@@ -68,41 +104,92 @@ class Callbacks:
         return ",".join(f"{name}:{port}" for name in names)
 
     def new(self) -> list[Caller]:
-        """Those who have come since the last look."""
-        callers = []
-        with suppress(queue.Empty):
-            while True:
-                callers.append(self._callers.get_nowait())
+        """Serve everybody who is ready, without waiting; the agents that have proved themselves since."""
+        now = time.monotonic()
+        ready = [key.data for key, _ in self._selector.select(0)]
+        for stranger in filter(
+            None, ready
+        ):  # first, so that newcomers drive away nobody who answers
+            self._continue(stranger)
+        for stranger in [s for s in self._strangers if now - s.since > _PATIENCE_S]:
+            self._forget(stranger)
+        if self._deaf_until and now > self._deaf_until:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+            self._deaf_until = 0.0
+        if None in ready:
+            self._accept()
+        callers, self._callers = self._callers, []
         return callers
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Hang up on all who are still strangers, and listen no more."""
+        for stranger in list(self._strangers):
+            self._forget(stranger)
+        self._selector.close()
         self._socket.close()
 
-    def _listen(self) -> None:
-        while True:
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
             try:
-                accepted, _ = self._socket.accept()
-            except OSError:
+                accepted, address = self._socket.accept()
+            except BlockingIOError:
                 return
-            # A thread each, so that a stranger who says nothing keeps nobody waiting.
-            threading.Thread(target=self._admit, args=(accepted,), daemon=True).start()
+            except OSError:  # the peer hung up already, or no file descriptor is left
+                if not self._drop():
+                    self._selector.unregister(self._socket)
+                    self._deaf_until = time.monotonic() + _NO_FILES_S
+                return
+            if len(self._strangers) >= self._most:
+                self._drop()
+            self._begin(accepted, address[0])
 
-    def _admit(self, accepted: socket.socket) -> None:
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hangs_up = threading.Timer(_PATIENCE_S, accepted.shutdown, (socket.SHUT_RDWR,))
-        hangs_up.start()
-        connection = Connection(os.dup(accepted.fileno()))
-        with suppress(Exception):  # whoever it was, it was no agent of ours
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
-            hello = json.loads(connection.recv_bytes(1 << 16))
-            hangs_up.cancel()
-            self._callers.put(Caller(accepted.dup(), hello))
-        hangs_up.cancel()
-        connection.close()
-        accepted.close()
+    def _begin(self, accepted: socket.socket, address: str) -> None:
+        try:
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake = admit(accepted, self._key)
+            stranger = _Stranger(accepted, address, handshake, next(handshake))
+            self._selector.register(accepted, selectors.EVENT_READ, stranger)
+        except OSError:
+            accepted.close()
+        else:
+            self._strangers.append(stranger)
+
+    def _continue(self, stranger: _Stranger) -> None:
+        """Read what has come, and end the handshake for better or worse where that decides it."""
+        try:
+            received = stranger.connection.recv(stranger.wanted - len(stranger.received))
+            stranger.received += received
+            if not received:
+                raise HandshakeError
+            if len(stranger.received) == stranger.wanted:
+                answer, stranger.received = stranger.received, b""
+                stranger.wanted = stranger.handshake.send(answer)
+        except StopIteration as end:
+            self._welcome(stranger, end.value)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, HandshakeError):  # whoever it was, it was no agent of ours
+            self._forget(stranger)
+
+    def _welcome(self, stranger: _Stranger, hello: dict[str, Any]) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.setblocking(True)
+        self._callers.append(Caller(stranger.connection, hello))
+
+    def _drop(self) -> bool:
+        """Hang up on the oldest stranger from the address that has most; False where there is none."""
+        if not self._strangers:
+            return False
+        counts = Counter(stranger.address for stranger in self._strangers)
+        self._forget(max(self._strangers, key=lambda stranger: counts[stranger.address]))
+        return True
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.close()
 
 
 def own_address(towards: str) -> str:

@@ -116,7 +116,8 @@ class Fleet:
         _allow_files(_FILES_A_HOST * len(self.members) + 256)
         try:
             if transport.starts_all_at_once(self._config):
-                self._callbacks = Callbacks(self._key)
+                self._callbacks = Callbacks(self._key, len(self.members))
+                self._selector.register(self._callbacks, selectors.EVENT_READ, (None, "calls"))
             self.connect(self.members)
         except BaseException:
             self.__exit__(None, None, None)
@@ -336,6 +337,8 @@ class Fleet:
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
+            if what == "calls":
+                continue  # they are served by `_welcome`
             data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)

@@ -1,0 +1,78 @@
+"""The handshake of an agent that calls its launcher: each proves to the other that it knows the launch's key.
+
+The launcher sends a random challenge of 32 bytes. The agent answers with a challenge of its own and the HMAC of
+both. Once the launcher has proved itself by another HMAC of both, the agent sends what it is: 4 bytes of length
+and JSON.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+from collections.abc import Generator
+from typing import Any
+
+_BYTES = 32
+"""length of a challenge and of an HMAC-SHA256"""
+_LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 20
+"""in what an agent says of itself: the names and addresses of one host"""
+_AGENT, _LAUNCHER = b"nanoscale agent", b"nanoscale launcher"
+"""in the HMACs, so that neither can be sent back as the other"""
+
+
+class HandshakeError(Exception):
+    """The other end does not know the key."""
+
+
+def admit(connection: socket.socket, key: bytes) -> Generator[int, bytes, Any]:
+    """Do the launcher's half: yield how many bytes are needed next, and return what the agent is.
+
+    The connection may be non-blocking: what is sent always fits into its empty buffer.
+
+    Raises:
+        HandshakeError: the peer does not know the key, or says too much.
+    """
+    own = os.urandom(_BYTES)
+    connection.sendall(own)
+    answer = yield 2 * _BYTES
+    peer, proof = answer[:_BYTES], answer[_BYTES:]
+    if not hmac.compare_digest(proof, _prove(key, _AGENT, own, peer)):
+        raise HandshakeError
+    connection.sendall(_prove(key, _LAUNCHER, own, peer))
+    length = int.from_bytes((yield _LENGTH_BYTES), "big")
+    if length > _MOST_BYTES:
+        raise HandshakeError
+    return json.loads((yield length))
+
+
+def introduce(connection: socket.socket, key: bytes, content: object) -> None:
+    """Do the agent's half on a blocking connection, and say what this agent is.
+
+    Raises:
+        HandshakeError: the peer is not the launcher.
+        OSError: the launcher hung up, or did not answer in time.
+    """
+    peer, own = _receive(connection, _BYTES), os.urandom(_BYTES)
+    connection.sendall(own + _prove(key, _AGENT, peer, own))
+    proof = _receive(connection, _BYTES)
+    if not hmac.compare_digest(proof, _prove(key, _LAUNCHER, peer, own)):
+        raise HandshakeError
+    data = json.dumps(content).encode()
+    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+
+def _prove(key: bytes, who: bytes, launchers: bytes, agents: bytes) -> bytes:
+    return hmac.digest(key, who + launchers + agents, "sha256")
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        received = connection.recv(count - len(data))
+        if not received:
+            raise ConnectionError("the launcher hung up")
+        data += received
+    return data
