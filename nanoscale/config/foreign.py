@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.config import reference
 from nanoscale.config.huggingface import UnsupportedError, read_config
-from nanoscale.config.pretrained import NoSuchModelError, locate
+from nanoscale.config.pretrained import NoSuchModelError, locate, refuse_model
 from nanoscale.config.report import refuse, shown
 from nanoscale.config.schema import Model
 from nanoscale.errors import Violation
@@ -60,7 +60,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
             source, document = str(folder / "config.json"), _merged(read_config(folder), document)
         require_supported(document)
     except (NoSuchModelError, UnsupportedError) as error:
-        refuse([Violation(KEY, model.name, composed.source(KEY), str(error))], kind="model")
+        refuse_model(composed, KEY, model.name, error)
     known = sizes(document)
     values = {name: getattr(Model(), name) for name in _shape_keys()} | _sizes(
         composed, known, kept=frozen

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from nanoscale.config.hub import asking, is_name, missing_path, similar_paths, why_not
 from nanoscale.config.huggingface import UnsupportedError, read_shape
 from nanoscale.config.report import refuse, shown
 from nanoscale.config.schema import Model
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from nanoscale.config.compose import Composed
 
 KEY = "model.init_from"
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MODEL_BY_HAND = re.compile(r"\+*model=")
 _TRAINING = ("balance", "balance_rate")
 """keys of a mixture of experts that no folder speaks of: they shape no weight"""
@@ -38,7 +38,7 @@ class NoSuchModelError(Exception):
 
 def is_folder(asked: str) -> bool:
     """Whether a folder is meant, not a name at the hub."""
-    return Path(asked).expanduser().is_dir() or _NAME.fullmatch(asked) is None
+    return Path(asked).expanduser().is_dir() or not is_name(asked)
 
 
 def absolute_name(asked: str) -> str:
@@ -59,17 +59,30 @@ def locate(asked: str, *, weights: bool) -> Path:
     path = Path(asked).expanduser()
     if path.is_dir():
         return path.absolute()
-    if is_folder(asked):
-        raise NoSuchModelError("is no folder, and no name that a model can have")
-    from huggingface_hub import hf_hub_download, snapshot_download
+    if (why := missing_path(asked)) is not None:
+        raise NoSuchModelError(why)
+    with asking(asked) as cache_only:
+        from huggingface_hub import hf_hub_download, snapshot_download
 
-    try:
-        if weights:
-            return Path(snapshot_download(asked, allow_patterns=list(_FILES)))
-        return Path(hf_hub_download(asked, "config.json")).parent
-    except Exception as error:  # the network's, the hub's, the file system's
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise NoSuchModelError(f"is no folder here, and the hub does not give it: {why}") from error
+        try:
+            if weights:
+                patterns = list(_FILES)
+                found = snapshot_download(
+                    asked, allow_patterns=patterns, local_files_only=cache_only
+                )
+                return Path(found)
+            found = hf_hub_download(asked, "config.json", local_files_only=cache_only)
+            return Path(found).parent
+        except Exception as error:  # the network's, the hub's, the file system's
+            what = f"is no folder here, and the hub does not give it: {why_not(error)}"
+            raise NoSuchModelError(what) from error
+
+
+def refuse_model(composed: Composed, key: str, asked: str | None, error: Exception) -> NoReturn:
+    """Raise a UserError for the key that names a model, with folders of similar names to type."""
+    similar = similar_paths(asked) if asked and isinstance(error, NoSuchModelError) else []
+    instead = tuple(f"{key}={path}" for path in similar)
+    refuse([Violation(key, asked, composed.source(key), str(error), instead)], kind="model")
 
 
 def read(composed: Composed) -> Pretrained:
@@ -87,7 +100,7 @@ def read(composed: Composed) -> Pretrained:
             shape = replace(shape, name=asked.rpartition("/")[2])
         return Pretrained(folder, shape)
     except (NoSuchModelError, UnsupportedError) as error:
-        refuse([Violation(KEY, asked, composed.source(KEY), str(error))], kind="model")
+        refuse_model(composed, KEY, asked, error)
 
 
 def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nanoscale.config.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.config.prepared import TEMPLATE
 from nanoscale.errors import UserError, Violation
 
@@ -29,9 +29,6 @@ _END_NAMES = (
     "[EOS]",
     "<|im_end|>",
 )
-
-
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class Tokenizer(Protocol):
@@ -126,19 +123,22 @@ def find(name: str, key: str) -> Path:
         path /= "tokenizer.json"
     if path.is_file():
         return path
-    if not _HUB_NAME.fullmatch(name) or path.suffix == ".json":
-        raise _wrong(path, "there is no such file", key)
-    from huggingface_hub import hf_hub_download
+    if missing_path(name) is not None or path.suffix == ".json":
+        instead = tuple(f"{key} {similar}" for similar in similar_paths(name))
+        raise _wrong(path, "there is no such file", key, instead)
+    with asking(name) as cache_only:
+        from huggingface_hub import hf_hub_download
 
-    try:
-        found = Path(hf_hub_download(name, "tokenizer.json"))
-    except Exception as error:  # whatever a hub, a network and a cache can raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        what = f"is no file, and the hub's tokenizer of that name cannot be had: {reason}"
-        raise _wrong(Path(name), what, key) from error
-    for beside in (CONFIG, TEMPLATE):
-        with suppress(Exception):  # not every model has one
-            hf_hub_download(name, beside)
+        try:
+            found = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
+        except Exception as error:  # whatever a hub, a network and a cache can raise
+            what = (
+                f"is no file, and the hub's tokenizer of that name cannot be had: {why_not(error)}"
+            )
+            raise _wrong(Path(name), what, key) from error
+        for beside in (CONFIG, TEMPLATE):
+            with suppress(Exception):  # not every model has one
+                hf_hub_download(name, beside, local_files_only=cache_only)
     return found
 
 
@@ -210,6 +210,6 @@ def _configured_end(path: Path) -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
-def _wrong(path: Path, what: str, key: str) -> UserError:
-    found = Violation(key, str(path), "", what)
+def _wrong(path: Path, what: str, key: str, instead: tuple[str, ...] = ()) -> UserError:
+    found = Violation(key, str(path), "", what, instead)
     return UserError("data", f"{key}: {path}: {what}", [found])

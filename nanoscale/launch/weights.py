@@ -11,7 +11,7 @@ from nanoscale.checkpoint.pretrained import find
 from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config import foreign
 from nanoscale.config.compose import Composed
-from nanoscale.config.pretrained import KEY, NoSuchModelError, is_folder, locate
+from nanoscale.config.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.report import refuse
 from nanoscale.config.schema import Config
 from nanoscale.errors import Violation
@@ -34,7 +34,7 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
         folder = locate(asked, weights=True)
         find(folder, config.model)
     except (NoSuchModelError, BadFileError) as error:
-        refuse([Violation(KEY, asked, composed.source(KEY), str(error))], kind="model")
+        refuse_model(composed, KEY, asked, error)
     return replace(config, model=replace(config.model, init_from=str(folder)))
 
 
@@ -48,7 +48,7 @@ def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
         wanted = asked is not None and (fetch or is_folder(asked))
         folder = str(locate(asked, weights=True)) if asked is not None and wanted else None
     except NoSuchModelError as error:
-        refuse([Violation(KEY, asked, composed.source(KEY), str(error))], kind="model")
+        refuse_model(composed, KEY, asked, error)
     request = json.dumps({"model": asdict(model), "folder": folder})
     words = [sys.executable, "-m", "nanoscale.checkpoint.foreign"]
     done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)

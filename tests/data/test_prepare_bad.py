@@ -199,7 +199,7 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
         (["*.parquet"], "*.parquet: no file there"),
         (["a.csv"], "a.csv is of no kind that can be read: .txt, .jsonl"),
         (["a.jsonl", "./*.jsonl"], "is named twice"),
-        (["hf:./nowhere"], "hf:./nowhere: cannot be loaded"),
+        (["hf:./nowhere"], "hf:./nowhere: there is no such folder"),
         (["a.jsonl", "--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json"),
         (["a.jsonl", "--tokenizer", "a.jsonl"], "cannot be read as a tokenizer.json"),
         (["a.jsonl", "--tokenizer", "byte", "--train-tokenizer"], "one of --tokenizer and"),

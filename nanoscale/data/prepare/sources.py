@@ -6,12 +6,14 @@ import glob
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoscale.config.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.errors import UserError, Violation
 from nanoscale.versions import install_command
@@ -99,7 +101,28 @@ def dataset(name: str) -> Any:
     folder = Path(path).expanduser()
     if _saved(folder):
         return load_from_disk(str(_saved_split(folder, config, split)))
-    return load_dataset(str(folder) if folder.exists() else path, config, split=split or "train")
+    if folder.exists():
+        return load_dataset(str(folder), config, split=split or "train")
+    if missing_path(path) is not None:
+        instead = [":".join([f"{DATASET}{similar}", *rest]) for similar in similar_paths(path)]
+        raise _UnusableError("there is no such folder", *instead)
+    with asking(path) as cache_only, _looking_in_cache(cache_only):
+        return load_dataset(path, config, split=split or "train")
+
+
+@contextmanager
+def _looking_in_cache(alone: bool) -> Iterator[None]:
+    """Let the datasets library look at nothing but its cache within, if `alone`."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if alone:
+        config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _saved(folder: Path) -> bool:
@@ -186,8 +209,7 @@ def _dataset(word: str) -> Source:
     except _UnusableError:
         raise
     except Exception as error:  # whatever a hub, a network and a cache can raise
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise _UnusableError(f"cannot be loaded: {lines[0]}") from error
+        raise _UnusableError(f"cannot be loaded: {why_not(error)}") from error
     return Source(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
 
 
