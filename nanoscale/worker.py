@@ -159,7 +159,7 @@ def _die_with_agent() -> None:
 def _flush_every_line() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
 def _use_threads(config: Config) -> None:

@@ -8,12 +8,13 @@ from contextlib import contextmanager, suppress
 from signal import SIGINT
 from typing import Any, TextIO
 
+from nanoscale import display
 from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
-from nanoscale.launch.console import LiveView, duration, if_still_there, number
+from nanoscale.launch.console import LiveView, duration, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import require_ready
 from nanoscale.launch.prepare import Request
@@ -45,7 +46,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
     with Fleet(config, hosts, request.run.path.parent) as fleet:
         prepare(fleet, request, request.run, signals)
         if signals.first is not None:
-            print("stopped before the launch", file=sys.stderr)
+            display.note("stopped before the launch")
             raise typer.Exit(INTERRUPTED if signals.first is SIGINT else PREEMPTED)
         if config.launcher.preflight:
             require_ready(fleet, config)
@@ -76,7 +77,7 @@ def attempt(
         write_report(run)
     report(run, outcome, stream)
     if as_json:
-        with if_still_there(sys.stdout):
+        with display.surviving(sys.stdout):
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code
@@ -167,11 +168,11 @@ def _print_failure(run: RunDirectory, cause: Failure) -> None:
         lines.append(f"ended too  ranks {', '.join(map(str, cause.also_failed))}")
     lines.append(f"log        {run.path / cause.log}")
     screen = console(error=True)
-    with if_still_there(sys.stderr):
-        if screen.is_terminal:
-            screen.print(Panel(Text("\n".join(lines)), title=title, border_style="red"))
-        else:
-            print("\n".join([f"{title}:", *lines]), file=sys.stderr, flush=True)
+    if not screen.is_terminal:
+        display.note("\n".join([f"{title}:", *lines]))
+        return
+    with display.surviving(sys.stderr):
+        screen.print(Panel(Text("\n".join(lines)), title=Text(title), border_style="red"))
 
 
 def _end_of_log(run: RunDirectory, cause: Failure) -> str:
@@ -208,5 +209,5 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
         lines.append(f"  plan        {compared}")
     if outcome.state != "completed":
         lines.append(f"  go on       {way_on(run)}")
-    with if_still_there(stream):
-        print("\n".join(lines), file=stream, flush=True)
+    with display.surviving(stream):
+        display.show("\n".join(lines), stream=stream)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
@@ -78,7 +78,7 @@ def bench(
         try:
             found = run_errand(BENCH, measured, request.hosts, task, say)
         except ErrandError as error:
-            print(f"error: {error}", file=sys.stderr)
+            display.note(f"error: {error}")
             return FAILED
     told = {**document(request.config, found, request.plan), "warmup": warmup}
     if other is not None:

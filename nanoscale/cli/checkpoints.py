@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import FAILED, AsJson, console, print_json
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
         print_json(rows)
         return
     if not rows:
-        typer.echo(f"no checkpoints in {directory.checkpoints}")
+        display.show(f"no checkpoints in {directory.checkpoints}")
     for row in rows:
-        typer.echo(_line(row))
+        display.show(_line(row))
 
 
 @app.command("inspect")
@@ -56,10 +57,10 @@ def inspect_checkpoint(run: Run, step: Step = None, as_json: AsJson = False) -> 
         print_json(document)
         return
     for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
-        typer.echo(f"{name:<17} {document.get(name, 'not recorded')}")
-    typer.echo(f"{'saved':<17} {_when(document.get('time'))}")
+        display.show(f"{name:<17} {document.get(name, 'not recorded')}")
+    display.show(f"{'saved':<17} {_when(document.get('time'))}")
     for sentence in document["damage"]:
-        typer.echo(f"{'damaged':<17} {sentence}")
+        display.show(f"{'damaged':<17} {sentence}")
     _print_tensors(document["tensors"])
     _print_files(document["files"])
 
@@ -83,9 +84,9 @@ def verify_checkpoints(run: Run, step: Step = None, as_json: AsJson = False) -> 
         print_json(rows)
     else:
         for name, found in damage.items():
-            typer.echo(f"{name}  {'damaged' if found else 'whole'}")
+            display.show(f"{name}  {'damaged' if found else 'whole'}")
             for sentence in found:
-                typer.echo(f"  {sentence}")
+                display.show(f"  {sentence}")
     if any(damage.values()):
         raise typer.Exit(FAILED)
 
@@ -163,14 +164,14 @@ def export_checkpoint(
         return
     size = f"{written.bytes / 2**20:,.1f} MiB in {kind}"
     files = counted(len(written.files), "file")
-    typer.echo(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
+    display.show(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
     if written.dropped_bias:
         most = f"up to {written.dropped_bias:.3g} of a router's scores"
-        typer.echo(
+        display.show(
             f"  without the bias in the choice of experts ({most}): it chooses others than this run"
         )
     if not written.tokenizer:
-        typer.echo("  without a tokenizer: data.tokenizer names none for the tokens of this run")
+        display.show("  without a tokenizer: data.tokenizer names none for the tokens of this run")
 
 
 def _with_base(config: Config, base: Path | None) -> Config:
@@ -214,7 +215,7 @@ def _progress(as_json: bool) -> Any:
     def note(name: str, number: int, count: int) -> None:
         if shown:
             end = "\n" if number == count else ""
-            print(f"\r\x1b[K{number} of {count}  {name}", end=end, file=sys.stderr, flush=True)
+            display.progress(f"{number} of {count}  {name}", end=end)
 
     return note
 

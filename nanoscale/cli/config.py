@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import AsJson, console, print_json
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def show(
         print_yaml(to_yaml(values))
     if deepspeed and composed.config.backend.extra:
         added = ", ".join(composed.config.backend.extra)
-        typer.echo(f"backend.extra ({composed.source('backend.extra')}) sets {added}", err=True)
+        display.note(f"backend.extra ({composed.source('backend.extra')}) sets {added}")
 
 
 @app.command("explain")
@@ -133,7 +134,7 @@ def print_yaml(text: str) -> None:
     import sys
 
     if not sys.stdout.isatty():
-        sys.stdout.write(text)
+        display.content(text)
         return
     from rich.syntax import Syntax
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
 from nanoscale.devices import cores
@@ -288,19 +288,19 @@ def _with_bar(sentence: str, share: float) -> Any:
 
 def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     for bad in manifest["bad_records"]:
-        typer.echo(f"left out: {bad['place']} {bad['what']}", file=sys.stderr)
+        display.note(f"left out: {bad['place']} {bad['what']}")
     if manifest["bad"]:
-        typer.echo(f"left out: {manifest['bad']:,} bad records in all", file=sys.stderr)
+        display.note(f"left out: {manifest['bad']:,} bad records in all")
     train, valid = manifest["train"], manifest["valid"]
     words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
     held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
-    typer.echo(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
+    display.show(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
     if "answers" in train:
-        typer.echo(f"  answers     {_share(train)} of the tokens are learned")
-    typer.echo(f"  folder      {out.expanduser().absolute()}")
-    typer.echo(f"  vocabulary  {manifest['vocabulary']:,}")
+        display.show(f"  answers     {_share(train)} of the tokens are learned")
+    display.show(f"  folder      {out.expanduser().absolute()}")
+    display.show(f"  vocabulary  {manifest['vocabulary']:,}")
     begun = " model.init_from=… data.packing=whole" if "answers" in train else ""
-    typer.echo(f"  train       nanoscale train recipe=… data=megatron data.path={out}{begun}")
+    display.show(f"  train       nanoscale train recipe=… data=megatron data.path={out}{begun}")
 
 
 def _share(split: dict[str, Any]) -> str:
@@ -308,32 +308,36 @@ def _share(split: dict[str, Any]) -> str:
 
 
 def _print_inspected(document: dict[str, Any]) -> None:
-    typer.echo(f"{document['path']} ({document['kind'].lower()}, {document['type']})")
+    display.show(f"{document['path']} ({document['kind'].lower()}, {document['type']})")
     tokenizer = document["tokenizer"]
     if tokenizer:
-        typer.echo("  ".join(f"{name} {value}" for name, value in tokenizer.items()))
+        display.show("  ".join(f"{name} {value}" for name, value in tokenizer.items()))
     for name, split in document["splits"].items():
         _print_split(name, split)
     for problem in document["problems"]:
-        typer.echo(f"wrong: {problem}")
+        display.show(f"wrong: {problem}")
     if document["model_vocab"] is not None and not document["problems"]:
-        typer.echo(f"fits the model's vocabulary of {document['model_vocab']:,} tokens")
+        display.show(f"fits the model's vocabulary of {document['model_vocab']:,} tokens")
 
 
 def _print_split(name: str, split: dict[str, Any]) -> None:
-    typer.echo(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
-    typer.echo(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
+    display.show(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
+    display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
-        typer.echo(f"  {split['ended_by_eos']:,} documents end with the end token")
+        display.show(f"  {split['ended_by_eos']:,} documents end with the end token")
     if split["answers"] is not None:
-        typer.echo(f"  {_share(split)} of the tokens are of answers, which stand in ⟦ ⟧ below")
+        display.show(f"  {_share(split)} of the tokens are of answers, which stand in ⟦ ⟧ below")
     lengths = split["lengths"]
     middle = f"median {lengths['median']:,}, mean {lengths['mean']:,.1f}"
-    typer.echo(f"  tokens a document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}")
+    display.show(
+        f"  tokens a document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}"
+    )
     most = max(row["documents"] for row in lengths["histogram"])
     for row in lengths["histogram"]:
         bar = "█" * round(_BAR * row["documents"] / most)
-        typer.echo(f"  {row['from']:>12,} … {row['below'] - 1:<12,} {row['documents']:>12,} {bar}")
+        display.show(
+            f"  {row['from']:>12,} … {row['below'] - 1:<12,} {row['documents']:>12,} {bar}"
+        )
     for sample in split["samples"]:
         shown = sample["ids"] if sample["text"] is None else repr(sample["text"])
-        typer.echo(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")
+        display.show(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")

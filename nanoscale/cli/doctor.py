@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import ConfigDir, Overrides
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json, saying
@@ -262,7 +263,7 @@ def _print_table(screen: Console, table: Table) -> None:
     with screen.capture() as printed:
         screen.print(table)
     for line in printed.get().splitlines():
-        typer.echo(line.rstrip())
+        display.show(line.rstrip())
 
 
 def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:

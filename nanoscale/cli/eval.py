@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.generate import Device, Dtype, DtypeOf, Model, Step, TokenizerOf, calm_threads
 from nanoscale.cli.hosts import (
@@ -141,7 +141,7 @@ def _loss(
         try:
             figures = run_errand(EVALUATION, config, hosts, task, say)
         except ErrandError as error:
-            print(f"error: {error}", file=sys.stderr)
+            display.note(f"error: {error}")
             return FAILED
     document = _document(config, task, figures)
     if as_json:
@@ -239,19 +239,19 @@ def _print(document: dict[str, Any]) -> None:
     def shown(value: float | None, form: str) -> str:
         return "not finite" if value is None else format(value, form)
 
-    typer.echo(document["checkpoint"])
-    typer.echo(f"  loss           {shown(document['loss'], '.4f')}")
-    typer.echo(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
+    display.show(document["checkpoint"])
+    display.show(f"  loss           {shown(document['loss'], '.4f')}")
+    display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
     if document["bytes"]:
-        typer.echo(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
+        display.show(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
     for part in document["sources"]:
         words = f"{shown(part['loss'], '.4f')}, perplexity {shown(part['perplexity'], ',.3f')}"
-        typer.echo(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
+        display.show(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
     speed = document["tokens"] / document["seconds"]
     ranks = f"{document['world_size']} rank{'s' if document['world_size'] > 1 else ''}"
-    typer.echo(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")
-    typer.echo(f"  speed          {speed:,.0f} tokens/s, {ranks}")
-    typer.echo(f"  data           {document['data']}")
+    display.show(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")
+    display.show(f"  speed          {speed:,.0f} tokens/s, {ranks}")
+    display.show(f"  data           {document['data']}")
 
 
 # --- tasks ----------------------------------------------------------------------------------------
@@ -284,8 +284,8 @@ def _run_tasks(
         return DONE
     from lm_eval.utils import make_table
 
-    typer.echo(opened.source)
-    typer.echo(make_table(found).rstrip())
+    display.show(opened.source)
+    display.show(make_table(found).rstrip())
     return DONE
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from nanoscale import display
 
 if TYPE_CHECKING:
     from nanoscale.launch.prepare import Request
@@ -31,7 +32,7 @@ def planned(request: Request, *, force: bool) -> Request:
     try:
         plan = predict(request.config)
     except UnknownHardwareError as error:
-        print(f"not planned: {error}", file=sys.stderr)
+        display.note(f"not planned: {error}")
         return request
     if not force:
         require_fit(request.composed, plan, request.devices)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import DONE, AsJson, print_json, show_error
 from nanoscale.errors import UserError, Violation
 
@@ -133,8 +134,6 @@ def generate(
             _answer_one(opened, records[0]["prompt"], wish, as_json)
         else:
             _answer_all(opened, records, wish, out, as_json)
-    except BrokenPipeError:  # the command line's library would call it a failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except NotFiniteError:
         raise UserError(
             "checkpoint",
@@ -211,10 +210,10 @@ def _answer_one(opened: Opened, prompt: str, wish: Wish, as_json: bool) -> None:
     tokens = encode(opened, prompt)
     began = time.perf_counter()
     try:
-        written = _stream(opened, prompt, tokens, wish, None if as_json else sys.stdout)
+        written = _stream(opened, prompt, tokens, wish, shown=not as_json)
     except KeyboardInterrupt:
         if not as_json:
-            print(flush=True)
+            display.show()
         raise
     seconds = time.perf_counter() - began
     if as_json:
@@ -235,7 +234,7 @@ def _answer_all(
     results = []
     with _results(out) as file:
         for number, (record, tokens) in enumerate(zip(records, encoded, strict=True), 1):
-            written = _stream(opened, record["prompt"], tokens, wish, None)
+            written = _stream(opened, record["prompt"], tokens, wish, shown=False)
             result = record | _document(written)
             count += len(written.tokens)
             if as_json:
@@ -244,11 +243,11 @@ def _answer_all(
                 file.write(json.dumps(result, ensure_ascii=False) + "\n")
                 file.flush()
             if sys.stderr.isatty() and not file.isatty():
-                _say(f"\r\x1b[K{number} of {len(records)} prompts", end="")
+                display.progress(f"{number} of {len(records)} prompts")
     if as_json:
         print_json({"model": opened.source, "seed": wish.seed, "results": results})
     if sys.stderr.isatty():
-        print(file=sys.stderr)
+        display.note()
     _say_speed(count, time.perf_counter() - began)
 
 
@@ -258,43 +257,39 @@ def _talk(opened: Opened, wish: Wish) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - lets `input` edit lines
 
-    print(f"{opened.source}; Ctrl-C ends an answer, Ctrl-D ends", file=sys.stderr)
+    display.note(f"{opened.source}; Ctrl-C ends an answer, Ctrl-D ends")
     while True:
         try:
             prompt = input("> ")
         except EOFError:
-            print()
+            display.show()
             return
         except KeyboardInterrupt:
-            print()
+            display.show()
             continue
         if not prompt.strip():
             continue
         began = time.perf_counter()
         try:
-            written = _stream(opened, prompt, encode(opened, prompt), wish, sys.stdout)
+            written = _stream(opened, prompt, encode(opened, prompt), wish, shown=True)
             _say_end(opened, written, time.perf_counter() - began)
         except KeyboardInterrupt:
-            print()
+            display.show()
         except UserError as error:
             show_error(error, as_json=False)
         wish = replace(wish, seed=wish.seed + 1)
 
 
-def _stream(
-    opened: Opened, prompt: str, tokens: list[int], wish: Wish, screen: TextIO | None
-) -> Written:
-    """Write an answer, and show it as it comes."""
+def _stream(opened: Opened, prompt: str, tokens: list[int], wish: Wish, *, shown: bool) -> Written:
+    """Write an answer. If `shown`, it appears as it comes."""
     from nanoscale.generate.writing import Written, write
 
     written = Written(prompt)
     for piece in write(opened, tokens, wish, written):
-        if screen is not None:
-            screen.write(piece)
-            screen.flush()
-    if screen is not None and not written.text.endswith("\n"):
-        screen.write("\n")
-        screen.flush()
+        if shown:
+            display.content(piece)
+    if shown and not written.text.endswith("\n"):
+        display.content("\n")
     return written
 
 
@@ -325,18 +320,14 @@ def _say_end(opened: Opened, written: Written, seconds: float) -> None:
     from nanoscale.generate.writing import CONTEXT
 
     if written.finish == CONTEXT:
-        _say(f"note: it ends at {opened.context:,} tokens, all that the model can look at")
+        display.note(f"note: it ends at {opened.context:,} tokens, all that the model can look at")
     length, known = written.prompt_tokens + len(written.tokens), opened.trained_len
     if known is not None and length > known:
-        _say(f"note: {length:,} tokens, and it was trained on samples of {known:,}")
+        display.note(f"note: {length:,} tokens, and it was trained on samples of {known:,}")
     if sys.stderr.isatty():
         _say_speed(len(written.tokens), seconds)
 
 
 def _say_speed(tokens: int, seconds: float) -> None:
     if sys.stderr.isatty() and seconds > 0:
-        _say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
-
-
-def _say(text: str, end: str = "\n") -> None:
-    print(text, end=end, file=sys.stderr, flush=True)
+        display.note(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")

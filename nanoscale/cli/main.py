@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from nanoscale import __version__
+from nanoscale import __version__, display
 from nanoscale.cli.output import (
     DOES_NOT_FIT,
     DONE,
@@ -48,6 +47,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code."""
+    display.prepare_streams()
     gc.set_threshold(100_000)  # what is imported and composed is no garbage: look for it rarely
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run(arguments)
@@ -68,21 +68,21 @@ def run(arguments: list[str]) -> int:
     except typer.TyperException as error:
         if error.format_message().startswith("Usage:"):
             # A group without a sub-command hands us its help text as the error.
-            typer.echo(error.format_message(), err=True)
+            display.note(error.format_message())
             return WRONG_REQUEST
         show_error(_usage_error(error, arguments), as_json=as_json)
         return WRONG_REQUEST
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
+    except display.ReaderLeftError:
         # Who read our output has seen enough; what is left in the buffer goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        display.give_up(sys.stdout)
         return DONE
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             _show_fault()
         else:
-            sys.stderr.write(f"error: the disk does not take what is written: {error}\n")
+            display.note(f"error: the disk does not take what is written: {error}")
         return FAILED
     except Exception:
         _show_fault()
@@ -115,7 +115,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"nanoscale {__version__}")
+        display.show(f"nanoscale {__version__}")
         raise typer.Exit(DONE)
 
 
@@ -167,5 +167,5 @@ def _show_fault() -> None:
     """Something that no user can mend: the exception and where it was raised."""
     import traceback
 
-    sys.stderr.write(traceback.format_exc(limit=-6))
-    sys.stderr.write("error: this is a fault in nanoscale; please report it with these lines\n")
+    display.note(traceback.format_exc(limit=-6), end="")
+    display.note("error: this is a fault in nanoscale; please report it with these lines")

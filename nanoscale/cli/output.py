@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.errors import UserError, Violation
 
 if TYPE_CHECKING:
@@ -25,23 +27,29 @@ AsJson = Annotated[
 
 
 def print_json(document: Any) -> None:
-    """Write the one JSON document of a command."""
-    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    """Write the one JSON document of a command; what a terminal would obey is escaped as JSON has it."""
+    ascii_only = not display.has_utf8(sys.stdout)
+    text = json.dumps(document, indent=2, ensure_ascii=ascii_only)
+    display.show(re.sub(r"[^\n -~]", _escaped, text))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    char = match[0]
+    return char if display.clean(char) == char else json.dumps(char)[1:-1]
 
 
 def console(*, error: bool = False) -> Console:
-    """Where human output goes: colours on a terminal only, and lines are never cut."""
-    from rich.console import Console
-
-    stream = sys.stderr if error else sys.stdout
-    return Console(stderr=error, highlight=False, soft_wrap=not stream.isatty())
+    """Where human output goes."""
+    return display.console(sys.stderr if error else sys.stdout)
 
 
 def show_error(error: UserError, *, as_json: bool) -> None:
     """Say what is wrong, where it was set and what to type instead; as JSON too if asked for."""
     if as_json:
-        print_json({"error": error_document(error)})
-    console(error=True).print(error_text(error), end="")
+        with display.surviving(sys.stdout):
+            print_json({"error": error_document(error)})
+    with display.surviving(sys.stderr):
+        console(error=True).print(error_text(error), end="")
 
 
 def error_document(error: UserError) -> dict[str, Any]:
@@ -114,5 +122,7 @@ def saying() -> Iterator[Callable[[str], None]]:
     if not screen.is_terminal:
         yield lambda _: None
         return
+    from rich.text import Text
+
     with screen.status("") as status:
-        yield lambda text: status.update(text.strip().rpartition("\n")[2])
+        yield lambda text: status.update(Text(text.strip().rpartition("\n")[2]))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import ConfigDir, print_yaml
 from nanoscale.cli.output import AsJson, console, print_json
 
@@ -75,7 +76,7 @@ def copy(
         shutil.copyfile(option.path, target)
     except OSError as error:
         _refuse_copy(target, f"cannot be written: {error.strerror}", name)
-    typer.echo(f"{target}\n  nanoscale train recipe={_as_recipe(target)}")
+    display.show(f"{target}\n  nanoscale train recipe={_as_recipe(target)}")
 
 
 def _as_recipe(path: Path) -> str:

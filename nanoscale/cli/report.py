@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import AsJson, console, print_json
 from nanoscale.cli.stop import Run
 
@@ -50,14 +51,12 @@ def report_run(
     except OSError as error:
         if html is not None:
             raise
-        typer.echo(
-            f"{page} cannot be written: {error.strerror}; --html FILE puts it elsewhere", err=True
-        )
+        display.note(f"{page} cannot be written: {error.strerror}; --html FILE puts it elsewhere")
     if as_json:
         print_json(about)
     else:
         _print(console(), about)
-        typer.echo(f"page  {page}")
+        display.show(f"page  {page}")
 
 
 def _print(screen: Console, about: dict[str, Any]) -> None:

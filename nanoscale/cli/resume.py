@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
@@ -168,7 +169,7 @@ def _say_what_differs(old: Config, new: Config) -> None:
     from nanoscale.config.report import shown
 
     for key, (was, now) in differences(old, new).items():
-        typer.echo(f"{key}: {shown(was)} → {shown(now)}", err=True)
+        display.note(f"{key}: {shown(was)} → {shown(now)}")
 
 
 def _say_where_from(run: RunDirectory) -> None:
@@ -187,7 +188,7 @@ def _say_where_from(run: RunDirectory) -> None:
         if steps
         else ("there is no checkpoint yet: starting from the beginning")
     )
-    typer.echo(start, err=True)
+    display.note(start)
 
 
 def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
@@ -205,10 +206,9 @@ def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
     from nanoscale.launch.attempt import Outcome
 
     steps = derive(config).steps
-    typer.echo(
+    (display.note if as_json else display.show)(
         f"the run is complete: it trained all {steps} steps; to train longer, say\n"
-        f"  nanoscale resume {run.reference} train.steps={2 * steps}",
-        err=as_json,
+        f"  nanoscale resume {run.reference} train.steps={2 * steps}"
     )
     if as_json:
         print_json(document(run, Outcome("completed", DONE)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import AsJson, console, print_json
 from nanoscale.cli.report import report_run
 from nanoscale.cli.stop import Run, stop_run
@@ -43,7 +44,7 @@ def list_runs(
         print_json(summaries)
         return
     if not summaries:
-        typer.echo(f"no runs in {root.absolute()}")
+        display.show(f"no runs in {root.absolute()}")
         return
     _print_table(summaries)
 
@@ -212,9 +213,9 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
         rows["failure"] = f"{cause['diagnosis']} (rank {cause['rank']} on {cause['host']})"
         rows["log"] = str(run.path / cause["log"])
     for label, value in rows.items():
-        typer.echo(f"{label:<12} {value}")
+        display.show(f"{label:<12} {value}")
     for event in document["events"]:
-        typer.echo(f"{clock(event['time'])}  {event['kind']:<10} {event['message']}")
+        display.show(f"{clock(event['time'])}  {event['kind']:<10} {event['message']}")
 
 
 def _batch_logs(run: RunDirectory) -> list[Path]:
@@ -247,12 +248,12 @@ def _log_files(
 
 def _print_lines(path: Path, tail: Any, last: bool) -> None:
     host, ranks, rank = path.stem.rpartition(".rank-")
-    prefix = f"{host}:{rank} │ " if ranks else ""
+    prefix = f"{host}:{rank} │ ".encode() if ranks else b""
     lines = tail.poll()
     if last and (rest := tail.rest()):
         lines.append(rest)
-    for line in lines:
-        typer.echo(f"{prefix}{line.decode(errors='replace').rstrip()}")
+    if lines:
+        display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.output import DONE, FAILED
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def stop_run(
         if job is None:
             return DONE
     if owner is None and (job is None or not job.is_there):
-        typer.echo(f"{directory.name} is not going on")
+        display.show(f"{directory.name} is not going on")
         return DONE
     _ask(directory, owner, job)
     return _wait(directory, owner, job, timeout)
@@ -66,7 +67,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
         return after
     submission.write(run, replace(job.submission, cancelled=time.time()))
     events.append(run, "cancelled", f"{job} was taken out of the queue")
-    typer.echo(f"{job} was taken out of the queue")
+    display.show(f"{job} was taken out of the queue")
     return None
 
 
@@ -77,12 +78,12 @@ def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
     if owner is not None and (owner.is_here or job is None or not job.is_there):
         lock.require_here(run, owner)
         os.kill(owner.pid, signal.SIGTERM)
-        typer.echo(f"asked {owner} to stop", err=True)
+        display.note(f"asked {owner} to stop")
         return
     assert job is not None
     with _refused(run, job):
         signal_batch(job.submission, "TERM")
-    typer.echo(f"asked {job} to stop", err=True)
+    display.note(f"asked {job} to stop")
 
 
 def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:
@@ -96,12 +97,12 @@ def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: floa
     asked = time.monotonic()
     while (owner is not None and lock.owner(run) == owner) or (job is not None and job.is_there):
         if time.monotonic() > deadline:
-            typer.echo(f"{run.name} is still going on after {timeout:g} s", err=True)
+            display.note(f"{run.name} is still going on after {timeout:g} s")
             return FAILED
         time.sleep(_LOOK_S)
         if job is not None and time.monotonic() - asked > ASK_S:
             job, asked = job_of(run), time.monotonic()
-    typer.echo(f"{run.name} is {status.read(run).state}")
+    display.show(f"{run.name} is {status.read(run).state}")
     return DONE
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale import display
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
@@ -228,8 +229,6 @@ def _document(
 
 def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
     """`--dry-run`."""
-    import sys
-
     from nanoscale.config.derive import derive
     from nanoscale.config.rules.case import counted
     from nanoscale.launch.show import derived_values, settings
@@ -248,26 +247,26 @@ def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
         }
         print_json({**document, **_document(batch, variants)})
         return
-    sys.stdout.write(batch.script)
+    display.content(batch.script)
     worlds = {derive(one.config).world_size for one in batch.requests}
     ranks = " or ".join(map(str, sorted(worlds)))
-    typer.echo(f"{ranks} ranks on {counted(len(nodes), 'node')}", err=True)
+    display.note(f"{ranks} ranks on {counted(len(nodes), 'node')}")
     if batch.is_array:
         _print_runs(batch, variants)
-    typer.echo(f"this would be {batch.path}; nothing was written or submitted", err=True)
+    display.note(f"this would be {batch.path}; nothing was written or submitted")
 
 
 def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"
-    typer.echo(f"{what} queued as job {job}")
+    display.show(f"{what} queued as job {job}")
     if batch.is_array:
         _print_runs(batch, variants)
     else:
-        typer.echo(f"  run     {runs[0].path}")
-    typer.echo(f"  script  {batch.path}")
-    typer.echo(f"  follow  nanoscale runs watch {runs[0].reference}")
-    typer.echo(f"  stop    nanoscale runs stop {runs[0].reference}")
+        display.show(f"  run     {runs[0].path}")
+    display.show(f"  script  {batch.path}")
+    display.show(f"  follow  nanoscale runs watch {runs[0].reference}")
+    display.show(f"  stop    nanoscale runs stop {runs[0].reference}")
 
 
 def _print_runs(batch: Batch, variants: list[Variant]) -> None:

@@ -6,8 +6,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-import typer
-
+from nanoscale import display
 from nanoscale.cli.output import FAILED, INTERRUPTED, AsJson, print_json
 from nanoscale.cli.stop import Run
 
@@ -37,9 +36,8 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
         with LiveView(directory, stream) as view:
             job = _follow(directory, view)
     except KeyboardInterrupt:
-        typer.echo(
-            f"{directory.name} goes on; to stop it: nanoscale runs stop {directory.reference}",
-            err=True,
+        display.note(
+            f"{directory.name} goes on; to stop it: nanoscale runs stop {directory.reference}"
         )
         return INTERRUPTED
     outcome = _outcome(directory)
@@ -126,5 +124,5 @@ def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
         output = output_of(run, job.submission)
         lines += [] if output is None else [f"  its output  {output}"]
     lines.append(f"  go on       {way_on(run)}")
-    print("\n".join(lines), file=stream, flush=True)
+    display.show("\n".join(lines), stream=stream)
     return FAILED

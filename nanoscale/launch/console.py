@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from nanoscale import display
 from nanoscale.launch import mesh
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.runs import events, metrics
@@ -45,7 +44,7 @@ class LiveView:
         self._began = time.monotonic()
         self._step_times: list[float] = []
         self._record: Object | None = None
-        self._screen: _Screen = _Terminal(stream) if stream.isatty() else _Plain(stream)
+        self._screen = _screen(stream)
 
     def __enter__(self) -> LiveView:
         return self
@@ -152,9 +151,11 @@ class LiveView:
         return left * sum(self._step_times) / len(self._step_times)
 
     def _panel(self) -> RenderableType:
+        from rich.text import Text
+
         if self._record is None:
             doing = "preparing the first step" if self.running else "starting the ranks"
-            return f"[dim]{doing} … {duration(time.monotonic() - self._began)}[/dim]"
+            return Text(f"{doing} … {duration(time.monotonic() - self._began)}", style="dim")
         return _progress(self._record, self._steps, self._eta())
 
 
@@ -246,18 +247,6 @@ def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
     }
 
 
-@contextmanager
-def if_still_there(stream: TextIO) -> Iterator[None]:
-    """Write to a stream whose reader may have left; that ends the showing, never the run."""
-    try:
-        yield
-    except OSError:
-        with suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
-
-
 class _Screen(Protocol):
     """Where lines go."""
 
@@ -272,6 +261,13 @@ class _Screen(Protocol):
 
     def close(self) -> None:
         """Nothing more will come."""
+
+
+def _screen(stream: TextIO) -> _Screen:
+    if stream.isatty():
+        with display.surviving(stream):
+            return _Terminal(stream)
+    return _Plain(stream)
 
 
 class _Plain:
@@ -305,39 +301,33 @@ class _Plain:
         return time.monotonic() - self._shown >= _PLAIN_EVERY_S
 
     def _print(self, text: str) -> None:
-        with if_still_there(self._stream):
-            print(text, file=self._stream, flush=True)
+        with display.surviving(self._stream):
+            display.show(text, stream=self._stream)
 
 
 class _Terminal:
     """A panel that stays at the bottom, with lines scrolling above it."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
         from rich.live import Live
 
-        class Patient(Console):
-            def on_broken_pipe(self) -> None:
-                """Say nothing more; rich itself would end the whole program here."""
-                self.quiet = True
-
         self._stream = stream
-        self._console = Patient(file=stream, highlight=False)
+        self._console = display.console(stream)
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
 
     def line(self, text: str) -> None:
-        with if_still_there(self._stream):
-            self._console.print(text, markup=False, soft_wrap=True)
+        with display.surviving(self._stream):
+            self._console.print(text, soft_wrap=True)
 
     def step(self, line: str, *, last: bool, evaluated: bool) -> None:
         if evaluated:
             self.line(line)
 
     def refresh(self, panel: Panel) -> None:
-        with if_still_there(self._stream):
+        with display.surviving(self._stream):
             self._live.update(panel(), refresh=True)
 
     def close(self) -> None:
-        with if_still_there(self._stream):
+        with display.surviving(self._stream):
             self._live.stop()

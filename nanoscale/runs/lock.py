@@ -32,6 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from nanoscale import display
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs.directory import RunDirectory
 
@@ -217,7 +218,7 @@ class RunLock:
         """
         limit = PATIENCE_BEATS * BEAT_S
         text = f"{self.run.name} is held by {seen.owner}; waiting up to {limit:g} s to see if it is alive"
-        print(text, file=sys.stderr, flush=True)
+        display.note(text)
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             time.sleep(_LOOK_S)

@@ -1,0 +1,227 @@
+"""The boundary to the screen: every text that the launcher half shows passes here, and nothing else prints.
+
+A message of a rank, the name of a host, a line of a file or of a model from a hub may hold characters that a
+terminal obeys: escape sequences that write to the clipboard or clear the screen, a carriage return that
+overwrites a line, marks that reverse the direction of reading. `clean` turns them into visible text. Files
+(logs, metrics.jsonl, events.jsonl) keep them as they came.
+
+A screen may also be lost (a pipe whose reader has left, a terminal that was closed, a full disk behind a
+redirection) or know fewer characters than nanoscale writes. Neither may end a training: `note` gives a lost
+stream up, `show` raises unless it is within `surviving`, and a character that the stream's encoding lacks is
+written in ASCII.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+    from rich.text import Text
+
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1
+    "\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\U000e0000-\U000e007f"  # bidi, invisible
+    "\ud800-\udfff]"  # bytes of a file name that are not UTF-8
+)
+
+_IN_ASCII = "nanoscale.ascii"
+_ASCII = {
+    **dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)),
+    "–": "-",
+    "−": "-",
+    "…": "...",
+    "⋯": "...",
+    "⋮": ":",
+    "→": "->",
+    "×": "x",
+    "·": "*",
+    "•": "*",
+    "│": "|",
+    "｜": "|",
+    "≤": "<=",
+    "≥": ">=",
+    "√": "sqrt ",
+    "µ": "u",
+    "Σ": "sum ",
+    "✓": "+",
+    "✗": "x",
+    "⌈": "ceil(",
+    "⌉": ")",
+    "⟦": "[[",
+    "⟧": "]]",
+    "⁹": "^9",
+    "²": "^2",
+    "ᵀ": "^T",
+    "α": "alpha",
+    "β": "beta",
+    "ḡ": "g",
+    "ë": "e",
+}
+
+
+class ReaderLeftError(Exception):
+    """Nobody reads a stream any more; no OSError, as the command line's library would handle that itself."""
+
+
+def clean(text: str) -> str:
+    r"""Return the text with every character that a terminal would obey as an escape, as in `\x1b`."""
+    return _OBEYED.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def show(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> None:
+    """Write a cleaned text, by default to standard output.
+
+    Raises:
+        OSError: the stream cannot be written to.
+        ReaderLeftError: nobody reads it any more.
+    """
+    stream = sys.stdout if stream is None else stream
+    with _noticing_readers():
+        stream.write(clean(text) + end)
+        stream.flush()
+
+
+def note(text: str = "", *, end: str = "\n") -> None:
+    """Write a cleaned text to standard error. A stream that is lost is given up."""
+    with surviving(sys.stderr):
+        show(text, end=end, stream=sys.stderr)
+
+
+def progress(text: str, *, end: str = "") -> None:
+    """Write a cleaned text to standard error, a terminal, in the place of the line that is there."""
+    with surviving(sys.stderr):
+        sys.stderr.write(f"\r\x1b[K{clean(text)}{end}")
+        sys.stderr.flush()
+
+
+def content(data: str | bytes) -> None:
+    """Write a file's or a model's text to standard output: cleaned on a terminal, elsewhere as it is.
+
+    Raises: as `show`.
+    """
+    binary = getattr(sys.stdout, "buffer", None)
+    if sys.stdout.isatty() or binary is None:
+        show(data if isinstance(data, str) else data.decode(errors="replace"), end="")
+        return
+    with _noticing_readers():
+        sys.stdout.flush()
+        binary.write(data if isinstance(data, bytes) else data.encode(errors="surrogateescape"))
+        binary.flush()
+
+
+def has_utf8(stream: TextIO) -> bool:
+    """Return True if the stream's encoding has every character."""
+    with suppress(LookupError, TypeError):
+        return codecs.lookup(stream.encoding).name.startswith("utf")
+    return False
+
+
+@contextmanager
+def surviving(stream: TextIO) -> Iterator[None]:
+    """Give the stream up if the block cannot write to it: what follows goes nowhere."""
+    try:
+        yield
+    except (OSError, ReaderLeftError):
+        give_up(stream)
+
+
+def give_up(stream: TextIO) -> None:
+    """Send what is written to the stream from now on, and what waits in its buffer, to nowhere."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def prepare_streams() -> None:
+    """Let no standard stream of this process fail: one that is closed leads nowhere, none lacks a character."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _open_nowhere(number, name)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors=_IN_ASCII)
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """Return where human output goes: colours on a terminal only, lines are never cut, all text is cleaned.
+
+    Text is text: square brackets and `:names:` mean nothing to it.
+    """
+    stream = sys.stdout if stream is None else stream
+    return _screen_class()(
+        file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
+    )
+
+
+@cache
+def _screen_class() -> type[Console]:
+    from rich.console import Console
+
+    class Screen(Console):
+        """A console whose texts are cleaned where they have become segments of lines."""
+
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control is None and _OBEYED.search(segment.text):
+                    segment = segment._replace(text=clean(segment.text))
+                yield segment
+
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(clean(text), **how)
+
+        def on_broken_pipe(self) -> None:
+            """Let the caller handle it; rich itself would end the process here."""
+            raise ReaderLeftError
+
+    return Screen
+
+
+@contextmanager
+def _noticing_readers() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderLeftError from None
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
+
+
+def _open_nowhere(number: int, name: str) -> None:
+    """Open a descriptor that is closed, so that no other file gets its number and is written to by mistake."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    mode = "r" if name == "stdin" else "w"
+    setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(map(_ascii, lacking)), error.end
+
+
+def _ascii(char: str) -> str:
+    if "\u2800" <= char <= "\u28ff":  # a spinner's frame
+        return "*"
+    return _ASCII.get(char) or char.encode("unicode_escape").decode("ascii")
+
+
+codecs.register_error(_IN_ASCII, _in_ascii)
