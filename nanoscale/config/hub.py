@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from nanoscale import display
 from nanoscale.config.suggest import nearest
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -61,7 +61,7 @@ def asking(name: str) -> Iterator[bool]:
     library = logging.getLogger("huggingface_hub")
     level, host = library.level, hub_host()
     line = f"waiting for {host} to answer for {name} ({_OFFLINE}=1 looks in its cache alone)"
-    timer = threading.Timer(_PATIENCE_S, lambda: print(line, file=sys.stderr, flush=True))
+    timer = threading.Timer(_PATIENCE_S, lambda: display.note(line))
     timer.daemon = True
     timer.start()
     library.setLevel(logging.CRITICAL)
