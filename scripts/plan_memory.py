@@ -19,9 +19,9 @@ from statistics import mean
 
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.memory import RankMemory, setting_memory
-from nanoscale.plan.part import GIB
 from nanoscale.plan.setting import Setting, setting_of
 from nanoscale.plan.states import BytesPerParameter
+from nanoscale.units import GIB
 
 DEFAULT = Path(__file__).resolve().parents[1] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]

@@ -22,6 +22,7 @@ from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs import fence
+from nanoscale.units import byte_size
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -89,8 +90,8 @@ def require_space(folder: Path, size: int) -> None:
     if free < size:
         raise OSError(
             28,
-            f"no space left for a checkpoint of {size / 2**30:.3f} GiB: "
-            f"{free / 2**30:.3f} GiB are free in {folder}; nothing was written",
+            f"no space left for a checkpoint of {byte_size(size)}: "
+            f"{byte_size(free)} are free in {folder}; nothing was written",
         )
 
 

@@ -14,7 +14,7 @@ from nanoscale.cli.output import console, print_json
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
-from nanoscale.launch.console import LiveView, duration, number
+from nanoscale.launch.console import LiveView, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import require_ready
 from nanoscale.launch.prepare import Request
@@ -25,6 +25,7 @@ from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
+from nanoscale.units import GIB, byte_size, duration
 
 _LOG_LINES = 12
 _NOISE = ("The hostname of the client socket cannot be retrieved",)
@@ -144,7 +145,7 @@ def against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
     if plan["hardware"]["device"] == "cpu":
         return speed  # there a process and its libraries are measured
     memory = plan["memory"]["allocated_gib"]
-    return f"{speed}; {number(last['memory_gib'], '.2f')} GiB, predicted {memory:.2f}"
+    return f"{speed}; {byte_size(GIB * last['memory_gib'])}, predicted {byte_size(GIB * memory)}"
 
 
 def _raise_users_error(cause: Failure) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.cli.output import console
-from nanoscale.launch.console import seconds
 from nanoscale.runs.parts import in_words
+from nanoscale.units import GIB, byte_size, duration
 
 _KERNELS, _NAME = 8, 66
 
@@ -44,22 +44,22 @@ def _figures(told: dict[str, Any]) -> Iterator[str]:
     def planned(name: str, form: Any) -> str | None:
         return form(plan[name]) if plan.get(name) is not None else None
 
-    spread = f"{seconds(told['step_time_least_s'])} to {seconds(told['step_time_most_s'])}"
+    spread = f"{duration(told['step_time_least_s'])} to {duration(told['step_time_most_s'])}"
     timed = f"the median of {told['steps']} after {told['warmup']} that warm up, {spread}"
     yield row(
         "step",
-        f"{seconds(told['step_time_s'])}, {timed}",
-        planned("step_time_s", seconds),
+        f"{duration(told['step_time_s'])}, {timed}",
+        planned("step_time_s", duration),
     )
     yield row(
         "throughput",
         f"{told['tokens_per_s']:,.0f} tokens/s, {told['tokens_per_s_per_device']:,.0f} a device",
         planned("tokens_per_s", lambda value: f"{value:,.0f}"),
     )
-    memory = planned("memory_gib", lambda value: f"{value:.2f}")
-    yield row("memory", f"{told['memory_gib']:.2f} GiB at most", memory)
+    memory = planned("memory_gib", lambda value: byte_size(GIB * value))
+    yield row("memory", f"{byte_size(GIB * told['memory_gib'])} at most", memory)
     if told["first_step_s"] is not None:
-        yield row("first step", seconds(told["first_step_s"]))
+        yield row("first step", duration(told["first_step_s"]))
     yield from _use(told, row)
 
 
@@ -98,7 +98,7 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
     if parts["kernels"]:
         yield "  the dearest kernels"
     for name, spent in list(parts["kernels"].items())[:_KERNELS]:
-        yield f"    {_shortened(name):68}{spent / parts['step_s']:7.1%} {1e3 * spent:12,.2f} ms"
+        yield f"    {_shortened(name):68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
 
 
 def _shortened(name: str) -> str:
@@ -115,11 +115,11 @@ def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
         yield f"checkpoint: not measured: {found['problem']}"
         return
     how = "asynchronous" if found["asynchronous"] else "synchronous"
-    first = f", {seconds(found['first_stall_s'])} for the first" if found["asynchronous"] else ""
+    first = f", {duration(found['first_stall_s'])} for the first" if found["asynchronous"] else ""
     yield (
-        f"checkpoint      the training stands still for {seconds(found['stall_s'])}{first}, "
+        f"checkpoint      the training stands still for {duration(found['stall_s'])}{first}, "
         f"{found['share']:.2%} of the time with one every {found['every']} steps; {how}, "
-        f"{found['gib']:.3g} GiB, there after {seconds(found['seconds'])}"
+        f"{byte_size(GIB * found['gib'])}, there after {duration(found['seconds'])}"
     )
 
 

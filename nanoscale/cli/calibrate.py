@@ -17,10 +17,10 @@ from nanoscale.config.words import for_shell
 from nanoscale.errors import UserError, Violation
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware import CPU, hardware_of, recognise
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import predict
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.steady import WARM_UP, Steady, steady
+from nanoscale.units import GIB, byte_size, duration
 
 LEAST_STEPS = 5
 _OFF = 0.1
@@ -208,9 +208,9 @@ def _print(document: dict[str, Any]) -> None:
         table.add_row(
             run["run"],
             str(run["steps"]),
-            f"{1e3 * run['measured_s']:,.1f} ms",
+            duration(run["measured_s"]),
             *(
-                f"{1e3 * run[f'{when}_s']:,.1f} ms {run[f'{when}_error']:+.1%}"
+                f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
                 for when in ("before", "after")
             ),
             *memory,
@@ -225,7 +225,9 @@ def _print(document: dict[str, Any]) -> None:
 
 def _memory(run: dict[str, Any]) -> str:
     seen, plan = run["memory_gib"], run["predicted_memory_gib"]
-    return "" if not seen else f"{seen:.2f} GiB, planned {plan:.2f} ({plan / seen - 1:+.1%})"
+    if not seen:
+        return ""
+    return f"{byte_size(GIB * seen)}, planned {byte_size(GIB * plan)} ({plan / seen - 1:+.1%})"
 
 
 def _learned(document: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ import typer
 
 from nanoscale import display
 from nanoscale.cli.output import FAILED, AsJson, console, print_json
+from nanoscale.units import byte_size
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
@@ -162,7 +163,7 @@ def export_checkpoint(
     if as_json:
         print_json(asdict(written) | {"folder": str(folder)})
         return
-    size = f"{written.bytes / 2**20:,.1f} MiB in {kind}"
+    size = f"{byte_size(written.bytes)} in {kind}"
     files = counted(len(written.files), "file")
     display.show(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
     if written.dropped_bias:
@@ -250,9 +251,11 @@ def _summary(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
+    from nanoscale.config.rules.case import counted
+
     if "error" in row:
         return f"{row['name']}  damaged: {row['error']}"
-    size = f"{row['bytes'] / 2**20:.1f} MiB in {row['files']} files"
+    size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
     return f"{row['name']}  {_when(row['time'])}  {row['tokens']:,} tokens  {size}"
 
 

@@ -261,14 +261,14 @@ class _Screen:
             self._live.update(_with_bar(sentence, progress.read / total))
 
     def _sentence(self, progress: Progress, total: int, elapsed: float) -> str:
-        from nanoscale.launch.console import duration
+        from nanoscale.units import byte_size, duration
 
         assert self._began is not None
         _, read, text = self._began
         speed = (progress.text_bytes - text) / elapsed
         left = (total - progress.read) * elapsed / max(1, progress.read - read)
         words = [
-            f"{progress.read / 1e6:,.1f} of {total / 1e6:,.1f} MB",
+            f"{byte_size(progress.read)} of {byte_size(total)}",
             f"{speed / 1e6:.2f} MB/s",
             f"ETA {duration(left)}",
             f"{progress.documents:,} documents",

@@ -13,6 +13,7 @@ from nanoscale import display
 from nanoscale.cli.config import ConfigDir, Overrides
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json, saying
+from nanoscale.units import byte_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -222,7 +223,7 @@ def _print_figures(
     for column in reduced.columns:
         column.justify = "right"
     for one in figures.all_reduce:
-        reduced.add_row(_size(one.bytes), f"{one.latency_us:,.0f}", _gb_s(one.bus_gb_s))
+        reduced.add_row(byte_size(one.bytes), f"{one.latency_us:,.0f}", _gb_s(one.bus_gb_s))
     screen.print(title, style="bold")
     _print_table(screen, reduced)
     _print_pairs(screen, figures, verbose=verbose)
@@ -271,10 +272,6 @@ def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:
 
     latency = median(pair.latency_us for pair in pairs)
     return f"{latency:,.0f}", _gb_s(median(pair.gb_s for pair in pairs))
-
-
-def _size(count: int) -> str:
-    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def _gb_s(value: float) -> str:

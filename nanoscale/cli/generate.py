@@ -19,6 +19,7 @@ import typer
 from nanoscale import display
 from nanoscale.cli.output import DONE, AsJson, print_json, show_error
 from nanoscale.errors import UserError, Violation
+from nanoscale.units import duration
 
 if TYPE_CHECKING:
     from nanoscale.generate.weights import Opened
@@ -330,4 +331,4 @@ def _say_end(opened: Opened, written: Written, seconds: float) -> None:
 
 def _say_speed(tokens: int, seconds: float) -> None:
     if sys.stderr.isatty() and seconds > 0:
-        display.note(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.1f} tokens/s")
+        display.note(f"{tokens:,} tokens in {duration(seconds)}, {tokens / seconds:,.1f} tokens/s")

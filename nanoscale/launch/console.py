@@ -13,6 +13,7 @@ from nanoscale.runs import events, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
 from nanoscale.runs.tail import LineTail
+from nanoscale.units import GIB, byte_size, duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -169,8 +170,8 @@ def figures(record: Object) -> dict[str, str]:
     }
     if record.get("mfu") is not None:
         shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
-    shown["memory"] = f"{record['memory_gib']:.2f} GiB"
-    shown["step time"] = seconds(record["step_time_s"])
+    shown["memory"] = byte_size(GIB * record["memory_gib"])
+    shown["step time"] = duration(record["step_time_s"])
     if record.get("loss_scale") is not None:
         shown["loss scale"] = f"{record['loss_scale']:g}"
         shown["skipped"] = _steps(record.get("skipped_steps") or 0)
@@ -191,18 +192,6 @@ def _steps(count: int) -> str:
 def number(value: float | None, form: str) -> str:
     """A figure in a format; null stands in metrics.jsonl for what is not a finite number."""
     return "not finite" if value is None else format(value, form)
-
-
-def seconds(value: float) -> str:
-    """A short time, to three digits: `12.3 ms`, `1.23 s`."""
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def duration(value: float) -> str:
-    """A long time: `0:07`, `12:34`, `1:02:03`."""
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _one_line(record: Object, steps: int, eta: float) -> str:

@@ -16,6 +16,7 @@ from nanoscale.errors import UserError, Violation
 from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.reach import AGENT, check_of
 from nanoscale.launch.verdicts import Verdict, grouped, named
+from nanoscale.units import GIB, share
 from nanoscale.versions import versions
 
 _MOST_SKEW_S = 5.0
@@ -281,7 +282,7 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     remedy = "the slowest decides for all: leave it out, or run on hosts that are alike"
     yield Verdict(member.name, "GPUs", same, text, remedy, needed=False)
     taken = [
-        f"{number} ({whole - free:.1f} of {whole:.1f} GiB)"
+        f"{number} ({share(int(GIB * (whole - free)), int(GIB * whole))})"
         for number, (free, whole) in enumerate(facts["gpu_memory_gib"])
         if free < _LEAST_GPU_SHARE * whole
     ]

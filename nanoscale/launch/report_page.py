@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from html import escape
 
-from nanoscale.launch.console import duration, seconds
 from nanoscale.launch.curve_svg import curve_svg
 from nanoscale.launch.report import Document, document
 from nanoscale.plan.page import page, table
 from nanoscale.runs.directory import RunDirectory, write_atomically
+from nanoscale.units import GIB, byte_size, duration
 
 _GOOD, _BAD = ("completed",), ("failed",)
 
@@ -107,10 +107,12 @@ def figure(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     if unit == "s":
-        return seconds(value)
+        return duration(value)
+    if unit == "GiB":
+        return byte_size(GIB * value)
     if unit == "%":
         return f"{value:.1f} %"
-    return f"{value:,.0f}" if unit == "" else f"{value:.2f} {unit}"
+    return f"{value:,.0f}"
 
 
 def clock(value: float | None) -> str:
@@ -183,7 +185,7 @@ def _checkpoints(about: Document) -> Iterator[str]:
         (
             clock(checkpoint["time"]),
             f"{checkpoint['step']:,}",
-            "" if checkpoint["seconds"] is None else seconds(checkpoint["seconds"]),
+            "" if checkpoint["seconds"] is None else duration(checkpoint["seconds"]),
         )
         for checkpoint in about["checkpoints"]
     ]

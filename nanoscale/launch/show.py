@@ -13,6 +13,7 @@ from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.units import GIB, duration, share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,11 +101,11 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     """What plan.json holds, in a few words; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
-    needed, there = memory["in_use_gib"], memory["capacity_gib"]
+    needed = share(int(GIB * memory["in_use_gib"]), int(GIB * memory["capacity_gib"]))
     return {
-        "memory": f"{word}: {needed:.3g} of {there:.3g} GiB on {predicted['hardware']['device']}, "
+        "memory": f"{word}: {needed} on {predicted['hardware']['device']}, "
         f"with a probability of {predicted['fits_probability']:.0%}",
-        "speed": f"{predicted['step_time_s']:.3g} s a step, {predicted['tokens_per_s']:,.0f} tokens/s, "
+        "speed": f"{duration(predicted['step_time_s'])} a step, {predicted['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {predicted['mfu']:.1%}",
     }
 

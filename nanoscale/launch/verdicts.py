@@ -89,7 +89,7 @@ def _anonymous(text: str, host: str) -> str:
 
 
 def _with_amounts(text: str, amounts: Sequence[float | None]) -> str:
-    known = [f"{amount:.1f}" for amount in sorted(a for a in amounts if a is not None)]
+    known = [f"{amount:,.1f}" for amount in sorted(a for a in amounts if a is not None)]
     if not known:
         return text
     span = known[0] if known[0] == known[-1] else f"{known[0]} to {known[-1]}"

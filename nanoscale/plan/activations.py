@@ -14,7 +14,7 @@ from typing import Literal
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.plan.experts import saved_by_mixture, working_of_mixture
-from nanoscale.plan.part import mib
+from nanoscale.units import byte_size
 
 STATISTIC = 4
 """bytes of a norm's mean or root, and of the log-sum of an attention's row: fp32, whatever is computed in"""
@@ -375,4 +375,4 @@ def stage_activations(
 def describe(shape: Shape, run: Execution) -> str:
     """The tensors of a block with their sizes, largest first."""
     sizes = sorted(saved(shape, run).items(), key=lambda item: -item[1])
-    return " + ".join(f"{name} {mib(size)}" for name, size in sizes)
+    return " + ".join(f"{name} {byte_size(size)}" for name, size in sizes)

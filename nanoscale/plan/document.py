@@ -7,8 +7,8 @@ from typing import Any
 
 from nanoscale.plan.memory import RankMemory
 from nanoscale.plan.model_math import active_parameters, parameters
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
+from nanoscale.units import GIB
 
 
 def document(plan: Prediction) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from nanoscale.plan.blocks import Slice
 from nanoscale.plan.hardware import Hardware
 from nanoscale.plan.shards import rank_holdings
 from nanoscale.plan.timing import StepTime
+from nanoscale.units import duration
 
 
 def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
@@ -50,7 +51,7 @@ def _matmul(hardware: Hardware, part: Slice, count: int) -> str:
         each = f", of each of {product.experts} experts" if product.taken > 1 else ""
         lines.append(
             f"  {name}: [{rows}, {product.inputs}] · [{product.inputs}, {product.outputs}]{each} in "
-            f"{_micro(seconds)}, {flops / seconds / peak:.0%} of the peak"
+            f"{duration(seconds)}, {flops / seconds / peak:.0%} of the peak"
         )
     return "\n".join(lines)
 
@@ -64,7 +65,7 @@ def _names(part: Slice) -> list[str]:
 def _launch(hardware: Hardware, part: Slice) -> str:
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    return f"kernels end sooner than the CPU starts them, which takes {_micro(each)} or more each"
+    return f"kernels end sooner than the CPU starts them, which takes {duration(each)} or more each"
 
 
 def _attention(hardware: Hardware, part: Slice) -> str:
@@ -105,7 +106,7 @@ def _tp(hardware: Hardware, part: Slice) -> str:
         f"a block gathers and scatters twice forward and twice backward (arXiv:2205.05198, section 4.2.2): "
         f"{size / 1e6:.1f} MB · (n - 1)/n with n = {part.tp} over "
         f"{hardware.efficiency.intra_host:.0%} of {hardware.intra_bandwidth / 1e9:g} GB/s and what "
-        f"hops of a ring wait for, {_micro(once)} each"
+        f"hops of a ring wait for, {duration(once)} each"
     )
 
 
@@ -121,16 +122,16 @@ def _ep(hardware: Hardware, part: Slice) -> str:
     return (
         f"two all-to-alls forward and two backward among {part.ep} ranks (arXiv:2006.16668, section 3.3) of "
         f"{rows:,} rows of {part.model.hidden}, all experts chosen alike; forward the host first learns how "
-        f"many arrive, {_micro(once)} in all"
+        f"many arrive, {duration(once)} in all"
     )
 
 
 def _dp(config: Config, hardware: Hardware, count: int) -> str:
     plan = dataparallel.plan(config, hardware, count)
     return (
-        f"a block's parameters are gathered in {_micro(plan.gather)}, {plan.gathers} times forward and "
+        f"a block's parameters are gathered in {duration(plan.gather)}, {plan.gathers} times forward and "
         f"{plan.gathers_again} backward; its gradients are reduced in "
-        f"{_micro(plan.reduce + plan.all_reduce)}, {plan.reduces} times, "
+        f"{duration(plan.reduce + plan.all_reduce)}, {plan.reduces} times, "
         f"{'beside' if plan.hidden else 'after'} the backward pass. What a block's own time does not hide, "
         f"{hardware.efficiency.overlap:.0%} of what it hides, and the copies of both"
     )
@@ -152,7 +153,3 @@ def _optimizer(config: Config, hardware: Hardware) -> str:
         f"{most / 1e6:.1f} M parameters on a rank, which {shards} ranks share out; each is read and "
         " written with its gradient and moments, and clipping reads the gradients twice"
     )
-
-
-def _micro(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -8,12 +8,12 @@ from html import escape
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_svg import memory_svg
 from nanoscale.plan.page import page, table, wide
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search import Found
 from nanoscale.plan.search_svg import name_of, search_svg
 from nanoscale.plan.show import MEANINGS, head, outcome, verdict
 from nanoscale.plan.timeline_svg import timeline_svg
+from nanoscale.units import byte_size, duration
 
 
 def prediction_page(plan: Prediction) -> str:
@@ -45,7 +45,7 @@ def search_page(found: Found, why: Sequence[str]) -> str:
     rows = [
         (
             name_of(plan),
-            f"{plan.worst.total / GIB:.1f}",
+            byte_size(plan.worst.total),
             f"{plan.time.tokens_per_s_per_gpu:,.0f}",
             f"{plan.time.mfu:.1%}",
         )
@@ -55,7 +55,7 @@ def search_page(found: Found, why: Sequence[str]) -> str:
         f"<h1>{escape(title)}</h1>",
         wide(search_svg(found.ranked, front)),
         "<h2>The Pareto front</h2>",
-        table(("layout", "GiB", "tokens/s a device", "MFU"), rows),
+        table(("layout", "memory", "tokens/s a device", "MFU"), rows),
         "<h2>Why the fastest is the fastest</h2>",
         "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
         "<h2>Its memory</h2>",
@@ -68,8 +68,8 @@ def search_page(found: Found, why: Sequence[str]) -> str:
 
 def _memory_table(plan: Prediction) -> str:
     parts = [part for part in plan.worst.parts if part.bytes]
-    rows = [(part.name, f"{part.bytes / GIB:.3f}", part.how) for part in parts]
-    return table(("part", "GiB", "how"), rows)
+    rows = [(part.name, byte_size(part.bytes), part.how) for part in parts]
+    return table(("part", "memory", "how"), rows)
 
 
 def _time_table(plan: Prediction) -> str:
@@ -79,5 +79,5 @@ def _time_table(plan: Prediction) -> str:
         seconds = getattr(plan.time.parts, name)
         if seconds > 0:
             share = f"{seconds / whole:.1%}"
-            rows.append((meaning, f"{1e3 * seconds:,.1f}", share, reasons.get(name, "")))
-    return table(("part", "ms", "share", "how"), rows)
+            rows.append((meaning, duration(seconds), share, reasons.get(name, "")))
+    return table(("part", "time", "share", "how"), rows)

@@ -15,10 +15,11 @@ from functools import partial
 from nanoscale.config.schema import Config
 from nanoscale.plan.memory_deepspeed import deepspeed_phases
 from nanoscale.plan.memory_native import native_phases
-from nanoscale.plan.part import Part, mib
+from nanoscale.plan.part import Part
 from nanoscale.plan.phases import PARTS, Phase, RankPhases
 from nanoscale.plan.setting import Setting, setting_of
 from nanoscale.plan.shards import Holding, rank_holdings
+from nanoscale.units import byte_size
 
 HOLES = 0.05
 """assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
@@ -154,10 +155,10 @@ def _staged(setting: Setting, held: Holding) -> int:
 def _explain_holes(memory: RankMemory) -> str:
     return (
         f"pools of streams that do not lend to each other (of gathers and reductions "
-        f"{mib(memory.found.pools)}), and holes of {HOLES:.0%}: {mib(memory.reserved)} reserved − "
-        f"{mib(memory.allocated)} allocated"
+        f"{byte_size(memory.found.pools)}), and holes of {HOLES:.0%}: {byte_size(memory.reserved)} reserved − "
+        f"{byte_size(memory.allocated)} allocated"
     )
 
 
 def _explain_context(context: int) -> str:
-    return f"the device's context, libraries and NCCL's channels: {mib(context)}"
+    return f"the device's context, libraries and NCCL's channels: {byte_size(context)}"

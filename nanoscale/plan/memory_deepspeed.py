@@ -18,10 +18,10 @@ from functools import partial
 from nanoscale.config.schema import Config
 from nanoscale.plan.flying import Flying, fly_all
 from nanoscale.plan.loss import LOGITS_AT_ONCE
-from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
 from nanoscale.plan.shards import Holding
+from nanoscale.units import byte_size
 
 REUSED_WITHIN = 10**9
 """elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters"""
@@ -191,5 +191,5 @@ def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) 
         f"'{phase.name}'",
         "logits and loss": f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from "
         f"the forward pass on, and at most {LOGITS_AT_ONCE:,} logits at once",
-        "communication buffers": f"buckets of {bucket:,} elements: {mib(phase.bytes[-1])}",
+        "communication buffers": f"buckets of {bucket:,} elements: {byte_size(phase.bytes[-1])}",
     }[name]

@@ -20,10 +20,10 @@ from nanoscale.config.layout import GRADIENT_BUCKET
 from nanoscale.plan.activations import describe, stage_activations
 from nanoscale.plan.flying import Flying, fly_all
 from nanoscale.plan.loss import LOGITS_AT_ONCE
-from nanoscale.plan.part import mib
 from nanoscale.plan.phases import Phase, RankPhases
 from nanoscale.plan.setting import Setting
 from nanoscale.plan.shards import Holding
+from nanoscale.units import byte_size
 
 
 def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
@@ -338,10 +338,10 @@ def _explain(
             f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
         )
     if setting.single:
-        return f"a bucket of gradients on their way, of at most {mib(GRADIENT_BUCKET)}"
+        return f"a bucket of gradients on their way, of at most {byte_size(GRADIENT_BUCKET)}"
     return (
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
-        f"boundaries of the pipeline {mib(fly.received)}"
+        f"boundaries of the pipeline {byte_size(fly.received)}"
     )
 
 
@@ -352,7 +352,7 @@ def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
     )
     block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
     return (
-        f"micro batches under way · what they keep ({counts}; a block {mib(block.kept)}) = "
-        f"{mib(fly.activations)}, and {mib(fly.extra)} while the highest one goes backward; whole, a "
-        f"block saves {describe(setting.shape, setting.run)}"
+        f"micro batches under way · what they keep ({counts}; a block {byte_size(block.kept)}) = "
+        f"{byte_size(fly.activations)}, and {byte_size(fly.extra)} while the highest one goes backward; "
+        f"whole, a block saves {describe(setting.shape, setting.run)}"
     )

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from nanoscale.plan.memory import RankMemory
 from nanoscale.plan.memory_text import LOOKS, shown
-from nanoscale.plan.part import GIB
 from nanoscale.plan.svg import box, line, picture, text
+from nanoscale.units import byte_size
 
 _ROW, _GAP = 22, 6
 _LEFT, _RIGHT, _TOP = 62, 76, 22
@@ -42,7 +42,7 @@ def memory_svg(memory: Sequence[RankMemory], capacity: int, width: int = 960) ->
         top += _ROW + _GAP
     parts.append(line(limit, _TOP - 6, limit, top, "limit"))
     anchor = "end" if limit > 2 * _LEFT else "start"
-    parts.append(text(limit, _TOP - 9, f"{capacity / GIB:.1f} GiB of the device", anchor))
+    parts.append(text(limit, _TOP - 9, f"{byte_size(capacity)} of the device", anchor))
     entries, height = _legend(memory, top + 12, width)
     return picture(width, height, "Memory of every pipeline rank", [*parts, *entries])
 
@@ -51,12 +51,12 @@ def _bar(rank: RankMemory, top: int, scale: float, limit: float) -> Iterator[str
     yield text(4, top + 16, f"rank {rank.rank}")
     left = float(_LEFT)
     for part in rank.parts:
-        hint = f"{part.name}: {part.bytes / GIB:.3f} GiB = {part.how}"
+        hint = f"{part.name}: {byte_size(part.bytes)} = {part.how}"
         yield box(left, top, part.bytes * scale, _ROW, _COLOURS[part.name], hint)
         left += part.bytes * scale
     if left <= limit < left + _TOTAL:  # the size would stand on the device's end
         left = limit
-    yield text(left + 6, top + 16, f"{rank.total / GIB:.1f} GiB")
+    yield text(left + 6, top + 16, byte_size(rank.total))
 
 
 def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[list[str], int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoscale.plan.memory import RankMemory
-from nanoscale.plan.part import GIB
+from nanoscale.units import byte_size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,7 +33,7 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
     from rich.text import Text
 
     worst = max(memory, key=lambda rank: rank.total)
-    label, tail = len(f"rank {len(memory) - 1} "), len(f" {worst.total / GIB:.1f} GiB")
+    label, tail = len(f"rank {len(memory) - 1} "), len(f" {byte_size(worst.total)}")
     columns = max(20, width - label - tail - 1)
     scale = columns / max(capacity, worst.total)
     text = Text(no_wrap=True)
@@ -44,14 +44,14 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
         rank = memory[number]
         text.append(f"{f'rank {number}':<{label}}", "bold" if rank is worst else "")
         _bar(text, rank, round(capacity * scale), columns, scale)
-        text.append(f" {rank.total / GIB:.1f} GiB\n", "bold" if rank is worst else "")
+        text.append(f" {byte_size(rank.total)}\n", "bold" if rank is worst else "")
     used = [name for name in LOOKS if any(rank.part(name).bytes for rank in memory)]
     text.append(" " * label)
     for name in used:
         letter, style = LOOKS[name]
         text.append(letter, style)
         text.append(f" {name}  ")
-    text.append(f"| {capacity / GIB:.4g} GiB of the device\n")
+    text.append(f"| {byte_size(capacity)} of the device\n")
     return text
 
 

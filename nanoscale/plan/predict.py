@@ -11,9 +11,9 @@ from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware import Hardware, hardware_of
 from nanoscale.plan.memory import RankMemory, rank_memory
-from nanoscale.plan.part import GIB
 from nanoscale.plan.pipeline import Costs, Timeline
 from nanoscale.plan.timing import StageCost, StepTime, Training, stage_costs, step_time, training
+from nanoscale.units import GIB
 
 SPREAD = 0.04
 """standard deviation of the memory in use around what is predicted, as a share of it"""

@@ -8,11 +8,11 @@ from dataclasses import fields
 from nanoscale.config.derive import derive
 from nanoscale.plan.model_math import parameters
 from nanoscale.plan.offload import offloaded
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search import Found
 from nanoscale.plan.show import MEANINGS
 from nanoscale.plan.timing import Parts
+from nanoscale.units import GIB, byte_size, duration
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
     "tp": lambda plan: plan.config.parallel.tp,
@@ -60,18 +60,14 @@ def _sentence(name: str, before: object, after: object, other: Prediction, best:
         part: saved for part, saved in parts.items() if abs(saved) > _LEAST_S * best.time.seconds
     }
     saves = [
-        f"{1e3 * s:,.0f} ms of {MEANINGS[p]}"
-        for p, s in sorted(told.items(), key=_by_size)
-        if s > 0
+        f"{duration(s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s > 0
     ]
     costs = [
-        f"{-1e3 * s:,.0f} ms of {MEANINGS[p]}"
-        for p, s in sorted(told.items(), key=_by_size)
-        if s < 0
+        f"{duration(-s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s < 0
     ]
-    memory = (best.worst.total - other.worst.total) / GIB
-    if abs(memory) >= 0.1:
-        (costs if memory > 0 else saves).append(f"{abs(memory):.1f} GiB")
+    memory = best.worst.total - other.worst.total
+    if abs(memory) >= 0.1 * GIB:
+        (costs if memory > 0 else saves).append(byte_size(abs(memory)))
     words = [
         f"{word} {', '.join(what[:3])}"
         for word, what in (("saves", saves), ("costs", costs))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.svg import dot, line, picture, text, ticks
+from nanoscale.units import GIB, byte_size
 
 MOST_POINTS = 2000
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 44
@@ -58,7 +58,7 @@ def _speed(plan: Prediction) -> float:
 
 
 def _hint(plan: Prediction) -> str:
-    return f"{name_of(plan)}: {_gib(plan):.1f} GiB, {_speed(plan):,.0f} tokens/s a device"
+    return f"{name_of(plan)}: {byte_size(plan.worst.total)}, {_speed(plan):,.0f} tokens/s a device"
 
 
 def _axes(

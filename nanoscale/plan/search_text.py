@@ -9,11 +9,11 @@ from nanoscale.config.compose import Composed
 from nanoscale.plan.candidates import Room
 from nanoscale.plan.document import document
 from nanoscale.plan.offload import offloaded
-from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.reasons import reasons
 from nanoscale.plan.request import to_type
 from nanoscale.plan.search import Found
+from nanoscale.units import byte_size, duration, share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,9 +115,9 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
         "ZeRO",
         "micro",
         "recompute",
-        "GiB",
+        "memory",
         "fits",
-        "ms",
+        "step",
         "tokens/s",
         "MFU",
         *cost,
@@ -151,9 +151,9 @@ def _row(plan: Prediction, on_front: bool) -> list[str]:
         str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
         str(config.train.micro_batch),
         layout.activation_checkpointing,
-        f"{plan.worst.total / GIB:.1f}",
+        byte_size(plan.worst.total),
         f"{plan.fits_probability:.0%}",
-        f"{1e3 * time.seconds:,.0f}",
+        duration(time.seconds),
         f"{time.tokens_per_s_per_gpu:,.0f}",
         f"{time.mfu:.1%}",
         *([f"{cost:,.0f}"] if cost is not None else []),

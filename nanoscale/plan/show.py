@@ -8,8 +8,8 @@ from nanoscale.config.derive import derive
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_text import bars
 from nanoscale.plan.model_math import active_parameters, parameters
-from nanoscale.plan.part import GIB, share
 from nanoscale.plan.predict import Prediction
+from nanoscale.units import byte_size, duration, share, three_digits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,9 +96,8 @@ def outcome(plan: Prediction) -> list[str]:
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
-    length = (
-        f"{run.steps:,} steps in {_long(run.hours)}, {run.device_hours:,.1f} device hours{cost}"
-    )
+    device_hours = f"{three_digits(run.device_hours)} device hours"
+    length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
     return [speed, shares, length]
 
 
@@ -109,18 +108,18 @@ def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:
     title = (
         f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
     )
-    table = Table("part", "GiB", title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table("part", "size", title=title, title_justify="left", box=None, pad_edge=False)
     table.columns[1].justify = "right"
     if explain:
         table.add_column("how", overflow="fold")
     for part in worst.parts:
         if part.bytes:
-            table.add_row(part.name, f"{part.bytes / GIB:.3f}", *([part.how] if explain else []))
+            table.add_row(part.name, byte_size(part.bytes), *([part.how] if explain else []))
     totals = {"allocated": worst.allocated, "reserved": worst.reserved, "in use": worst.total}
     for name, size in totals.items():
-        table.add_row(name, f"{size / GIB:.3f}", style="bold")
+        table.add_row(name, byte_size(size), style="bold")
     for part in worst.host:
-        table.add_row(f"{part.name}, in host memory", f"{part.bytes / GIB:.3f}", style="dim")
+        table.add_row(f"{part.name}, in host memory", byte_size(part.bytes), style="dim")
     console.print(table)
     console.print()
 
@@ -130,7 +129,7 @@ def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
 
     time = plan.time
     table = Table(
-        "part", "ms", "share", title="a step", title_justify="left", box=None, pad_edge=False
+        "part", "time", "share", title="a step", title_justify="left", box=None, pad_edge=False
     )
     for column in table.columns[1:]:
         column.justify = "right"
@@ -140,16 +139,8 @@ def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
     for name, meaning in MEANINGS.items():
         seconds = getattr(time.parts, name)
         if seconds >= 0.0005 * time.seconds:
-            row = (meaning, f"{1e3 * seconds:,.1f}", f"{seconds / time.seconds:.1%}")
+            row = (meaning, duration(seconds), f"{seconds / time.seconds:.1%}")
             table.add_row(*row, *([reasons.get(name, "")] if explain else []))
-    table.add_row("step", f"{1e3 * time.seconds:,.1f}", "", style="bold")
+    table.add_row("step", duration(time.seconds), "", style="bold")
     console.print(table)
     console.print()
-
-
-def _long(hours: float) -> str:
-    if hours >= 48:
-        return f"{hours / 24:,.1f} days"
-    if hours >= 1:
-        return f"{hours:.1f} hours"
-    return f"{60 * hours:.1f} minutes" if hours > 1 / 60 else f"{3600 * hours:.1f} s"

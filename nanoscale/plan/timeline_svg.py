@@ -14,7 +14,6 @@ from nanoscale.plan.pipeline import Kind, Span, Timeline
 from nanoscale.plan.timeline_view import (
     MEANINGS,
     Window,
-    duration,
     first_stages,
     kinds,
     percent,
@@ -23,6 +22,7 @@ from nanoscale.plan.timeline_view import (
     windows,
     within,
 )
+from nanoscale.units import duration
 
 MOST_RANKS = 48
 """rows, before the ranks in the middle are left out"""

@@ -11,7 +11,6 @@ from nanoscale.plan.pipeline import Kind, Span, Timeline
 from nanoscale.plan.timeline_view import (
     MEANINGS,
     Window,
-    duration,
     first_stages,
     kinds,
     percent,
@@ -20,6 +19,7 @@ from nanoscale.plan.timeline_view import (
     windows,
     within,
 )
+from nanoscale.units import duration
 
 if TYPE_CHECKING:
     from rich.text import Text

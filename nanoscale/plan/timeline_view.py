@@ -79,18 +79,6 @@ def several_stages(timeline: Timeline) -> bool:
     return len({span.action.stage for span in timeline.ranks[0]}) > 1
 
 
-def duration(seconds: float) -> str:
-    """Three digits and a unit."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs" if seconds else "0"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 def percent(share: float) -> str:
     """One digit after the point."""
     return f"{100 * share:.1f} %"

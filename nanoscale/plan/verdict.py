@@ -9,11 +9,11 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.derive import derive
 from nanoscale.devices import Devices
 from nanoscale.errors import UserError, Violation
-from nanoscale.plan.part import share
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.request import room, to_type
 from nanoscale.plan.search import search
 from nanoscale.plan.show import verdict
+from nanoscale.units import share
 
 PROPOSALS = 3
 

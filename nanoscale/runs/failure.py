@@ -16,6 +16,7 @@ from typing import Any
 
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.units import GIB, byte_size
 
 Document = dict[str, Any]
 
@@ -335,7 +336,7 @@ def _diagnose_signal(name: str, evidence: Evidence) -> tuple[str, str]:
 def _diagnose_kill(evidence: Evidence) -> tuple[str, str]:
     free = ""
     if evidence.available_gib is not None:
-        free = f" ({evidence.available_gib:.1f} GiB of host memory were free just after)"
+        free = f" ({byte_size(GIB * evidence.available_gib)} of host memory were free just after)"
     if evidence.oom_kills:
         return (
             f"the kernel's out-of-memory killer ended it{free}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nanoscale.units import duration
+
 PARTS = {
     "data": "data",
     "forward": "forward and loss",
@@ -23,11 +25,11 @@ def in_words(parts: Mapping[str, Any]) -> Iterator[str]:
     for name, words in PARTS.items():
         seconds = parts[f"{name}_s"]
         if seconds > 0:
-            yield f"  {words:26}{seconds / parts['step_s']:7.1%} {1e3 * seconds:12,.2f} ms"
+            yield f"  {words:26}{seconds / parts['step_s']:7.1%} {duration(seconds):>12}"
     if parts["communication_in_all_s"] > 0:
-        yield f"  communication in all, hidden or not: {1e3 * parts['communication_in_all_s']:,.2f} ms"
+        yield f"  communication in all, hidden or not: {duration(parts['communication_in_all_s'])}"
     if parts["where"] == "device":
-        yield f"  the host reads the batch in {1e3 * parts['data_on_host_s']:,.2f} ms"
+        yield f"  the host reads the batch in {duration(parts['data_on_host_s'])}"
         yield f"  the host waits for the device within all {parts['steps']} steps: {_counted(parts['waits'])}"
         yield f"  and between them, as to log a step: {_counted(parts['waits_between'])}"
 

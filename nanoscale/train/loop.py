@@ -25,6 +25,7 @@ from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 from nanoscale.train.stop import StopAgreement
+from nanoscale.units import duration
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
 """Writes a state, or begins to; what is there when it returns."""
@@ -208,9 +209,9 @@ class Training:
     def report_saved(self, saved: Saved | None) -> None:
         if saved is None:
             return
-        message = f"{saved.path.name} saved in {saved.seconds:.2f} s"
+        message = f"{saved.path.name} saved in {duration(saved.seconds)}"
         if saved.stall_s < saved.seconds:
-            message += f", of which the training waited {saved.stall_s:.2f} s"
+            message += f", of which the training waited {duration(saved.stall_s)}"
         self.note(
             "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
         )

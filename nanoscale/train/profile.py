@@ -18,6 +18,7 @@ from nanoscale.metrics.meter import wait_for
 from nanoscale.metrics.trace import events_of, parts_of
 from nanoscale.parallel import ranks
 from nanoscale.runs.parts import in_words
+from nanoscale.units import duration
 
 _MOST_ALLOCATIONS = 1_000_000
 """that a snapshot of memory remembers, the last ones"""
@@ -138,7 +139,7 @@ class Recorder:
         parts = parts_of(events_of(profiler))
         lines = [f"{which} of rank {self._rank}", ""]
         if parts is not None:
-            lines.append(f"a step took {1e3 * parts.step_s:,.2f} ms of the {parts.where}'s time")
+            lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
             lines += [*in_words(asdict(parts)), ""]
         lines += ["the dearest operations", dearest(profiler, self._device)]
         (self._folder / f"{name}.txt").write_text("\n".join(lines))

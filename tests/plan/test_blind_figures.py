@@ -28,10 +28,10 @@ from nanoscale.plan import blocks
 from nanoscale.plan.hardware import hardware_of
 from nanoscale.plan.memory import setting_memory
 from nanoscale.plan.model_math import flops_per_token
-from nanoscale.plan.part import GIB
 from nanoscale.plan.predict import ENOUGH, capacity, fits_probability
 from nanoscale.plan.setting import setting_of
 from nanoscale.plan.timing import step_time
+from nanoscale.units import GIB
 from tests.plan.machines import BF16, job
 from tests.plan.machines import model as named
 

@@ -22,7 +22,6 @@ from nanoscale.plan.activations import (
 )
 from nanoscale.plan.memory import rank_memory, setting_memory
 from nanoscale.plan.model_math import parameters
-from nanoscale.plan.part import GIB
 from nanoscale.plan.phases import PARTS
 from nanoscale.plan.setting import setting_of
 from nanoscale.plan.shards import rank_stages
@@ -31,6 +30,7 @@ from nanoscale.plan.states import (
     bytes_per_parameter,
     textbook,
 )
+from nanoscale.units import GIB
 
 GB = 10**9
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from nanoscale.plan.pipeline import Costs, Timeline, order, simulate, transfers_overlap
 from nanoscale.plan.timeline_svg import timeline_svg
 from nanoscale.plan.timeline_text import timeline_lines, timeline_rich
-from nanoscale.plan.timeline_view import duration, rows, windows
+from nanoscale.plan.timeline_view import rows, windows
 from tests.plan.schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -117,14 +117,6 @@ def test_of_many_ranks_the_first_and_the_last_are_shown():
     assert shown == [*range(15), None, *range(49, 64)]
     assert "34 more" in timeline_plain(step)
     assert rows(step, 64) == [*range(64)]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0"), (1.5e-6, "1.50 µs"), (0.0123, "12.3 ms"), (0.9, "900 ms"), (75, "75.0 s")],
-)
-def test_durations_have_three_digits(seconds, text):
-    assert duration(seconds) == text
 
 
 # --- SVG ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.sources import Source, dataset, first_line, problem
+from nanoscale.units import byte_size
 
 CHUNK = 1 << 19
 """bytes of text that a worker gets at a time, at least"""
@@ -151,7 +152,7 @@ def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, 
 
 def too_long(separated: bool) -> str:
     """What is said of a record longer than LONGEST."""
-    what = f"this document is longer than {LONGEST >> 20} MiB"
+    what = f"this document is longer than {byte_size(LONGEST)}"
     return what if separated else f"{what}; --separator TEXT says what stands between documents"
 
 

@@ -1,0 +1,51 @@
+"""Durations and sizes as people read them: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
+
+from __future__ import annotations
+
+import math
+
+GIB = 2**30
+
+_SHORT = ((1e-3, 1e-6, "µs"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"))
+"""below how many seconds a unit is used, its length in seconds and its name"""
+_LONG = (
+    (120 * 60.0, 60.0, "min"),
+    (48 * 3600.0, 3600.0, "h"),
+    (2 * 365.25 * 86400.0, 86400.0, "days"),
+    (math.inf, 365.25 * 86400.0, "years"),
+)
+"""the same for durations that nobody needs to three digits"""
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the unit that suits its length."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds <= 0:
+        return "0 s" if seconds == 0 else f"-{duration(-seconds)}"
+    for limit, unit, name in _SHORT:
+        if seconds < limit:
+            return f"{three_digits(seconds / unit)} {name}"
+    unit, name = next((unit, name) for limit, unit, name in _LONG if seconds < limit)
+    value = seconds / unit
+    return f"{value:,.0f} {name}" if value >= 10 else f"{value:.2g} {name}"
+
+
+def byte_size(count: float) -> str:
+    """Return a number of bytes in B, KiB, MiB or GiB."""
+    for limit, name in ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= limit:
+            return f"{three_digits(count / limit)} {name}"
+    return f"{count:.0f} B"
+
+
+def share(needed: int, capacity: int) -> str:
+    """Return what is needed of what a device has: `77.3 of 79.1 GiB`."""
+    texts = byte_size(needed), byte_size(capacity)
+    (number, unit), (_, other) = (text.split() for text in texts)
+    return f"{number} of {texts[1]}" if unit == other else " of ".join(texts)
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits, or all those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
