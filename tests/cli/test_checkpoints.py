@@ -37,7 +37,7 @@ def test_ls(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert nanoscale(["checkpoints", "ls", str(run.path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["step-00000005", "step-00000010"]
-    assert "640 tokens  1.0 MiB in 1 files" in lines[0]
+    assert "640 tokens  1 MiB in 1 file" in lines[0]
     assert nanoscale(["checkpoints", "ls", str(run.path), "--json"]) == 0
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [5, 10]
 

@@ -67,7 +67,7 @@ def test_what_is_shown_is_the_document_in_words(capsys):
     plan = json.loads(output(capsys, *words, "--json"))
     shown = output(capsys, *words)
     assert "64 × h100-sxm on 8 hosts" in shown
-    assert f"{plan['memory']['in_use_gib']:.1f} of 79.1 GiB" in shown
+    assert f"{plan['memory']['in_use_gib']:.3g} of 79.1 GiB" in shown
     assert f"MFU {plan['mfu']:.1%}" in shown
     assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s a device" in shown
     assert f"{plan['training']['cost']:,.0f} at 2.5 an hour" in shown
@@ -138,7 +138,7 @@ def test_train_does_not_launch_what_does_not_fit_and_says_what_would(capsys):
         (words,) = proposal["suggestions"]
         plan = json.loads(output(capsys, *_with(words.split()), "--json"))
         assert plan["fits"] is True
-        assert f"{plan['memory']['in_use_gib'] * 1024:.1f} of 71.7 MiB" in proposal["message"]
+        assert f"{plan['memory']['in_use_gib'] * 1024:.3g} of 71.7 MiB" in proposal["message"]
         assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s" in proposal["message"]
 
 

@@ -290,7 +290,7 @@ def test_gpus_that_are_in_use_unlike_or_silent_are_told_and_do_not_stop_a_job():
     change(them[1], "devices.names", ["H100"] * 8)
     change(them[2], "gpu_problem", "Driver/library version mismatch")
     found = {v.host: v for v in judge(them, SSH) if not v.good}
-    assert "GPU 3 (121.0 of 141.0 GiB)" in found["n1"].finding
+    assert "GPU 3 (121 of 141 GiB)" in found["n1"].finding
     assert "8 × H100" in found["n2"].finding
     assert "mismatch" in found["n3"].finding
     assert refusal(them) is None

@@ -81,7 +81,7 @@ def test_text_names_the_micro_batches_in_their_order():
 def test_text_says_the_utilisation():
     step = simulate(order("1f1b", 4, 1, 4), Costs.even(4))
     lines = timeline_plain(step).splitlines()
-    assert "step 21.0 s, utilisation 57.1 %, idle 42.9 %" in lines[0]
+    assert "step 21 s, utilisation 57.1 %, idle 42.9 %" in lines[0]
     assert all(line.endswith("57.1 %") for line in lines[1:5])
 
 

@@ -75,7 +75,7 @@ def test_a_kill_is_called_the_kernels_only_if_the_kernel_counted_one():
     killed = failed(0, 0.0, exit_code=-signal.SIGKILL)
     by_kernel, _ = diagnose(killed, Evidence(oom_kills=1, available_gib=0.25))
     by_somebody, advice = diagnose(killed, Evidence(oom_kills=0, available_gib=9.0))
-    assert "out-of-memory killer" in by_kernel and "0.2 GiB" in by_kernel
+    assert "out-of-memory killer" in by_kernel and "256 MiB" in by_kernel
     assert "from outside" in by_somebody and "out-of-memory" in advice
 
 
