@@ -75,14 +75,17 @@ class NativeEngine(Engine):
         return StepResult(self._loss_sum * self._counts, self._tokens, grad_norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
-        model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters()}
-        moments = named_state(self.parameters(), self.optimizer)
-        optimizer = {f"optimizer.{name}": value for name, value in moments.items()}
-        return model | optimizer | self._small_state()
+        return self._state(to_load=False)
 
     def empty_state(self) -> dict[str, Tensor]:
         fill_state(self.optimizer)
-        return self.state()
+        return self._state(to_load=True)
+
+    def _state(self, *, to_load: bool) -> dict[str, Tensor]:
+        model: dict[str, Tensor] = {f"model.{name}": value for name, value in self.parameters()}
+        moments = named_state(self.parameters(), self.optimizer, to_load=to_load)
+        optimizer = {f"optimizer.{name}": value for name, value in moments.items()}
+        return model | optimizer | self._small_state()
 
     def _stepped_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from nanoscale.backends.gradients import own_part
+from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
+from nanoscale.models.initialization import own_box
 
 Named = list[tuple[str, nn.Parameter]]
 """the parameters that a rank holds, in all its parts of the model, with their names in the whole of it"""
@@ -110,24 +113,48 @@ def first_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     }
 
 
-def named_state(parameters: Named, optimizer: Optimizer) -> Moments:
-    """The optimizer's tensors as `<parameter>.<moment>`, sharded as the parameters are.
+def named_state(parameters: Named, optimizer: Optimizer, *, to_load: bool = False) -> Moments:
+    """Return the optimizer's tensors as `<parameter>.<moment>`, sharded as the parameters are.
 
-    Quantised ones are given as copies in fp32, which any layout can divide and quantise for itself: after
-    something has been loaded into them, `load_state` is to be called.
+    8-bit moments are given in fp32, which any layout can divide and quantise for itself. Never are all of them
+    in memory: each is computed when it is written.
+
+    Args:
+        to_load: give 8-bit moments as empty fp32 buffers in host memory. After something has been loaded into
+            them, `load_state` must be called.
     """
+    given = _to_load if to_load else _to_save
     return {
-        name: dequantise(value) if is_quantised(value) else value
+        name: given(value) if is_quantised(value) else value
         for name, value in _named_tensors(parameters, optimizer)
     }
 
 
 @torch.no_grad()
 def load_state(parameters: Named, optimizer: Optimizer, moments: Moments) -> None:
-    """Take over what was loaded into the tensors of `named_state`, where those are copies."""
+    """Quantise what was loaded into the fp32 buffers of `named_state`."""
     for name, value in _named_tensors(parameters, optimizer):
         if is_quantised(value):
-            own_part(value).copy_(own_part(moments[name]))
+            loaded: Any = moments[name]
+            local = own_part(value)
+            local.copy_(loaded.local.to(local.device).view(local.shape))
+
+
+def _to_save(moment: Tensor) -> FlatShard:
+    quantised: Any = own_part(moment)
+    parts = [part.detach() for part in (quantised.codes, quantised.scale, quantised.qmap)]
+    join = partial(dequantise, signed=quantised.signed)
+    return FlatShard.computed(parts, join, torch.float32, tuple(moment.shape), _window(moment))
+
+
+def _to_load(moment: Tensor) -> FlatShard:
+    buffer = torch.empty(own_part(moment).numel(), dtype=torch.float32)
+    return FlatShard(buffer, tuple(moment.shape), 0, _window(moment))
+
+
+def _window(moment: Tensor) -> Box:
+    """The part of a moment that this rank has."""
+    return Box(*own_box(moment)) if isinstance(moment, DTensor) else Box.whole(tuple(moment.shape))
 
 
 def _named_tensors(parameters: Named, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
@@ -143,22 +170,18 @@ def is_quantised(moment: Tensor) -> bool:
     return hasattr(own_part(moment), "codes")
 
 
-def dequantise(moment: Tensor) -> Tensor:
-    """An 8-bit moment in fp32, such that quantising it in the same blocks gives the same bits.
+def dequantise(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:
+    """Return an 8-bit moment in fp32, `[elements]`, which gives the same bits when it is quantised again.
 
     A block is divided by its largest magnitude, which becomes 1 or −1. Among the 256 levels there is no −1: it
     is rounded to the lowest, −0.993, from which that magnitude could not be told again. So the lowest level
     is read as the −1 that it stands for.
     """
-    quantised: Any = own_part(moment)
-    levels = quantised.qmap.clone()
-    if quantised.signed:
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    if signed:
+        levels = levels.clone()
         levels[0] = -1.0
-    local = type(quantised)(
-        quantised.codes, quantised.scale, levels, quantised.signed, dtype=torch.float32
-    ).dequantize()
-    if not isinstance(moment, DTensor):
-        return local
-    mesh, placements = moment.device_mesh, moment.placements
-    shape, stride = moment.size(), moment.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    quantised: Any = OptimState8bit(codes, scale, levels, signed, dtype=torch.float32)
+    moment: Tensor = quantised.dequantize()
+    return moment.view(-1)

@@ -6,7 +6,7 @@ row-major tensor is a few of them, at most 2 · dimensions − 1, and each lies 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,31 +33,80 @@ class Box:
         return Box((0,) * len(shape), shape)
 
 
+def _only(part: Tensor) -> Tensor:
+    return part
+
+
 class FlatShard(Tensor):
-    """Elements `start … start + local.numel()` of the part `window` of a tensor, in row-major order.
+    """Elements `start … start + count` of the part `window` of a tensor, in row-major order.
 
     To everyone else it is a tensor of the whole `shape` on which no operation is defined.
     """
 
-    local: Tensor
+    parts: tuple[Tensor, ...]
+    """what is held in memory: the elements themselves, or what they are computed from"""
+    join: Callable[..., Tensor]
+    """from `parts` to the elements"""
     window: Box
     start: int
+    count: int
 
     @staticmethod
     def __new__(
         cls, local: Tensor, shape: tuple[int, ...], start: int, window: Box | None = None
     ) -> FlatShard:
         """`local`: `[elements]`, which loading fills in place."""
+        window = window or Box.whole(tuple(shape))
+        local = local.detach()
+        return cls._make((local,), _only, local, torch.Size(shape), start, local.numel(), window)
+
+    @classmethod
+    def computed(
+        cls,
+        parts: Sequence[Tensor],
+        join: Callable[..., Tensor],
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        window: Box,
+    ) -> FlatShard:
+        """Return a shard that is the whole of `window` and is computed from `parts` each time it is read.
+
+        Nothing can be loaded into it.
+        """
+        like = torch.empty(0, dtype=dtype, device=parts[0].device)
+        count = prod(window.sizes)
+        return cls._make(tuple(parts), join, like, torch.Size(shape), 0, count, window)
+
+    @classmethod
+    def _make(
+        cls,
+        parts: tuple[Tensor, ...],
+        join: Callable[..., Tensor],
+        like: Tensor,
+        shape: torch.Size,
+        start: int,
+        count: int,
+        window: Box,
+    ) -> FlatShard:
         shard: FlatShard = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+            cls, shape, dtype=like.dtype, device=like.device
         )
-        shard.local = local.detach()
-        shard.window = window or Box.whole(tuple(shape))
-        shard.start = start
+        shard.parts, shard.join = parts, join
+        shard.start, shard.count, shard.window = start, count, window
         return shard
 
+    def with_parts(self, parts: tuple[Tensor, ...]) -> FlatShard:
+        """Return the same shard with copies of its parts, on whatever device they are."""
+        like = torch.empty(0, dtype=self.dtype, device=parts[0].device)
+        return self._make(parts, self.join, like, self.shape, self.start, self.count, self.window)
+
+    @property
+    def local(self) -> Tensor:
+        """The elements, `[count]`."""
+        return self.join(*self.parts)
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"FlatShard({tuple(self.shape)}, {self.start}, {self.local.numel()})"
+        return f"FlatShard({tuple(self.shape)}, {self.start}, {self.count})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -69,31 +118,34 @@ class FlatShard(Tensor):
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """The boxes in the whole tensor, and this shard's memory of each."""
-        parts = []
+        local = self.local
+        return [(box, local[at : at + prod(box.sizes)].view(box.sizes)) for box, at in self._cut()]
+
+    def _cut(self) -> list[tuple[Box, int]]:
+        """The boxes in the whole tensor, and where each begins in this shard's elements."""
+        boxes = []
         done = 0
-        for box in cut(self.window.sizes, self.start, self.start + self.local.numel()):
-            numel = prod(box.sizes)
+        for box in cut(self.window.sizes, self.start, self.start + self.count):
             offsets = tuple(a + b for a, b in zip(box.offsets, self.window.offsets, strict=True))
-            memory = self.local[done : done + numel].view(box.sizes)
-            parts.append((Box(offsets, box.sizes), memory))
-            done += numel
-        return parts
+            boxes.append((Box(offsets, box.sizes), done))
+            done += prod(box.sizes)
+        return boxes
 
     # What torch.distributed.checkpoint asks of a tensor that it does not know:
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
+        properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, torch.Size(box.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
             )
-            for box, _ in self.boxes()
+            for box, _ in self._cut()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box, _ in self.boxes()]
+        return [_chunk(box) for box, _ in self._cut()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return next(

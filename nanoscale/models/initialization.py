@@ -57,10 +57,13 @@ def own_shard(whole: Tensor, like: DTensor) -> Tensor:
 def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of this rank's part in the whole tensor, without asking any other rank.
 
-    The axes of a mesh cut from the last to the first: tensor parallelism first, then FSDP what it has left.
+    The axes of a mesh cut from the first to the last, but for strided ones: FSDP cuts what tensor parallelism,
+    the axis after it, has left.
     """
     offsets, sizes = [0] * like.ndim, list(like.shape)
-    for axis in reversed(range(like.device_mesh.ndim)):
+    axes = range(like.device_mesh.ndim)
+    strided = [axis for axis in axes if isinstance(like.placements[axis], _StridedShard)]
+    for axis in [axis for axis in axes if axis not in strided] + strided[::-1]:
         placement = like.placements[axis]
         if isinstance(placement, Shard | _StridedShard):
             rank, ranks, dim = (

@@ -142,14 +142,12 @@ def _highest(
 
 
 def _staged(setting: Setting, held: Holding) -> int:
-    """Bytes of the copy that checkpoints are written from beside the training; moments of 8 bits in 32."""
+    """Bytes of the copy that checkpoints are written from beside the training."""
     saving = setting.config.checkpoint
     if not (saving.asynchronous and saving.every):
         return 0
     share = -(-held.numel // setting.shards) if setting.flat else held.shard
-    narrow = setting.config.optimizer.name == "adamw8bit"
-    moments = 8 if narrow else setting.states.optimizer
-    return int((setting.states.weights + moments) * share)
+    return int((setting.states.weights + setting.states.optimizer) * share)
 
 
 def _explain_holes(memory: RankMemory) -> str:
