@@ -40,9 +40,9 @@ from nanoscale.parallel import ranks
 from nanoscale.ports import ReservedPort
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 
@@ -172,7 +172,7 @@ def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], N
     ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
     whole = Ours(config, data, folder)
     yield whole.block
-    whole.stop.close()
+    whole.agreement.close()
 
 
 def meet() -> None:
@@ -189,7 +189,7 @@ def bench_config(world: int, stage: int, folder: Path) -> Config:
 
 
 class Ours:
-    """The whole loop: data, engine, stop question, meter, metrics.jsonl."""
+    """The whole loop: data, engine, agreement, meter, metrics.jsonl."""
 
     def __init__(self, config: Config, data: Dataset, folder: Path) -> None:
         device, rank = torch.device("cpu"), int(os.environ.get("RANK", "0"))
@@ -197,7 +197,7 @@ class Ours:
         run.config.write_text(frozen.dump(config))
         fence.begin(run, 0)
         workspace = run.workspace(0)
-        self.stop = StopAgreement(StopFlag())
+        self.agreement = Agreement(StopFlag())
         self.training = Training(
             workspace=workspace,
             config=config,
@@ -213,7 +213,7 @@ class Ours:
     def block(self) -> None:
         training = self.training
         training.sizes = replace(training.sizes, steps=training.progress.step + STEPS)
-        training.go(self.stop)
+        training.go(self.agreement)
 
 
 def repeat(step: Callable[[], None]) -> Callable[[], None]:

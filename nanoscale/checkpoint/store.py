@@ -26,6 +26,8 @@ from nanoscale.units import byte_size
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+BY_TIME = "by_time"
+"""key of a manifest; true in a checkpoint that was saved because of checkpoint.every_minutes alone"""
 _NAME = re.compile(r"step-(\d{8,})")
 _READ_BYTES = 1 << 20
 
@@ -133,13 +135,17 @@ def point_latest(workspace: Path, target: Path | None) -> None:
 def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
     """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`; the steps deleted.
 
+    `keep_last=None` keeps all but a checkpoint that was saved by time, once there is a newer one.
+
     Raises:
         FencedError: the run has gone on without this attempt.
     """
-    if keep_last is None:
-        return []
     stored = list_checkpoints(workspace.parent)
-    old = [c for c in stored[:-keep_last] if not (keep_every and c.step % keep_every == 0)]
+    if keep_last is None:  # every save has looked at the one before it: one is enough to look at
+        old = [c for c in stored[-2:-1] if _saved_by_time(c)]
+    else:
+        old = stored[:-keep_last]
+    old = [c for c in old if not (keep_every and c.step % keep_every == 0)]
     with fence.explained(workspace):
         for checkpoint in old:
             # Renamed first, so that a half-deleted one is never taken for a checkpoint.
@@ -147,6 +153,13 @@ def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> lis
             checkpoint.path.rename(doomed)
             shutil.rmtree(doomed)
     return [checkpoint.step for checkpoint in old]
+
+
+def _saved_by_time(checkpoint: StoredCheckpoint) -> bool:
+    try:
+        return bool(checkpoint.manifest.get(BY_TIME))
+    except (DamagedCheckpointError, OSError):
+        return False  # kept, for somebody to look at
 
 
 def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:

@@ -377,8 +377,21 @@ class Data:
 class Checkpoint:
     """When to save, and what to keep."""
 
-    every: int = key(0, "steps between checkpoints; 0: none but the last", unit="steps", at_least=0)
-    keep_last: int | None = key(2, "newest checkpoints to keep; null: all", at_least=1)
+    every: int = key(
+        0, "steps between checkpoints; 0: none by the number of steps", unit="steps", at_least=0
+    )
+    every_minutes: float | None = key(
+        15.0,
+        "save when this long has passed since the start or the last checkpoint, beside those of every; "
+        "0 or null: none by time",
+        unit="min",
+        at_least=0,
+    )
+    keep_last: int | None = key(
+        2,
+        "newest checkpoints to keep; null: all, but of those saved by time only the newest",
+        at_least=1,
+    )
     keep_every: int | None = key(
         None, "also keep every step that is a multiple of this", unit="steps", at_least=1
     )

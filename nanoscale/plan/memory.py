@@ -144,7 +144,7 @@ def _highest(
 def _staged(setting: Setting, held: Holding) -> int:
     """Bytes of the copy that checkpoints are written from beside the training."""
     saving = setting.config.checkpoint
-    if not (saving.asynchronous and saving.every):
+    if not (saving.asynchronous and (saving.every or saving.every_minutes)):
         return 0
     share = -(-held.numel // setting.shards) if setting.flat else held.shard
     return int((setting.states.weights + setting.states.optimizer) * share)

@@ -20,10 +20,10 @@ from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
 from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs import events, fence, lock
+from nanoscale.train.agreement import Agreement
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
-from nanoscale.train.stop import StopAgreement
 
 if TYPE_CHECKING:
     from nanoscale.worker import RankContext
@@ -44,7 +44,7 @@ def run(context: RankContext) -> str:
     ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
-    stop = StopAgreement(context.stop)
+    agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
     note = noter(context)
     training = Training(
         workspace=context.workspace,
@@ -61,8 +61,8 @@ def run(context: RankContext) -> str:
     if config.lora.rank:
         training.note("adapters", f"training {describe_adapters(config)}")
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
-    outcome = training.go(stop)
-    stop.close()
+    outcome = training.go(agreement)
+    agreement.close()
     for sink in training.sinks:
         sink.close()
     if outcome == "completed" and config.train.sample_tokens > 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
+from nanoscale.checkpoint import store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
 from nanoscale.config.derive import derive
@@ -21,10 +22,10 @@ from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import ranks
+from nanoscale.train.agreement import Agreement
 from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
-from nanoscale.train.stop import StopAgreement
 from nanoscale.units import duration
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
@@ -67,18 +68,18 @@ class Training:
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
 
-    def go(self, stop: StopAgreement) -> str:
+    def go(self, agreement: Agreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
         try:
-            return self._train(stop)
+            return self._train(agreement)
         except BaseException:
             with suppress(OSError):  # what is being written is of a step before
                 self.report_saved(self.saver.finish())
             raise
 
-    def _train(self, stop: StopAgreement) -> str:
+    def _train(self, agreement: Agreement) -> str:
         while self.progress.step < self.sizes.steps:
-            if stop.reached(self.saver.failed):
+            if agreement.stops(self.saver.failed):
                 return self.leave_early()
             self.report_saved(self.saver.finished())
             self.recorder.before(self.progress.step + 1)
@@ -87,7 +88,8 @@ class Training:
                 result = self.advance()
             step = self.progress.step
             evaluating = is_due(step, self.config.train.eval_every)
-            saving = is_due(step, self.config.checkpoint.every)
+            every_step = is_due(step, self.config.checkpoint.every)
+            saving = every_step or agreement.save_is_due
             if is_due(step, self.config.train.log_every) or evaluating or step == self.sizes.steps:
                 self.log(result, evaluating)
             else:
@@ -95,7 +97,8 @@ class Training:
                     result.grad_norm.item()  # so that the work still queued counts as the step's
                 self.meter.end()
             if saving:
-                self.save(self.saver.begin)
+                self.save(self.saver.begin, by_time=not every_step)
+                agreement.saved()
         self.recorder.end(self.progress.step + 1)
         self.report_saved(self.saver.finish())
         if self.config.checkpoint.at_end:
@@ -180,8 +183,10 @@ class Training:
             self.save(self.saver.write)
         return "stopped"
 
-    def save(self, write: Write) -> None:
+    def save(self, write: Write, by_time: bool = False) -> None:
         """Let a checkpoint of this step be written, unless there is one; old ones are dropped.
+
+        `by_time`: it is saved because of `checkpoint.every_minutes` alone.
 
         Raises:
             NonFiniteError: the step's gradients were not finite, and its weights are worth nothing.
@@ -201,6 +206,7 @@ class Training:
             **({"base": self.progress.base} if self.progress.base else {}),
             "world_size": self.sizes.world_size,
             "time": time.time(),
+            **({store.BY_TIME: True} if by_time else {}),
         }
         self.report_saved(self.saver.finish())
         self.report_saved(write(self.engine.state(), about))

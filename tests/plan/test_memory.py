@@ -380,7 +380,8 @@ def test_only_stage_0_in_one_precision_holds_no_copy():
             (4 + 2 * (1 + 4 / 256)) / 8,
         ),  # codes, and a scale for each 256
         (("checkpoint.asynchronous=false",), 0, 0),
-        (("checkpoint.every=0",), 0, 0),
+        (("checkpoint.every=0",), 0, 12),
+        (("checkpoint.every=0", "checkpoint.every_minutes=null"), 0, 0),
     ],
 )
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])

@@ -17,9 +17,9 @@ from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
 from nanoscale.parallel import ranks
+from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from nanoscale.train.stop import StopAgreement
 from nanoscale.worker import StopFlag
 from tests.support.jobs import SHAPE, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
@@ -248,7 +248,7 @@ def record_all(
         sinks=[records],
         note=lambda *_, **__: None,
     )
-    stop = StopAgreement(StopFlag())
-    assert training.go(stop) == "completed"
-    stop.close()
+    agreement = Agreement(StopFlag())
+    assert training.go(agreement) == "completed"
+    agreement.close()
     return records

@@ -137,11 +137,13 @@ def check_saving(case: Case) -> None:
     if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return
     if saving.every:
-        message = f"must be a multiple of checkpoint.every={saving.every}: nothing else is saved"
+        message = (
+            f"must be a multiple of checkpoint.every={saving.every}: only its multiples are saved"
+        )
         multiples = near_multiples(saving.every, saving.keep_every)
         proposals = [f"checkpoint.keep_every={n}" for n in multiples]
     else:
-        message = "needs checkpoint.every: without it only the last step is saved"
+        message = "needs checkpoint.every: what is saved by time or at the end has no fixed step"
         proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
     case.refuse("config", "checkpoint.keep_every", message, *proposals)
 

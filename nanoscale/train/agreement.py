@@ -1,0 +1,69 @@
+"""What all ranks do at the same step: stop, or save a checkpoint because of the time."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Flag(Protocol):
+    """Set from a signal handler at any time."""
+
+    requested: bool
+
+
+class Agreement:
+    """Asks once a step whether any rank was told to stop, and whether rank 0's clock wants a checkpoint.
+
+    One question carries both. It is sent off before a step and answered before the next, so that nobody waits
+    for it and the device is never synchronised.
+    """
+
+    def __init__(self, flag: Flag, save_every_s: float = 0.0) -> None:
+        """The clock starts now. `save_every_s`: seconds between two checkpoints; 0: none is saved by time."""
+        self.save_is_due = False
+        """True if all ranks save after the step that follows, because of the time"""
+        self._flag = flag
+        self._save_every_s = save_every_s
+        self._since = time.monotonic()
+        self._answer = torch.zeros(2)
+        self._question: dist.Work | None = None
+        self._saved_since_asked = False
+
+    def stops(self, failed: bool = False) -> bool:
+        """Whether to stop now; the same answer on every rank. Call it before every step.
+
+        `failed`: something of this rank beside the training has gone wrong, and all shall stop to see.
+        """
+        stop, save = self._flag.requested or failed, self._time_is_over()
+        if not dist.is_initialized():
+            self.save_is_due = save
+            return stop
+        if self._question is not None:
+            self._question.wait()
+        anybody_stops, first_saves = self._answer.tolist()
+        self.save_is_due = bool(first_saves) and not self._saved_since_asked
+        self._saved_since_asked = False
+        if anybody_stops:
+            self._question = None
+            return True
+        self._answer.copy_(torch.tensor([stop, save and dist.get_rank() == 0]))
+        self._question = dist.all_reduce(self._answer, dist.ReduceOp.MAX, async_op=True)
+        return False
+
+    def saved(self) -> None:
+        """Restart the clock: a checkpoint was saved, and what was asked before no longer counts."""
+        self._since = time.monotonic()
+        self._saved_since_asked = self._question is not None
+
+    def close(self) -> None:
+        """Take in the answer that nobody needs any more."""
+        if self._question is not None:
+            self._question.wait()
+            self._question = None
+
+    def _time_is_over(self) -> bool:
+        return 0 < self._save_every_s <= time.monotonic() - self._since
