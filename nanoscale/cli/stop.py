@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,8 +74,7 @@ def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
     from nanoscale.runs import lock
 
     if owner is not None and (owner.is_here or job is None or not job.is_there):
-        lock.require_here(run, owner)
-        os.kill(owner.pid, signal.SIGTERM)
+        lock.terminate(run, owner)
         display.note(f"asked {owner} to stop")
         return
     assert job is not None

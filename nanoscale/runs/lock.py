@@ -8,7 +8,8 @@ The holder writes into the token who it is, keeps a flock on it, and touches it 
 Whoever comes second is refused where the flock is held. Not on every shared file system does a flock reach
 other hosts, so a free one says nothing yet; whether the holder is alive shows on its own host by its process,
 and on another by watching for a few beats whether the token changes. The clocks of two hosts are never
-compared.
+compared. What the token says proves nothing, as it may come from somebody else: on the holder's own host a
+process counts as the holder only while it has the token open for writing.
 
 A holder that was suspended for longer than that finds the token gone, at its next beat at the latest. Before
 it writes anything it asks `lost`, which beats first if the last beat is not recent.
@@ -21,7 +22,9 @@ import fcntl
 import getpass
 import json
 import os
+import re
 import shlex
+import signal
 import socket
 import sys
 import threading
@@ -48,6 +51,7 @@ _SHOWN_S = 60.0
 """how old a beat may be, by this host's clock, for a holder elsewhere to be shown as one"""
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _GONE = (errno.ENOENT, errno.ESTALE)
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,6 @@ class Owner:
         """Whether `pid` is that of a process of this host, or was."""
         return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel())
 
-    @property
-    def is_alive(self) -> bool:
-        """Of one that is here."""
-        return _born(self.pid) == self.born is not None
-
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.pid} of {self.user} on {self.host} since {since} ({self.command})"
@@ -102,11 +101,18 @@ class _Token:
 
     name: str
     changed: int
+    inode: int
+    """the file's number; not its device, which differs between two mounts of one network file system"""
     owner: Owner
 
     @property
     def is_free(self) -> bool:
         return self.name == _FREE
+
+    @property
+    def is_held_here(self) -> bool:
+        """True if the owner is a process of this host that has the token open."""
+        return self.owner.is_here and _has_open(self.owner, self.inode)
 
 
 class RunLock:
@@ -170,7 +176,7 @@ class RunLock:
         dead: _Token | None = None
         while True:
             seen, handle = self._look_and_lock()
-            if seen.is_free or seen == dead or (seen.owner.is_here and not seen.owner.is_alive):
+            if seen.is_free or seen == dead or (seen.owner.is_here and not seen.is_held_here):
                 if self._rename_token(seen, handle):
                     return
                 continue
@@ -257,7 +263,7 @@ def owner(run: RunDirectory) -> Owner | None:
         if seen.is_free:
             return None
         if seen.owner.is_here:
-            return seen.owner if seen.owner.is_alive else None
+            return seen.owner if seen.is_held_here else None
         fresh = abs(time.time() - seen.changed / 1e9) < _SHOWN_S
         return seen.owner if fresh or _is_locked(folder, seen.name) else None
     except (OSError, UserError):
@@ -273,11 +279,32 @@ def refuse_if_held(run: RunDirectory) -> None:
         raise _held(run, holder)
 
 
-def require_here(run: RunDirectory, holder: Owner) -> None:
-    """Raise a UserError where the launcher cannot be reached from this host."""
-    if holder.is_here:
-        return
-    raise UserError(
+def terminate(run: RunDirectory, holder: Owner) -> None:
+    """Send SIGTERM to the launcher that holds the run; do nothing if it no longer does.
+
+    Raises:
+        UserError: it is on another host, or another user's.
+    """
+    if not holder.is_here:
+        raise _elsewhere(run, holder)
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(
+            holder.pid
+        )  # from here on the number cannot become another process's
+        try:
+            if owner(run) == holder:
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+        except PermissionError as error:
+            message = f"the run {run.name!r} can only be stopped by its user: {holder} holds it"
+            raise UserError("run", message) from error
+        finally:
+            os.close(process)
+
+
+def _elsewhere(run: RunDirectory, holder: Owner) -> UserError:
+    command = shlex.join([sys.executable, "-m", "nanoscale", "runs", "stop", str(run.path)])
+    plausible = _HOST.fullmatch(holder.host) is not None
+    return UserError(
         "run",
         f"the run {run.name!r} is held from another host: by {holder}",
         [
@@ -286,7 +313,7 @@ def require_here(run: RunDirectory, holder: Owner) -> None:
                 run.name,
                 "command line",
                 f"must be stopped on {holder.host}",
-                (f"ssh {holder.host} kill {holder.pid}",),
+                (shlex.join(["ssh", holder.host, command]),) if plausible else (),
             )
         ],
     )
@@ -302,8 +329,9 @@ def _look(folder: int) -> _Token:
             # Opened, since a client of a network file system then asks its server, and does not for a look.
             handle = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
             try:
-                changed = os.fstat(handle).st_mtime_ns
-                seen = _Token(name, changed, _read_owner(handle, name) or unknown)
+                about = os.fstat(handle)
+                holder = _read_owner(handle, name) or unknown
+                seen = _Token(name, about.st_mtime_ns, about.st_ino, holder)
             finally:
                 os.close(handle)
             if seen.is_free or seen.owner is not unknown:
@@ -322,11 +350,46 @@ def _find(folder: int) -> str:
 
 
 def _read_owner(handle: int, name: str) -> Owner | None:
-    with suppress(OSError, ValueError, TypeError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         record = json.loads(os.read(handle, 65536))
         if record.pop("token") == name:  # not that of the holder before
-            return Owner(**record)
+            return _checked(Owner(**record))
     return None
+
+
+def _checked(owner: Owner) -> Owner:
+    """Raise a ValueError where a value is of another type than a launcher writes."""
+    texts = (owner.host, owner.user, owner.command, owner.kernel)
+    if not all(isinstance(text, str) for text in texts) or type(owner.pid) is not int:
+        raise ValueError(owner)
+    time.localtime(owner.since)
+    return owner
+
+
+def _has_open(owner: Owner, inode: int) -> bool:
+    """Return True if the process has the file open for writing.
+
+    What another user's process has open is not shown: it is believed, and cannot be signalled from here.
+    """
+    if owner.born is None or _born(owner.pid) != owner.born:
+        return False
+    try:
+        return any(_writes(link, inode) for link in Path(f"/proc/{owner.pid}/fd").iterdir())
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def _writes(descriptor: Path, inode: int) -> bool:
+    with suppress(OSError):
+        if not descriptor.readlink().name.startswith(_FREE):
+            return False  # so that no file on a disk that does not answer is looked at
+        about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text("ascii")
+        flags = re.search(r"^flags:\s*([0-7]+)", about, re.M)
+        writable = flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
+        return writable and descriptor.stat().st_ino == inode
+    return False
 
 
 def _is_locked(folder: int, name: str) -> bool:

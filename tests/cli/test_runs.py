@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from nanoscale.config.compose import compose
 from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.slurm import JobState
-from nanoscale.runs import events, failure, status, submission
+from nanoscale.runs import events, failure, lock, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.runs.lock import RunLock
@@ -188,6 +189,20 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(runs, hold, capsys):
     assert f"process {launcher.pid}" in capsys.readouterr().err
     assert nanoscale(["runs", "stop", "b"]) == 0
     assert "is not going on" in capsys.readouterr().out
+
+
+def test_stop_ends_no_process_that_a_forged_lock_names(runs, capsys):
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        owner = replace(lock.Owner.me(), pid=process.pid, born=lock._born(process.pid))
+        token = runs[0].lock.rename(runs[0].path / "lock.forged")
+        token.write_text(json.dumps({"token": token.name, **asdict(owner)}))
+        assert nanoscale(["runs", "stop", "b"]) == 0
+        assert "is not going on" in capsys.readouterr().out
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_stop_gives_up_after_a_time(runs, hold, capsys):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -237,8 +238,10 @@ def test_where_flocks_reach_another_host_it_is_refused_at_once(run, launcher):
     assert time.monotonic() - before < lock.BEAT_S
     assert lock.owner(run).host == "elsewhere"
     with pytest.raises(UserError, match="held from another host") as error:
-        lock.require_here(run, lock.owner(run))
-    assert error.value.violations[0].suggestions[0].startswith("ssh elsewhere kill ")
+        lock.terminate(run, lock.owner(run))
+    words = shlex.split(error.value.violations[0].suggestions[0])
+    assert words[:2] == ["ssh", "elsewhere"]
+    assert shlex.split(words[2])[-3:] == ["runs", "stop", str(run.path)]
 
 
 def test_looking_at_a_free_lock_is_in_nobodys_way(run, monkeypatch):
@@ -261,5 +264,51 @@ def test_a_run_without_its_token_is_not_taken(run):
 def test_a_launcher_elsewhere_cannot_be_stopped_from_here(run):
     elsewhere = lock.Owner("another-host", 1, "me", 0.0, "nanoscale train")
     with pytest.raises(UserError, match="another-host"):
-        lock.require_here(run, elsewhere)
-    lock.require_here(run, lock.Owner.me())
+        lock.terminate(run, elsewhere)
+    option = replace(elsewhere, host="-oProxyCommand=touch x")
+    with pytest.raises(UserError) as error:
+        lock.terminate(run, option)
+    assert not error.value.violations[0].suggestions
+
+
+@pytest.fixture
+def bystander():
+    """A process of this user that has nothing to do with the run, and its Owner."""
+    process = subprocess.Popen(["sleep", "60"])
+    yield process, replace(lock.Owner.me(), pid=process.pid, born=lock._born(process.pid))
+    process.kill()
+    process.wait()
+
+
+def test_a_forged_token_names_no_holder(run, bystander):
+    """Every word of the token is true, but the process does not have the run."""
+    process, owner = bystander
+    leave(run, owner)
+    assert lock.owner(run) is None
+    with RunLock(run):
+        assert lock.owner(run).pid == os.getpid()
+        lock.terminate(run, owner)
+    assert process.poll() is None
+
+
+def test_a_process_that_only_reads_the_token_does_not_hold_it(run, bystander):
+    _, owner = bystander
+    with run.lock.open("rb") as token:
+        reader = subprocess.Popen(["sleep", "60"], stdin=token)
+    try:
+        leave(run, replace(owner, pid=reader.pid, born=lock._born(reader.pid)))
+        assert lock.owner(run) is None
+    finally:
+        reader.kill()
+        reader.wait()
+
+
+@pytest.mark.parametrize(
+    "change", [{"pid": "1; rm x"}, {"pid": -1}, {"since": 1e300}, {"host": 1}, {"more": 1}]
+)
+def test_a_token_of_nonsense_is_no_process_of_this_host(run, change):
+    leave(run, lock.Owner.me())
+    (token,) = run.path.glob("lock*")
+    token.write_text(json.dumps(json.loads(token.read_text()) | change))
+    holder = lock.owner(run)
+    assert holder is None or (not holder.is_here and str(holder))
