@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -100,6 +101,7 @@ def export(
     aside.mkdir()
     try:
         about = _with_special(about, vocabulary.write(aside, config), config.model)
+        _require_accepted(about, config.model)
         source = _Source(stored.path, config, tensors, kind, note)
         _write_weights(source, files, names, aside, size)
         _copy_code(config.model, aside)
@@ -156,6 +158,24 @@ def _config(model: Model, kind: str) -> dict[str, Any]:
         return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
     except UnsupportedError as error:
         raise UserError("model", f"transformers has no such model: {error}") from error
+
+
+def _require_accepted(about: dict[str, Any], model: Model) -> None:
+    """Raise a UserError if the transformers that is installed, if any, refuses this config.json.
+
+    That of `model=hf` has been read by it before.
+    """
+    if model.source == "hf" or find_spec("transformers") is None:
+        return
+    import transformers
+
+    try:
+        transformers.CONFIG_MAPPING[about["model_type"]].from_dict(dict(about))
+    except Exception as error:  # its own kinds, and a KeyError for a family that it does not know
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        name = f"transformers {transformers.__version__}"
+        message = f"{name} refuses this model as model_type={about['model_type']}: {why}"
+        raise UserError("model", message) from error
 
 
 def _largest_bias(path: Path, model: Model) -> float:

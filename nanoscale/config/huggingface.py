@@ -215,7 +215,7 @@ def _write_llama(model: Model) -> Json:
         "rope_theta": model.rope_theta,
         "rope_scaling": _write_scaling(model.rope_scaling),
         "tie_word_embeddings": model.tie_embeddings,
-        "initializer_range": model.init_std,
+        "initializer_range": min(model.init_std, 1.0),  # more is refused, and it draws nothing here
         "attention_dropout": 0.0,
     }
     return _family(model) | document
@@ -241,8 +241,16 @@ def _family(model: Model) -> Json:
             "use_sliding_window": False,
             "attention_bias": False,
         }
-    if model.sliding_window is not None:
+    # Llama's configuration refuses heads that do not divide the hidden size. A Mistral without a window
+    # computes the same, and takes head_dim as it is.
+    uneven = model.hidden % model.heads != 0
+    if model.sliding_window is not None or (uneven and not model.bias):
         return _named("mistral", "MistralForCausalLM") | {"sliding_window": model.sliding_window}
+    if uneven:
+        raise UnsupportedError(
+            f"Llama is the family with model.bias, and its model.hidden={model.hidden} must be a multiple "
+            f"of model.heads={model.heads}"
+        )
     bias = {"attention_bias": model.bias, "mlp_bias": model.bias}
     return _named("llama", "LlamaForCausalLM") | bias
 

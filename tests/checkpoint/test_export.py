@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanoscale.checkpoint import export as export_module
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.export import export
 from nanoscale.checkpoint.pretrained import load
-from nanoscale.config.huggingface import read_shape
-from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model
+from nanoscale.config.huggingface import read_shape, write_shape
+from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer
@@ -87,6 +89,66 @@ def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
     load(tmp_path / "out", again.shape, state)
     for name, value in model.named_parameters():
         assert torch.equal(value, again.get_parameter(name)), name
+
+
+EVEN, WIDE, UNEVEN = (32, 4, 8), (32, 4, 6), (36, 8, 4)
+"""hidden size, heads and their width"""
+KINDS: list[dict[str, Any]] = [
+    {}, {"bias": True}, {"qkv_bias": True}, {"qk_norm": True}, {"sliding_window": 24},
+    {"experts": 4}, {"experts": 4, "qk_norm": True}, {"experts": 4, "sliding_window": 24},
+    {"position": "learned", "norm": "layernorm", "mlp": "gelu", "bias": True},
+]  # fmt: skip
+BESIDE: list[dict[str, Any]] = [
+    {"tie_embeddings": True, "init_std": 1.5},
+    {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16), "kv_heads": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", [EVEN, WIDE, UNEVEN], ids=["even", "wide", "uneven"])
+def test_every_shape_that_is_exported_is_read_by_transformers(
+    sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    """Every kind of block with every width of heads: the same logits, or a refusal and no file."""
+    hidden, heads, head_dim = sizes
+    refused = []
+    for number, (kind, beside) in enumerate(zip(KINDS, itertools.cycle(BESIDE), strict=False)):
+        learned = kind.get("position") == "learned"
+        more = {} if learned and "rope_scaling" in beside else beside
+        shape = Model(
+            layers=1, hidden=hidden, heads=heads, head_dim=head_dim, ffn=24, vocab=64, max_seq_len=32,
+            **{"kv_heads": heads} | kind | more,
+        )  # fmt: skip
+        model, folder = random_model(shape), tmp_path / str(number)
+        config = Config(model=shape, data=Data(source="megatron"))
+        try:
+            export(checkpoint_of(model, folder), config, folder / "out", "fp32", 10**9, quiet)
+        except UserError as error:
+            assert "transformers has no such model" in error.message
+            refused.append(sorted(kind))
+            continue
+        assert read_shape(folder / "out").head_dim == head_dim
+        expected, found = model(tokens()), logits(from_pretrained(folder / "out"), tokens())
+        assert (expected - found).abs().max() <= 1e-5 * expected.abs().max(), shape
+    gpt2, biased = sorted(KINDS[-1]), ["bias"]
+    assert refused == {
+        EVEN: [], WIDE: [gpt2], UNEVEN: [biased, gpt2]
+    }[sizes]  # fmt: skip
+
+
+def test_what_the_installed_transformers_refuses_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(GPT2, norm="rmsnorm", mlp="swiglu", position="rope", bias=False)
+    stored, config = checkpoint_of(random_model(shape), tmp_path), Config(model=shape)
+    config = replace(config, data=Data(source="megatron"))
+    before = sorted(tmp_path.iterdir())
+    for wrong in ({"num_attention_heads": 5}, {"model_type": "llama17"}):
+        monkeypatch.setattr(
+            export_module, "write_shape", lambda it, wrong=wrong: write_shape(it) | wrong
+        )
+        with pytest.raises(UserError, match=r"transformers [\d.]+ refuses this model"):
+            export(stored, config, tmp_path / "out", "fp32", 10**9, quiet)
+        assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_bias_of_experts_is_not_left_out_in_silence(tmp_path: Path) -> None:
