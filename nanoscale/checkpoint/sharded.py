@@ -36,8 +36,6 @@ State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
 
-_NO_ROOM = 1 << 20
-"""free bytes of a disk that is full: the file whose write fell short has taken the rest"""
 _BYTES_A_SHARD = 2048
 """what torch's archive, its metadata and our manifest take beside the data of one tensor on one rank"""
 
@@ -73,8 +71,7 @@ def save(
     tensors = describe_all(state, group)
     with fence.explained(workspace):
         _together(lambda: _prepare(staging, tensors), rank == 0, group)
-        writer = FileSystemWriter(staging, sync_files=True, overwrite=False)
-        writer.fs = _NoNewFolder()
+        writer = _Writer(staging, sync_files=True, overwrite=False)
         with _in_our_words(staging):
             alone = not dist.is_initialized()
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=alone)
@@ -85,11 +82,52 @@ def save(
     return final
 
 
-class _NoNewFolder(FileSystem):
-    """torch would make the folder where it is missing, and all above it: a way around the fence."""
+class _Writer(FileSystemWriter):
+    """torch's writer of a rank's files, which raises the OSError of a write that failed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.fs = self._files = _Files()
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except Exception as error:
+            if self._files.failed is not None:  # torch's archive may say only that it fell short
+                raise self._files.failed from error
+            raise
+
+
+class _Files(FileSystem):
+    """Opens a checkpoint's files and remembers the first write that failed.
+
+    torch would make the folder where it is missing, and all above it: a way around the fence.
+    """
+
+    failed: OSError | None = None
 
     def mkdir(self, path: Any) -> None:
         """The first rank has made it."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            write = stream.write
+
+            def noted(data: Any) -> int:
+                try:
+                    return write(data)
+                except OSError as error:
+                    self.failed = self.failed or error
+                    raise
+
+            stream.write = noted
+            yield stream
+            if (
+                not stream.closed
+            ):  # torch's index: it was synchronised before its last bytes were flushed
+                stream.flush()
+                os.fsync(stream.fileno())
 
 
 def load_newest(workspace: Path, state: State) -> Loaded | None:
@@ -199,18 +237,16 @@ def _in_our_words(path: Path) -> Iterator[None]:
         except CheckpointException as failed:
             own = failed.failures.get(_rank())
             rank, (error, _) = (_rank(), own) if own else min(failed.failures.items())
-            number, why = _reason(error, path)
+            number, why = _reason(error)
             text = f"{why} (rank {rank}, in {path})"
             raise OSError(number, text if own else f"a peer was lost: {text}") from error
 
 
-def _reason(error: BaseException, path: Path) -> tuple[int, str]:
-    """Number and text of what went wrong; torch's writer does not say why a write fell short."""
+def _reason(error: BaseException) -> tuple[int, str]:
+    """Number and text of what went wrong."""
     if isinstance(error, OSError) and error.errno:
         return error.errno, error.strerror or str(error)
-    full = shutil.disk_usage(path).free < _NO_ROOM
-    number = errno.ENOSPC if full else errno.EIO
-    return number, f"{os.strerror(number)}: {error}"
+    return errno.EIO, f"{os.strerror(errno.EIO)}: {error}"
 
 
 def _may_be_left(name: str) -> bool:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.parallel import ranks
@@ -38,3 +45,39 @@ def test_a_failing_write_is_an_error_of_its_rank_on_all(tmp_path: Path) -> None:
     assert ["a peer was lost" in text for _, text in said] == [True, False]
     assert [stored.step for stored in store.list_checkpoints(tmp_path)] == [1]
     assert store.find_damage(store.checkpoint_path(tmp_path, 1)) == []
+
+
+class Failing(FileIO):
+    """A file whose writes fail as of one on a full disk, or on one that became read-only."""
+
+    number = 0
+    left = 0
+    """writes that succeed"""
+
+    def write(self, data: Any) -> int:
+        Failing.left -= 1
+        if Failing.left < 0:
+            raise OSError(Failing.number, os.strerror(Failing.number))
+        return super().write(data) or 0
+
+
+@contextmanager
+def failing_stream(_: Any, path: Path, mode: str) -> Iterator[Any]:
+    with BufferedWriter(Failing(path, mode)) as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EDQUOT, errno.ENOSPC])
+@pytest.mark.parametrize("before", [0, 1, 3])
+def test_what_fails_in_a_write_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, before: int
+) -> None:
+    """torch's archive says of some writes only that they fell short."""
+    monkeypatch.setattr(FileSystem, "create_stream", failing_stream)
+    Failing.number, Failing.left = number, before
+    (tmp_path / ".attempt-1").mkdir()
+    state = {"a": torch.ones(1 << 16), "b": torch.ones(5000)}
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        sharded.save(tmp_path / ".attempt-1", state, {"step": 1})
+    assert caught.value.errno == number
+    assert store.list_checkpoints(tmp_path) == []
