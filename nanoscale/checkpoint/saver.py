@@ -30,6 +30,8 @@ class Saved:
     """from the call to its being there"""
     stall_s: float
     """of these, how long the training stood still"""
+    undeleted: dict[int, str]
+    """old checkpoints that could not be deleted and were not named before: step and reason"""
 
 
 class Saver:
@@ -46,6 +48,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo") if apart else None
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
+        self._undeleted: dict[int, str] = {}
 
     @property
     def failed(self) -> bool:
@@ -101,10 +104,18 @@ class Saver:
         if beside:
             self._staging.fill()
         path = sharded.save(self._workspace, state, about, self._group if beside else None)
-        if self._rank == 0:
-            store.prune(self._workspace, self._settings.keep_last, self._settings.keep_every)
+        undeleted = self._prune() if self._rank == 0 else {}
         seconds = time.perf_counter() - began
-        return Saved(path, about["step"], seconds, self._stall_s if beside else seconds)
+        stall_s = self._stall_s if beside else seconds
+        return Saved(path, about["step"], seconds, stall_s, undeleted)
+
+    def _prune(self) -> dict[int, str]:
+        """Delete old checkpoints; return those that could not be and were not returned before."""
+        settings = self._settings
+        failed = store.prune(self._workspace, settings.keep_last, settings.keep_every).failed
+        new = {step: why for step, why in failed.items() if step not in self._undeleted}
+        self._undeleted |= new
+        return new
 
 
 def _beside(act: Callable[[], T]) -> Future[T]:

@@ -132,8 +132,17 @@ def point_latest(workspace: Path, target: Path | None) -> None:
         link.rename(aside)
 
 
-def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`; the steps deleted.
+@dataclass(frozen=True)
+class Pruned:
+    """The old checkpoints of a run, by step."""
+
+    deleted: list[int]
+    failed: dict[int, str]
+    """those that could not be deleted, with the reason"""
+
+
+def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> Pruned:
+    """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`.
 
     `keep_last=None` keeps all but a checkpoint that was saved by time, once there is a newer one.
 
@@ -145,14 +154,23 @@ def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> lis
         old = [c for c in stored[-2:-1] if _saved_by_time(c)]
     else:
         old = stored[:-keep_last]
-    old = [c for c in old if not (keep_every and c.step % keep_every == 0)]
-    with fence.explained(workspace):
-        for checkpoint in old:
-            # Renamed first, so that a half-deleted one is never taken for a checkpoint.
-            doomed = workspace / f"deleting-{checkpoint.path.name}"
-            checkpoint.path.rename(doomed)
-            shutil.rmtree(doomed)
-    return [checkpoint.step for checkpoint in old]
+    pruned = Pruned([], {})
+    for checkpoint in old:
+        if keep_every and checkpoint.step % keep_every == 0:
+            continue
+        try:
+            with fence.explained(workspace):
+                # Renamed first, so that a half-deleted one is never taken for a checkpoint.
+                doomed = workspace / f"deleting-{checkpoint.path.name}"
+                checkpoint.path.rename(doomed)
+                shutil.rmtree(doomed)
+        except fence.FencedError:
+            raise
+        except OSError as error:
+            pruned.failed[checkpoint.step] = error.strerror or str(error)
+        else:
+            pruned.deleted.append(checkpoint.step)
+    return pruned
 
 
 def _saved_by_time(checkpoint: StoredCheckpoint) -> bool:

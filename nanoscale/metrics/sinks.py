@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -11,11 +12,13 @@ from typing import Any, Protocol
 
 from nanoscale.config.schema import Logger
 from nanoscale.errors import UserError
-from nanoscale.runs import fence
+from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.versions import install_command
 
 Record = dict[str, Any]
+_NAMED = 5
+"""damaged lines, at most, that a message names"""
 
 
 class Sink(Protocol):
@@ -69,11 +72,36 @@ class JsonLines:
 
     def __init__(self, run: RunDirectory, workspace: Path, step: int) -> None:
         self._workspace = workspace
-        if run.metrics.exists():
-            kept = "".join(lines_up_to(run.metrics.read_text(), step))
-            with fence.explained(workspace):
-                write_atomically(run.metrics, kept, workspace)
+        if run.metrics.exists() or step:
+            self._keep(run, step)
         self._file = run.metrics.open("a")
+
+    def _keep(self, run: RunDirectory, step: int) -> None:
+        """Keep the lines up to `step`; what is damaged stays beside them, and the run's events say so."""
+        kept, damage = b"", ""
+        try:
+            text = run.metrics.read_bytes()
+        except FileNotFoundError:
+            damage = f"metrics.jsonl is missing: the figures of steps 1 to {step} are lost"
+        except OSError as error:
+            aside = _free(run.metrics)
+            damage = f"metrics.jsonl cannot be read ({error.strerror}) and is now {aside.name}"
+            fence.require(self._workspace)
+            run.metrics.rename(aside)
+        else:
+            lines, damaged = lines_up_to(text, step)
+            kept = b"".join(lines)
+            if damaged:
+                aside = _free(run.metrics)
+                which = ", ".join(map(str, damaged[:_NAMED])) + (", …" if damaged[_NAMED:] else "")
+                damage = (
+                    f"metrics.jsonl is damaged in line {which}: the file is kept as {aside.name}"
+                )
+                aside.write_bytes(text)
+        with fence.explained(self._workspace):
+            write_atomically(run.metrics, kept, self._workspace)
+        if damage:
+            events.append(run, "metrics", f"{damage}; the training continues with step {step + 1}")
 
     def write(self, record: Record) -> None:
         fence.require(self._workspace)
@@ -94,17 +122,27 @@ def is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def lines_up_to(text: str, step: int) -> list[str]:
-    """The lines whose step is at most `step`, up to the first that a crash has torn."""
-    kept = []
-    for line in text.splitlines(keepends=True):
+def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
+    """Return the lines whose step is at most `step`, and the numbers of damaged lines, from 1.
+
+    What follows the last end of a line is neither: a crash has torn it.
+    """
+    kept, damaged = [], []
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):
         try:
-            known = json.loads(line)["step"]
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            break
-        if line.endswith("\n") and known <= step:
-            kept.append(line)
-    return kept
+            damaged.append(number)
+    return kept, damaged
+
+
+def _free(path: Path) -> Path:
+    """A name beside `path` for what is damaged, as a damaged checkpoint has one."""
+    names = itertools.chain(
+        [f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2))
+    )
+    return next(free for name in names if not (free := path.with_name(name)).exists())
 
 
 class TensorBoard:

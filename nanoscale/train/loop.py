@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -221,6 +222,14 @@ class Training:
         self.note(
             "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
         )
+        for step, why in saved.undeleted.items():
+            path = store.checkpoint_path(saved.path.parent, step)
+            self.note(
+                "undeleted",
+                f"{path.name} is no longer needed and could not be deleted ({why}); the training "
+                f"continues. To delete it: rm -r {shlex.quote(str(path))}",
+                step=step,
+            )
 
 
 def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:

@@ -9,7 +9,7 @@ import pytest
 from nanoscale.config.schema import Logger
 from nanoscale.errors import UserError
 from nanoscale.metrics import sinks
-from nanoscale.runs import fence
+from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 
 
@@ -34,6 +34,43 @@ def test_a_restart_leaves_no_repeat_and_no_torn_line(tmp_path: Path) -> None:
         file.write('{"step": 10, "lo')
     write(run, 6, 12)
     assert steps(run) == list(range(1, 13))
+
+
+def test_damaged_lines_are_reported_and_cost_only_themselves(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    write(run, 1, 9)
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    damaged = b"".join([*lines[:2], b"\x00\xff" + lines[2][2:], lines[3], b"[]\n", *lines[5:]])
+    run.metrics.write_bytes(damaged)
+    write(run, 8, 12)
+    assert steps(run) == [1, 2, 4, *range(6, 13)]
+    (event,) = [event for event in events.read(run) if event["kind"] == "metrics"]
+    assert event["message"] == (
+        "metrics.jsonl is damaged in line 3, 5: the file is kept as damaged-metrics.jsonl; "
+        "the training continues with step 8"
+    )
+    assert (run.path / "damaged-metrics.jsonl").read_bytes() == damaged
+
+
+def test_missing_metrics_are_reported(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    write(run, 1, 5)
+    assert events.read(run) == []
+    run.metrics.unlink()
+    write(run, 6, 8)
+    assert steps(run) == [6, 7, 8]
+    assert "missing: the figures of steps 1 to 5 are lost" in events.read(run)[0]["message"]
+
+
+def test_metrics_that_cannot_be_read_are_set_aside(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    write(run, 1, 5)
+    for number in ("", "-2"):
+        run.metrics.unlink()
+        run.metrics.mkdir()
+        write(run, 6, 8)
+        assert steps(run) == [6, 7, 8] and (run.path / f"damaged-metrics.jsonl{number}").is_dir()
+    assert "cannot be read (Is a directory)" in events.read(run)[0]["message"]
 
 
 def test_floats_are_written_in_full(tmp_path: Path) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint.saver import Saver
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.schema import Backend, Checkpoint, Config
-from nanoscale.runs import events
+from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.worker import StopFlag
+from nanoscale.train.job import noter
+from nanoscale.train.loop import Training
+from nanoscale.worker import RankContext, StopFlag
 from tests.support.jobs import (
     KillBefore,
     curve,
@@ -163,3 +168,32 @@ def test_what_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
 
 def steps(run: RunDirectory) -> list[int]:
     return [stored.step for stored in list_checkpoints(run.checkpoints)]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named once, with the command that deletes it; the others are deleted as ever."""
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "step-00000001" and target.name.startswith("deleting-"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    run = RunDirectory.create(tmp_path, "my run")
+    fence.begin(run, 1)
+    saver = Saver(run.workspace(1), Checkpoint(keep_last=1, asynchronous=False), rank=0)
+    training = cast(Any, SimpleNamespace(note=noter(context(run))))
+    for step in (1, 2, 3, 4):
+        saved = saver.write({"a": torch.ones(3)}, {"step": step})
+        Training.report_saved(training, saved)
+    assert [stored.step for stored in list_checkpoints(run.checkpoints)] == [1, 4]
+    (event,) = [event for event in events.read(run) if event["kind"] == "undeleted"]
+    assert event["step"] == 1 and "(Permission denied); the training continues" in event["message"]
+    assert f"rm -r '{run.checkpoint(1)}'" in event["message"]
+
+
+def context(run: RunDirectory) -> RankContext:
+    return RankContext(run, Config(), 0, 0, 1, "localhost", 1, StopFlag())
