@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,8 @@ from typing import Any
 from nanoscale.cli.output import DONE, console, print_json
 from nanoscale.config.compose import compose
 from nanoscale.config.frozen import load
+from nanoscale.config.report import override
 from nanoscale.config.schema import Cluster, Config
-from nanoscale.config.words import for_shell
 from nanoscale.errors import UserError, Violation
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware import CPU, hardware_of, recognise
@@ -153,7 +152,7 @@ def _document(runs: Sequence[_Run], found: Calibration, file: Path) -> dict[str,
     return {
         "efficiency": learned,
         "device": runs[0].device,
-        "override": _override(file),
+        "override": override("cluster.efficiency", str(file)),
         "learned": [
             {
                 "name": name,
@@ -166,12 +165,6 @@ def _document(runs: Sequence[_Run], found: Calibration, file: Path) -> dict[str,
         "runs": [_outcome(run, found) for run in runs],
         "time": time.time(),
     }
-
-
-def _override(file: Path) -> str:
-    """Ready to paste, from any folder."""
-    plain = re.fullmatch(r"[\w./-]+", str(file), re.ASCII)
-    return f"cluster.efficiency={file}" if plain else for_shell("cluster.efficiency", str(file))
 
 
 def _outcome(run: _Run, found: Calibration) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.config.report import override
 from nanoscale.devices import cores
 
 if TYPE_CHECKING:
@@ -300,7 +301,9 @@ def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     display.show(f"  folder      {out.expanduser().absolute()}")
     display.show(f"  vocabulary  {manifest['vocabulary']:,}")
     begun = " model.init_from=… data.packing=whole" if "answers" in train else ""
-    display.show(f"  train       nanoscale train recipe=… data=megatron data.path={out}{begun}")
+    display.show(
+        f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
+    )
 
 
 def _share(split: dict[str, Any]) -> str:

@@ -104,7 +104,7 @@ def way_on(run: RunDirectory) -> str:
     """What to type to go on with a run that has ended."""
     one = submission.read(run)
     if one is None or one.script is None:
-        return f"nanoscale resume {run.reference}"
+        return shlex.join(["nanoscale", "resume", run.reference])
     task = [] if one.task is None else [f"--array={one.task}"]
     return shlex.join(["sbatch", *task, one.script])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from nanoscale import display
 from nanoscale.cli.config import ConfigDir, print_yaml
 from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.config.report import override
 
 if TYPE_CHECKING:
     from nanoscale.config.library import Option
@@ -76,7 +78,7 @@ def copy(
         shutil.copyfile(option.path, target)
     except OSError as error:
         _refuse_copy(target, f"cannot be written: {error.strerror}", name)
-    display.show(f"{target}\n  nanoscale train recipe={_as_recipe(target)}")
+    display.show(f"{target}\n  nanoscale train {override('recipe', _as_recipe(target))}")
 
 
 def _as_recipe(path: Path) -> str:
@@ -102,5 +104,6 @@ def _refuse_copy(target: Path, message: str, name: str) -> None:
     from nanoscale.config.report import refuse
     from nanoscale.errors import Violation
 
-    other = (f"nanoscale recipes copy {name} recipes/my-{Path(name).name}.yaml",)
+    copy = ["nanoscale", "recipes", "copy", name, f"recipes/my-{Path(name).name}.yaml"]
+    other = (shlex.join(copy),)
     refuse([Violation(str(target), None, "command line", message, other)])

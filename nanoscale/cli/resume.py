@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -128,7 +129,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
             was_set[-1].value if (was_set := composed.history.get(declared)) else None,
             composed.source(declared),
             message,
-            (f"nanoscale train --config {run.config} {key}=…",),
+            (f"nanoscale train --config {shlex.quote(str(run.config))} {key}=…",),
         )
         for keys, message in (
             (moved, "cannot be changed by resume: a run stays where it is"),
@@ -181,7 +182,7 @@ def _say_where_from(run: RunDirectory) -> None:
         raise UserError(
             "checkpoint",
             f"no whole checkpoint is left in {run.checkpoints}: {', '.join(damaged)} "
-            f"were set aside; to begin anew: nanoscale train --config {run.config}",
+            f"were set aside; to begin anew: nanoscale train --config {shlex.quote(str(run.config))}",
         )
     start = (
         f"going on from {run.checkpoint(steps[-1]).name}"
@@ -208,7 +209,7 @@ def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
     steps = derive(config).steps
     (display.note if as_json else display.show)(
         f"the run is complete: it trained all {steps} steps; to train longer, say\n"
-        f"  nanoscale resume {run.reference} train.steps={2 * steps}"
+        f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"
     )
     if as_json:
         print_json(document(run, Outcome("completed", DONE)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -265,6 +266,8 @@ def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch
     wanted += "" if rank is None else f", rank {rank}"
     what = "output of a batch script" if batch else wanted
     printed = not batch and _batch_logs(run)
-    other = (f"nanoscale runs logs {run.reference} --batch",) if printed else ()
+    other = (
+        (shlex.join(["nanoscale", "runs", "logs", run.reference, "--batch"]),) if printed else ()
+    )
     violation = Violation("logs", what, "command line", "does not exist", other)
     raise UserError("run", message, [violation])

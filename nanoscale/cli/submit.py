@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -265,8 +266,8 @@ def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
-    display.show(f"  follow  nanoscale runs watch {runs[0].reference}")
-    display.show(f"  stop    nanoscale runs stop {runs[0].reference}")
+    display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
+    display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
 
 
 def _print_runs(batch: Batch, variants: list[Variant]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from typing import TYPE_CHECKING, TextIO
@@ -37,7 +38,7 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
             job = _follow(directory, view)
     except KeyboardInterrupt:
         display.note(
-            f"{directory.name} goes on; to stop it: nanoscale runs stop {directory.reference}"
+            f"{directory.name} goes on; to stop it: nanoscale runs stop {shlex.quote(directory.reference)}"
         )
         return INTERRUPTED
     outcome = _outcome(directory)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.config.hub import asking, is_name, missing_path, similar_paths, why_not
 from nanoscale.config.huggingface import UnsupportedError, read_shape
-from nanoscale.config.report import refuse, shown
+from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Model
 from nanoscale.errors import Violation
 
@@ -81,7 +81,7 @@ def locate(asked: str, *, weights: bool) -> Path:
 def refuse_model(composed: Composed, key: str, asked: str | None, error: Exception) -> NoReturn:
     """Raise a UserError for the key that names a model, with folders of similar names to type."""
     similar = similar_paths(asked) if asked and isinstance(error, NoSuchModelError) else []
-    instead = tuple(f"{key}={path}" for path in similar)
+    instead = tuple(override(key, path) for path in similar)
     refuse([Violation(key, asked, composed.source(key), str(error), instead)], kind="model")
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
 from nanoscale.errors import UserError, Violation
+
+_PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)
+"""texts that neither a shell nor Hydra's grammar takes for more than they are"""
 
 
 def refuse(violations: Sequence[Violation], kind: str = "config") -> NoReturn:
@@ -43,6 +49,38 @@ def shown(value: object) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """The word that sets a key, ready to paste into a shell: to some, brackets are a pattern."""
+    """Return the word that sets a key, ready to paste into a shell."""
+    entries = value if isinstance(value, list) else [value]
+    if any(isinstance(entry, str) and not _PLAIN.fullmatch(entry) for entry in entries):
+        return for_shell(key, value)
     word = f"{key}={shown(value)}"
-    return f"'{word}'" if isinstance(value, list) else word
+    return f"'{word}'" if isinstance(value, list) else word  # to some shells brackets are a pattern
+
+
+def for_shell(key: str, value: object) -> str:
+    """Return the word that sets a key, with its texts quoted, ready to paste into a shell."""
+    if isinstance(value, str) and not any(character in value for character in "\"'\\"):
+        return f"'{key}=\"{value}\"'"
+    return shlex.quote(f"{key}={quoted(value)}")
+
+
+def quoted(value: object) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, str):
+        return "'" + _escaped(value) + "'"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{quoted(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(quoted, value)) + "]"
+    return json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    """Within single quotes: backslashes count only where they stand before a quote."""
+    escaped = ""
+    for part in text.split("'"):
+        trailing = len(part) - len(part.rstrip("\\"))
+        escaped += part + "\\" * trailing + "\\'"
+    return escaped.removesuffix("\\'")

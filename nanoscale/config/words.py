@@ -21,7 +21,7 @@ from nanoscale.config import reference
 from nanoscale.config.convert import unknown_key
 from nanoscale.config.library import RECIPE, Library, is_path, misplaced
 from nanoscale.config.provenance import COMMAND_LINE
-from nanoscale.config.report import shown
+from nanoscale.config.report import for_shell, quoted, shown
 from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.errors import Violation
 
@@ -44,13 +44,13 @@ class Words:
     def for_hydra(self) -> list[str]:
         """The same as overrides of Hydra that cannot fail."""
         return self.choices_for_hydra() + [
-            f"++{key}={_quoted(value)}" for key, value in self.settings
+            f"++{key}={quoted(value)}" for key, value in self.settings
         ]
 
     def choices_for_hydra(self) -> list[str]:
         """The choices of groups alone, which decide what is merged, and in which order."""
         return [
-            f"~{group}" if option is None else f"{group}={_quoted(option)}"
+            f"~{group}" if option is None else f"{group}={quoted(option)}"
             for group, option in self.choices.items()
             if option is not None or group != RECIPE
         ]
@@ -202,7 +202,7 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
             word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
         )
     try:
-        parser.parse_override(f"{key}={_quoted(value)}")
+        parser.parse_override(f"{key}={quoted(value)}")
     except HydraException:
         names = tuple(f"{name}={value}" for name in nearest_key(key, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
@@ -227,32 +227,3 @@ def _meanings(word: str, library: Library) -> Iterator[str]:
         yield f"{RECIPE}={recipe}"
     for key in nearest_key(word, reference.declared(), 2):
         yield f"{key}=VALUE"
-
-
-def _quoted(value: object) -> str:
-    """A plain value in Hydra's grammar."""
-    if isinstance(value, str):
-        return "'" + _escaped(value) + "'"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_quoted(inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_quoted, value)) + "]"
-    return json.dumps(value)
-
-
-def _escaped(text: str) -> str:
-    """Within single quotes: backslashes count only where they stand before a quote."""
-    escaped = ""
-    for part in text.split("'"):
-        trailing = len(part) - len(part.rstrip("\\"))
-        escaped += part + "\\" * trailing + "\\'"
-    return escaped.removesuffix("\\'")
-
-
-def for_shell(key: str, value: str) -> str:
-    """A word whose value is quoted, ready to paste into a shell."""
-    if any(character in value for character in "\"'\\"):
-        return shlex.quote(f"{key}={_quoted(value)}")
-    return f"'{key}=\"{value}\"'"

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from nanoscale.config.report import override
 from nanoscale.config.token_headers import (
     HEADER,
     MAGIC,
@@ -239,7 +240,7 @@ def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserErro
 def _missing(path: Path, prefix: Path) -> UserError:
     suggestions: tuple[str, ...] = ()
     if prefix.suffix in (".bin", ".idx"):
-        suggestions = (f"data.path={prefix.with_suffix('')}",)
+        suggestions = (override("data.path", str(prefix.with_suffix(""))),)
     what = "there is no such file (the path is given without .bin or .idx)"
     found = Violation("data.path", str(prefix), "", what, suggestions)
     return UserError("data", f"missing token file: {path}", [found])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def _open_run(
         raise UserError(
             "model",
             f"{run.path}: its model is transformers' (model=hf), whose own `generate` writes with what "
-            f"`nanoscale checkpoints export {run.name} --format hf` makes",
+            f"`nanoscale checkpoints export {shlex.quote(run.reference)} --format hf` makes",
         )
     tokenizer = _named(said) if said else vocabulary.known(config)
     if tokenizer is None:

@@ -8,6 +8,7 @@ missing; here each of these is an error, and all of a file's errors are shown to
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -146,7 +147,7 @@ def _beside(path: Path) -> Iterator[str]:
     folder = path.parent
     names = [entry.name for entry in folder.iterdir() if entry.is_file()] if folder.is_dir() else []
     for name in nearest(path.name, names):
-        yield f"--hostfile {folder / name}"
+        yield f"--hostfile {shlex.quote(str(folder / name))}"
 
 
 # --- what is taken of it --------------------------------------------------------------------------

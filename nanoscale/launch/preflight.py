@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -353,7 +354,9 @@ def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     needed = hosts.config.backend.name == "deepspeed"
     for path in facts["stale_locks"]:
         text = f"{path} was left by a compilation that is no more; the next one would wait for ever"
-        yield Verdict(member.name, "locks", False, text, f"rm {path}", needed=needed)
+        yield Verdict(
+            member.name, "locks", False, text, f"rm -- {shlex.quote(path)}", needed=needed
+        )
 
 
 # --- clock and network -------------------------------------------------------------------------------

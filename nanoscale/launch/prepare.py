@@ -18,6 +18,7 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.document import read
 from nanoscale.config.frozen import dump
+from nanoscale.config.report import override
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import Config
 from nanoscale.devices import cores
@@ -130,7 +131,7 @@ def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
                     asked,
                     first.composed.source("run.name"),
                     "a new run never overwrites an old one",
-                    (f"run.name={free}",),
+                    (override("run.name", free),),
                 )
             ],
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 
 from nanoscale.config.rules.case import Host
 from nanoscale.runs.failure import signal_name
@@ -96,15 +97,16 @@ def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[s
         words: what it printed.
         limit_s: how long the launcher has waited for an answer.
     """
+    names = {"host": shlex.quote(host.address), "name": shlex.quote(host.name)}
     for _check, pattern, diagnosis, remedy in _CAUSES:
         found = re.search(pattern, words, re.IGNORECASE)
         if found:
             line = _line_around(words, found.start())
-            return f"{diagnosis} ({line})", remedy.format(host=host.address, name=host.name)
+            return f"{diagnosis} ({line})", remedy.format(**names)
     if code is None:
         return (
             f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
-            f"look whether it is up; leave it out with --exclude {host.address}",
+            f"look whether it is up; leave it out with --exclude {shlex.quote(host.address)}",
         )
     name = signal_name(code)
     how = f"it was ended by {name}" if name else f"it ended with code {code}"

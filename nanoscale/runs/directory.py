@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoscale.config.report import override
 from nanoscale.errors import UserError, Violation
 
 Stream = Literal["out", "err"]
@@ -250,7 +251,7 @@ def check_name(name: str) -> None:
         f"names a folder: at most {_LONGEST_NAME} bytes, no slash and no control character, "
         "no dot or dash in front"
     )
-    suggestions = (f"run.name={shlex.quote(legal)}",) if legal else ()
+    suggestions = (override("run.name", legal),) if legal else ()
     raise UserError(
         "run",
         f"{name!r} cannot name a run",
@@ -272,7 +273,10 @@ def check_free(root: Path, name: str) -> None:
                 name,
                 "",
                 "a new run never overwrites an old one",
-                (f"run.name={free_name(root, name)}", f"nanoscale resume {root / name}"),
+                (
+                    override("run.name", free_name(root, name)),
+                    shlex.join(["nanoscale", "resume", str(root / name)]),
+                ),
             )
         ],
     )
@@ -409,7 +413,7 @@ def _no_such_run(path: str, root: Path) -> UserError:
                 path,
                 "command line",
                 "must be a run directory, or the name of one in the folder of runs",
-                tuple(close) or ("nanoscale runs ls",),
+                tuple(map(shlex.quote, close)) or ("nanoscale runs ls",),
             )
         ],
     )

@@ -448,7 +448,7 @@ def _born(pid: int) -> int | None:
 def _unlockable(path: Path, error: OSError) -> UserError:
     gone = error.errno in _GONE
     law = "must be there, once" if gone else "must be a file that can be written"
-    remedy = (f"touch {path / _FREE}",) if gone else ()
+    remedy = (shlex.join(["touch", str(path / _FREE)]),) if gone else ()
     violation = Violation("RUN", str(path / _FREE), "", law, remedy)
     return UserError("run", f"the run cannot be locked: {error.strerror}", [violation])
 
@@ -463,7 +463,7 @@ def _held(run: RunDirectory, owner: Owner) -> UserError:
                 run.name,
                 "",
                 "has one launcher at a time",
-                (f"nanoscale runs logs {run.name} --follow", f"nanoscale runs stop {run.name}"),
+                (_command("logs", run, "--follow"), _command("stop", run)),
             )
         ],
     )
@@ -482,10 +482,14 @@ def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
                 run.name,
                 "",
                 "has one launcher at a time",
-                (f"nanoscale runs logs {run.name} --follow",),
+                (_command("logs", run, "--follow"),),
             )
         ],
     )
+
+
+def _command(verb: str, run: RunDirectory, *options: str) -> str:
+    return shlex.join(["nanoscale", "runs", verb, run.reference, *options])
 
 
 def _user() -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from nanoscale.config.mixture import sources_of
 from nanoscale.config.prepared import answers_of
+from nanoscale.config.report import override
 from nanoscale.config.rules.case import Case, near_multiples
 from nanoscale.config.rules.mixture import resolve_mixture
 from nanoscale.config.rules.token_files import look
@@ -157,7 +158,7 @@ def resolve_run(case: Case) -> Run:
             "names a folder: at most 200 characters, no slash and no control character, "
             "no dot or dash in front"
         )
-        case.refuse("run", "run.name", message, f"run.name={legal}" if legal else None)
+        case.refuse("run", "run.name", message, override("run.name", legal) if legal else None)
     if not run.root:
         case.refuse("run", "run.root", "is empty", "run.root=runs")
     return replace(run, root=_expanded(run.root))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.config.mixture import MEMBERS, Source
+from nanoscale.config.report import override
 from nanoscale.config.rules.case import Case, listed
 from nanoscale.config.rules.token_files import TokenFiles, look, refuse
 from nanoscale.config.schema import Data
@@ -49,13 +50,13 @@ def _sources(case: Case, mixture: dict[str, Any]) -> Iterator[Source]:
     for name, entry in mixture.items():
         key = f"{KEY}.{name}"
         if not isinstance(entry, dict):
-            example = f"{key}.path={entry}" if isinstance(entry, str) else f"{key}.path=…"
+            example = override(f"{key}.path", entry) if isinstance(entry, str) else f"{key}.path=…"
             message = f"is a section of {listed(list(MEMBERS))}"
             refuse(case, key, entry, message, example)
             continue
         for unknown in entry.keys() - set(MEMBERS):
             near = nearest(unknown, MEMBERS) or MEMBERS
-            proposals = [f"{key}.{member}={entry[unknown]}" for member in near]
+            proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
             refuse(case, f"{key}.{unknown}", entry[unknown], "is no key", *proposals)
         yield Source(**_typed(case, key, entry), name=name)
 

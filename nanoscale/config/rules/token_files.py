@@ -9,6 +9,7 @@ from typing import Any
 
 from nanoscale.config import prepared
 from nanoscale.config.mixture import Source
+from nanoscale.config.report import override
 from nanoscale.config.rules.case import Case
 from nanoscale.config.token_headers import (
     DamagedError,
@@ -82,7 +83,7 @@ def _present(case: Case, source: Source, name: str, path: str | None) -> None:
         files = " and ".join(f"{path}{end}" for end in missing)
         stem = path.removesuffix(".bin").removesuffix(".idx")
         plain = stem != path and Path(f"{stem}.bin").is_file()
-        refuse(case, key, path, f"has no {files}", f"{key}={stem}" if plain else None)
+        refuse(case, key, path, f"has no {files}", override(key, stem) if plain else None)
         return
     _glance(case, key, str(Path(path).expanduser()))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,7 +218,7 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
         names = ", ".join(violation.key for violation in wrong)
         found = Violation(
             "--out", str(part), "", f"it was begun with other settings: {names}",
-            remedy=f"ask for what was begun, or begin anew: rm -r {part}",
+            remedy=f"ask for what was begun, or begin anew: rm -r -- {shlex.quote(str(part))}",
         )  # fmt: skip
         raise UserError("data", f"{part}: {found.message}", [found])
 
