@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from nanoscale.agent.network import addresses, interface_towards, resolve
 from nanoscale.cache import cache_path, user_cache
 from nanoscale.channel import Message
 from nanoscale.devices import detect, gpu_memory, gpu_problem
+from nanoscale.runs.directory import write_problem
 from nanoscale.versions import optional_packages, versions
 
 _STALE_S = 3600.0
@@ -64,7 +64,7 @@ def _look_at(root: Path, probe: str) -> dict[str, Any]:
     return {
         "path": str(root),
         "visible": visible,
-        "problem": _try_to_write(root) if visible or root.is_dir() else None,
+        "problem": write_problem(root) if visible or root.is_dir() else None,
         "free_gib": _free_gib(root),
     }
 
@@ -79,19 +79,9 @@ def _look_at_cache(named: str | None) -> dict[str, Any]:
     existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
         "path": str(folder),
-        "problem": _try_to_write(existing),
+        "problem": write_problem(existing),
         "free_gib": _free_gib(existing),
     }
-
-
-def _try_to_write(folder: Path) -> str | None:
-    """Why nothing can be written there; permissions alone do not tell of quotas and file servers."""
-    try:
-        with tempfile.TemporaryFile(dir=folder, prefix=".nanoscale-", buffering=0) as file:
-            file.write(b"\n")
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _network(master_addr: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from nanoscale import display
 from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
+from nanoscale.cli.refusals import Refusals
 from nanoscale.config.derive import derive
 from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
@@ -96,8 +97,10 @@ def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     _print_summary(run, outcome, stream)
 
 
-def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -> None:
-    """`--dry-run`."""
+def show_plan(
+    run: RunDirectory, request: Request, number: int, refusals: Refusals, as_json: bool
+) -> int:
+    """Show what a dry run of `train` or `resume` came to; return the exit code of the command."""
     from nanoscale.launch.show import document, print_plan
     from nanoscale.plan.model_math import parameters
 
@@ -106,9 +109,11 @@ def show_plan(run: RunDirectory, request: Request, number: int, as_json: bool) -
     plan = plan_launch(config, run, number, derived.world_size, request.hosts)
     size = parameters(config.model)
     if as_json:
-        print_json(document(plan, config, derived, size, run, request.plan))
+        shown = document(plan, config, derived, size, run, request.plan)
+        print_json(shown | refusals.document())
     else:
         print_plan(console(), plan, config, derived, size, run, request.plan)
+    return refusals.show()
 
 
 def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def bench(
     """
     from nanoscale.channel import BENCH
     from nanoscale.cli.fit import planned
+    from nanoscale.cli.refusals import Refusals
     from nanoscale.cli.train import compose_request
     from nanoscale.launch.bench import compared, document, read_other, room_for_checkpoint
     from nanoscale.launch.errand import ErrandError, run_errand
@@ -68,9 +69,10 @@ def bench(
             raise UserError("usage", f"{option} {value}: must be at least {least}")
     other = read_other(compare) if compare is not None else None
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    request = compose_request(overrides or [], config, config_dir, options, fetch=False)
+    refusals = Refusals()
+    request = compose_request(overrides or [], config, config_dir, options, refusals, fetch=False)
     _refuse_profile(request.config)
-    request = planned(request, force=force)
+    request = planned(request, refusals, force=force)
     measured = _measured(request.config, warmup + steps + _RECORDED)
     with saying() as say, room_for_checkpoint(request.config) as folder:
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}

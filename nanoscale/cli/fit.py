@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale import display
+from nanoscale.cli.refusals import Refusals
 
 if TYPE_CHECKING:
     from nanoscale.launch.prepare import Request
@@ -16,7 +17,7 @@ Force = Annotated[
 ]
 
 
-def planned(request: Request, *, force: bool) -> Request:
+def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
     """The same with its plan, if it may be launched; without one where its devices are not known from here.
 
     Raises:
@@ -35,5 +36,6 @@ def planned(request: Request, *, force: bool) -> Request:
         display.note(f"not planned: {error}")
         return request
     if not force:
-        require_fit(request.composed, plan, request.devices)
+        with refusals.gather():
+            require_fit(request.composed, plan, request.devices)
     return replace(request, plan=document(plan))

@@ -13,11 +13,11 @@ import typer
 
 from nanoscale import __version__, display
 from nanoscale.cli.output import (
-    DOES_NOT_FIT,
     DONE,
     FAILED,
     INTERRUPTED,
     WRONG_REQUEST,
+    exit_code,
     show_error,
 )
 from nanoscale.errors import UserError, Violation
@@ -64,7 +64,7 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except UserError as error:
         show_error(error, as_json=as_json)
-        return _code(error)
+        return exit_code(error)
     except typer.TyperException as error:
         if error.format_message().startswith("Usage:"):
             # A group without a sub-command hands us its help text as the error.
@@ -88,14 +88,6 @@ def run(arguments: list[str]) -> int:
         _show_fault()
         return FAILED
     return result if isinstance(result, int) else DONE
-
-
-def _code(error: UserError) -> int:
-    from nanoscale.runs.lock import TakenOverError
-
-    if error.kind == "plan":
-        return DOES_NOT_FIT
-    return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:

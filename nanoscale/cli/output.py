@@ -52,6 +52,15 @@ def show_error(error: UserError, *, as_json: bool) -> None:
         console(error=True).print(error_text(error), end="")
 
 
+def exit_code(error: UserError) -> int:
+    """Return the exit code of a command that ends with this error."""
+    from nanoscale.runs.lock import TakenOverError
+
+    if error.kind == "plan":
+        return DOES_NOT_FIT
+    return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
+
+
 def error_document(error: UserError) -> dict[str, Any]:
     """`kind`, `message` and every violation with its key, value, source and suggestions."""
     violations = [

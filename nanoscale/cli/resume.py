@@ -20,6 +20,7 @@ from nanoscale.cli.hosts import (
     as_settings,
 )
 from nanoscale.cli.output import DONE, AsJson, print_json
+from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.train import DryRun
 
 if TYPE_CHECKING:
@@ -70,12 +71,22 @@ def resume(
 
     directory = RunDirectory.open(run)
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    refusals = Refusals(postponed=dry_run)
     if dry_run:
-        refuse_if_held(directory)
-        request = planned(_request(directory, overrides or [], options), force=True)
-        _say_what_differs(load(directory.config), request.config)
-        show_plan(directory, request, directory.last_attempt() + 1, as_json)
-        return DONE
+        with refusals.gather():
+            refuse_if_held(directory)
+        request = _request(directory, overrides or [], options)
+        previous = load(directory.config)
+        complete = _is_complete(directory, previous, request.config)
+        _say_what_differs(previous, request.config)
+        force = force or complete or not differences(previous, request.config)
+        request = planned(request, refusals, force=force)
+        if complete:
+            display.note(_complete(directory, request.config))
+        else:
+            with refusals.gather():
+                _say_where_from(directory)
+        return show_plan(directory, request, directory.last_attempt() + 1, refusals, as_json)
     with RunLock(directory) as lock, Signals() as signals:
         request = _request(directory, overrides or [], options)
         previous = load(directory.config)
@@ -84,7 +95,8 @@ def resume(
             return DONE
         _say_what_differs(previous, request.config)
         # What went before goes on as it was, whatever is predicted.
-        request = planned(request, force=force or not differences(previous, request.config))
+        force = force or not differences(previous, request.config)
+        request = planned(request, refusals, force=force)
         _say_where_from(directory)
         last = directory.last_attempt()
         with ready_fleet(request, signals) as fleet:
@@ -201,15 +213,20 @@ def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
     return derive(config).steps <= derive(previous).steps
 
 
-def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
-    from nanoscale.cli.attempt import document
+def _complete(run: RunDirectory, config: Config) -> str:
     from nanoscale.config.derive import derive
-    from nanoscale.launch.attempt import Outcome
 
     steps = derive(config).steps
-    (display.note if as_json else display.show)(
-        f"the run is complete: it trained all {steps} steps; to train longer, say\n"
+    return (
+        f"the run is complete: it trained all {steps} steps; to train longer, type\n"
         f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"
     )
+
+
+def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
+    from nanoscale.cli.attempt import document
+    from nanoscale.launch.attempt import Outcome
+
+    (display.note if as_json else display.show)(_complete(run, config))
     if as_json:
         print_json(document(run, Outcome("completed", DONE)))

@@ -14,6 +14,7 @@ from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, AsJson, console, print_json
+from nanoscale.cli.refusals import Refusals
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Composed, Setting
@@ -76,12 +77,12 @@ def submit(
         _request(list(one.words), config, config_dir, options, fetch=not dry_run)
         for one in variants
     ]
-    if not dry_run:
-        requests = [planned(request, force=force) for request in requests]
-    batch = _batch(requests, at_once)
+    refusals = Refusals(postponed=dry_run)
+    requests = [planned(request, refusals, force=force) for request in requests]
+    batch = _batch(requests, at_once, refusals)
     if dry_run:
-        _show(batch, variants, as_json)
-        return DONE
+        _show(batch, variants, refusals, as_json)
+        return refusals.show()
     try:
         job = batch.submit()
     except SlurmError as error:
@@ -144,7 +145,7 @@ def _refuse_other_launchers(composed: Composed) -> None:
         refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])
 
 
-def _batch(requests: list[Request], at_once: int | None) -> Batch:
+def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> Batch:
     """The runs with their names.
 
     Raises:
@@ -153,11 +154,13 @@ def _batch(requests: list[Request], at_once: int | None) -> Batch:
     from dataclasses import replace
 
     from nanoscale.errors import UserError
-    from nanoscale.launch.prepare import name_run, name_runs
+    from nanoscale.launch.prepare import check_new_run, check_new_runs, name_run, name_runs
     from nanoscale.launch.submit import Batch
 
     if len(requests) > 1:
         name, named = name_runs(requests)
+        with refusals.gather():
+            check_new_runs(named, name)
         batch = Batch(name, named, at_once)
         for other in named[1:]:
             if not batch.needs_the_same(other):
@@ -167,6 +170,8 @@ def _batch(requests: list[Request], at_once: int | None) -> Batch:
         raise UserError("usage", "--at-once is for many runs, as in train.seed=1,2,3")
     (one,) = requests
     config = name_run(one.composed, one.config, repeats=one.repeats is not None)
+    with refusals.gather():
+        check_new_run(config)
     return Batch(str(config.run.name), [replace(one, config=config)])
 
 
@@ -228,8 +233,10 @@ def _document(
     return {"script": str(batch.path), "runs": runs}
 
 
-def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
+def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bool) -> None:
     """`--dry-run`."""
+    import shutil
+
     from nanoscale.config.derive import derive
     from nanoscale.config.rules.case import counted
     from nanoscale.launch.show import derived_values, settings
@@ -246,7 +253,7 @@ def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
             "derived": derived_values(derived, parameters(config.model)),
             "text": batch.script,
         }
-        print_json({**document, **_document(batch, variants)})
+        print_json({**document, **_document(batch, variants), **refusals.document()})
         return
     display.content(batch.script)
     worlds = {derive(one.config).world_size for one in batch.requests}
@@ -254,6 +261,8 @@ def _show(batch: Batch, variants: list[Variant], as_json: bool) -> None:
     display.note(f"{ranks} ranks on {counted(len(nodes), 'node')}")
     if batch.is_array:
         _print_runs(batch, variants)
+    if shutil.which("sbatch") is None:
+        display.note("sbatch is not installed here: submit from a login node")
     display.note(f"this would be {batch.path}; nothing was written or submitted")
 
 

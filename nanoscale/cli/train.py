@@ -18,7 +18,8 @@ from nanoscale.cli.hosts import (
     NumNodes,
     as_settings,
 )
-from nanoscale.cli.output import DONE, AsJson
+from nanoscale.cli.output import AsJson
+from nanoscale.cli.refusals import Refusals
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Setting
@@ -58,11 +59,13 @@ def train(
     from nanoscale.launch.signals import Signals
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    request = compose_request(overrides or [], config, config_dir, options, fetch=not dry_run)
-    request = planned(request, force=force or dry_run)
+    refusals = Refusals(postponed=dry_run)
+    request = compose_request(
+        overrides or [], config, config_dir, options, refusals, fetch=not dry_run
+    )
+    request = planned(request, refusals, force=force)
     if dry_run:
-        show_plan(request.run, request, 1, as_json)
-        return DONE
+        return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return attempt(lock, request, 1, fleet, signals, as_json)
 
@@ -72,19 +75,22 @@ def compose_request(
     config: Path | None = None,
     config_dir: Path | None = None,
     options: dict[str, Setting] | None = None,
+    refusals: Refusals | None = None,
     *,
     fetch: bool = True,
 ) -> Request:
     """What the words and options ask for, checked against the machines, with the run's name.
 
-    `fetch`: the weights of a model that is given by its name are fetched, if they are not here.
+    Args:
+        refusals: what to do where no run can be created; None: raise.
+        fetch: the weights of a model that is given by its name are fetched, if they are not here.
     """
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.hosts import read_hosts
-    from nanoscale.launch.prepare import Request, name_run
+    from nanoscale.launch.prepare import Request, check_new_run, name_run
     from nanoscale.launch.weights import with_weights
 
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
@@ -92,5 +98,7 @@ def compose_request(
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
     named = name_run(composed, checked, repeats=config is not None)
+    with (refusals or Refusals()).gather():
+        check_new_run(named)
     named = with_weights(composed, named, fetch=fetch)
     return Request(composed, named, devices, repeats=config, hosts=hosts)

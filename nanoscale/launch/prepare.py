@@ -82,30 +82,51 @@ class Request:
 
 
 def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
-    """Give the run its name, and see that it can be created. Writes nothing.
+    """Give the run its name: the one asked for, or one that is free.
 
     Args:
         repeats: the configuration is that of another run, whose name is only a beginning.
+    """
+    root = Path(config.run.root)
+    name = config.run.name
+    if repeats and (name is None or not composed.by_hand("run.name")):
+        name = free_name(root, name or composed.recipe or "run")
+    elif name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
+    return replace(config, run=replace(config.run, name=name))
+
+
+def check_new_run(config: Config) -> None:
+    """Check that a named run can be created. Writes nothing.
 
     Raises:
         UserError: the name is taken or unusable, or no run can be created under run.root.
     """
     root = Path(config.run.root)
     check_root(root)
-    name = config.run.name
-    if name is not None and (not repeats or composed.by_hand("run.name")):
-        check_name(name)
-        check_free(root, name)
-    elif repeats:
-        name = free_name(root, name or composed.recipe or "run")
-    else:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
-    return replace(config, run=replace(config.run, name=name))
+    check_name(str(config.run.name))
+    check_free(root, str(config.run.name))
 
 
 def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
-    """Give the runs of an array their names: one that they share, and a number. Writes nothing.
+    """Give the runs of an array their names: one that they share, asked for or free, and a number."""
+    first = requests[0]
+    asked = first.config.run.name
+    shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if asked is None or (first.repeats and not first.composed.by_hand("run.name")):
+        shared = free_names(Path(first.config.run.root), shared, len(requests))
+    named = [
+        replace(
+            one, config=replace(one.config, run=replace(one.config.run, name=f"{shared}-{number}"))
+        )
+        for number, one in enumerate(requests)
+    ]
+    return shared, named
+
+
+def check_new_runs(requests: Sequence[Request], shared: str) -> None:
+    """Check that the runs of an array can be created. Writes nothing.
 
     Raises:
         UserError: the shared name is taken or unusable, or no run can be created under run.root.
@@ -113,35 +134,22 @@ def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
     first = requests[0]
     root = Path(first.config.run.root)
     check_root(root)
-    asked = first.config.run.name
-    shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     check_name(f"{shared}-{len(requests)}")
     free = free_names(root, shared, len(requests))
-    if (
-        asked is not None
-        and free != shared
-        and (not first.repeats or first.composed.by_hand("run.name"))
-    ):
+    if free != shared:
         raise UserError(
             "run",
             f"runs of the name {shared!r} exist already in {root.absolute()}",
             [
                 Violation(
                     "run.name",
-                    asked,
+                    shared,
                     first.composed.source("run.name"),
                     "a new run never overwrites an old one",
                     (override("run.name", free),),
                 )
             ],
         )
-    named = [
-        replace(
-            one, config=replace(one.config, run=replace(one.config.run, name=f"{free}-{number}"))
-        )
-        for number, one in enumerate(requests)
-    ]
-    return free, named
 
 
 @contextmanager

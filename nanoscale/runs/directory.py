@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -288,8 +289,22 @@ def check_root(root: Path) -> None:
     existing = next(p for p in (root, *root.parents) if os.path.lexists(p))
     if not existing.is_dir():
         raise _unwritable(root, NotADirectoryError(20, f"{existing} is not a directory"))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise _unwritable(root, PermissionError(13, f"no permission to write in {existing}"))
+    problem = write_problem(existing)
+    if problem is not None:
+        raise _unwritable(root, OSError(0, f"cannot write in {existing}: {problem}"))
+
+
+def write_problem(folder: Path) -> str | None:
+    """Return why nothing can be written in a folder; None if it can.
+
+    It is tried with a file that no one sees: permissions alone do not tell of quotas and file servers.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix=".nanoscale-", buffering=0) as file:
+            file.write(b"\n")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def free_name(root: Path, name: str) -> str:

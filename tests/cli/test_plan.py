@@ -149,13 +149,52 @@ def _with(words):
 
 
 def test_a_dry_run_shows_the_plan(capsys):
-    assert nanoscale(["train", *LARGE, "--dry-run", "--json"]) == 0
+    assert nanoscale(["train", *LARGE, "--dry-run", "--json", "--force"]) == 0
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert plan == json.loads(output(capsys, *LARGE, "--json"))
-    assert nanoscale(["train", *LARGE, "--dry-run"]) == 0
+    assert nanoscale(["train", *LARGE, "--dry-run", "--force"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "does not fit: " in shown and f"{plan['tokens_per_s']:,.0f} tokens/s" in shown
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "kind"),
+    [
+        ((), 3, "plan"),
+        (("cluster.memory_gib=1",), 0, None),
+        (("cluster.memory_gib=1", "run.name=taken"), 2, "run"),
+        (("cluster.memory_gib=1", "run.root=/proc/runs"), 2, "run"),
+        (("cluster.memory_gib=1", "run.root=file/runs"), 2, "run"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "submit"])
+def test_a_dry_run_shows_everything_and_exits_as_the_launch_would(verb, words, code, kind, capsys):
+    Path("runs/taken").mkdir(parents=True)
+    Path("file").touch()
+    before = sorted(Path().rglob("*"))
+    asked = [verb, *_with(list(words)), *(["--num-nodes", "1"] if verb == "submit" else [])]
+    assert nanoscale([*asked, "--dry-run", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document["derived"]["steps"] == 20
+    assert document.get("error", {}).get("kind") == kind
+    assert nanoscale([*asked, "--dry-run"]) == code
+    out, err = capsys.readouterr()
+    assert "#SBATCH" in out if verb == "submit" else "tokens/s" in out
+    assert ("error: " in err) is (code != 0)
+    if code:
+        assert nanoscale([*asked, "--json"]) == code
+        assert json.loads(capsys.readouterr().out)["error"] == document["error"]
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_dry_run_of_an_array_exits_as_submit_would(capsys):
+    Path("runs/x-1").mkdir(parents=True)
+    asked = ["submit", *LARGE, "train.seed=1,2", "cluster.memory_gib=1", "--num-nodes", "1"]
+    assert nanoscale([*asked, "--dry-run", "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in document["runs"]] == ["x-0", "x-1"]
+    assert document["error"]["violations"][0]["suggestions"] == ["run.name=x-2"]
 
 
 def test_a_price_is_shown_with_every_layout(capsys):

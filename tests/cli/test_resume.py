@@ -33,7 +33,9 @@ def test_a_run_that_goes_on_is_refused_with_its_owner(run, capsys):
     with RunLock(run):
         for arguments in (["x"], ["x", "--dry-run"]):
             assert nanoscale(["resume", *arguments]) == 2
-            assert "is going on: process" in capsys.readouterr().err
+            printed = capsys.readouterr()
+            assert "is going on: process" in printed.err
+            assert ("commands" in printed.out) is ("--dry-run" in arguments)
     assert run.last_attempt() == 0
 
 
@@ -124,5 +126,7 @@ def test_what_would_not_fit_is_not_resumed(run, capsys):
     assert nanoscale(["resume", "x", *small]) == 3
     assert "does not fit" in capsys.readouterr().err
     assert run.last_attempt() == 0 and not run.plan.exists()
-    assert nanoscale(["resume", "x", *small, "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["fits"] is False
+    assert nanoscale(["resume", "x", *small, "--dry-run", "--json"]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["plan"]["fits"] is False and shown["error"]["kind"] == "plan"
+    assert nanoscale(["resume", "x", *small, "--dry-run", "--force"]) == 0

@@ -10,7 +10,13 @@ from nanoscale.config.frozen import load
 from nanoscale.config.rules import Devices, check
 from nanoscale.errors import UserError
 from nanoscale.launch import prepare
-from nanoscale.launch.prepare import Request, name_run, new_run, replace_configuration
+from nanoscale.launch.prepare import (
+    Request,
+    check_new_run,
+    name_run,
+    new_run,
+    replace_configuration,
+)
 from nanoscale.runs import lock, status
 from nanoscale.runs.directory import RunDirectory, read_json
 
@@ -70,8 +76,9 @@ def test_names_come_from_the_recipe_and_the_time_and_are_free(folder, monkeypatc
     assert request().config.run.name == "debug-20260102-030405"
     RunDirectory.create(Path("runs"), "debug-20260102-030405")
     assert request().config.run.name == "debug-20260102-030405-2"
+    taken = request("run.name=debug-20260102-030405")
     with pytest.raises(UserError, match="exists already"):
-        request("run.name=debug-20260102-030405")
+        check_new_run(taken.config)
 
 
 def test_the_configuration_of_an_earlier_attempt_is_kept_where_it_differs():
