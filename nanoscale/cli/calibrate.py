@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanoscale.cli.files import require_writable, write_file
 from nanoscale.cli.output import DONE, console, print_json
 from nanoscale.config.compose import compose
 from nanoscale.config.frozen import load
@@ -17,7 +19,7 @@ from nanoscale.errors import UserError, Violation
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware import CPU, hardware_of, recognise
 from nanoscale.plan.predict import predict
-from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.steady import WARM_UP, Steady, steady
 from nanoscale.units import GIB, byte_size, duration
 
@@ -35,25 +37,41 @@ class _Run:
 
 
 def calibrate_from(
-    words: Sequence[str], file: Path | None, config_dir: Path | None, as_json: bool
+    words: Sequence[str],
+    file: Path | None,
+    config_dir: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> int:
     """Fit the runs among the words on the hardware that the other words describe, and write the file.
 
     Raises:
-        UserError: a run cannot be learned from, or the words say more than the hardware.
+        UserError: a run cannot be learned from, the words say more than the hardware, or the file exists and
+            holds something else.
     """
     names, overrides = _sorted(words)
     cluster = _described(overrides, config_dir)
     runs = _readable(names, cluster)
-    found = calibrate([run.observation for run in runs])
     file = (file or Path(f"efficiency-{runs[0].device}.json")).absolute()
+    require_writable("--write", file, overwrite=overwrite, is_own=_is_calibration)
+    found = calibrate([run.observation for run in runs])
     document = _document(runs, found, file)
-    write_json(file, document)
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_file("--write", file, text, overwrite=overwrite or _is_calibration(file))
     if as_json:
         print_json(document)
     else:
         _print(document)
     return DONE
+
+
+def _is_calibration(file: Path) -> bool:
+    """Return True for a file that `--calibrate` wrote."""
+    try:
+        document = read_json(file)
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and {"efficiency", "learned", "runs"} <= document.keys()
 
 
 def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
+from nanoscale.cli.files import Overwrite, require_writable, write_file
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DOES_NOT_FIT, DONE, AsJson, console, print_json
 from nanoscale.errors import UserError
@@ -58,14 +59,15 @@ def plan(
             "--html", metavar="FILE", help="Write it as a page, with pictures.", show_default=False
         ),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> int:
     """Predict memory, speed and cost of a job, on the hardware that `cluster` describes or on what is here."""
     from nanoscale.config.compose import compose
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
-    for file in filter(None, (html, write)):
-        require_writable(file)
+    if html is not None:
+        require_writable("--html", html, overwrite=overwrite)
     if calibrate:
         if options or config or html or search or explain:
             raise UserError(
@@ -73,26 +75,32 @@ def plan(
             )
         from nanoscale.cli.calibrate import calibrate_from
 
-        return calibrate_from(overrides or [], write, config_dir, as_json)
+        return calibrate_from(overrides or [], write, config_dir, overwrite, as_json)
+    if write is not None:
+        require_writable("--write", write, overwrite=overwrite)
+        if html is not None and html.resolve() == write.resolve():
+            raise UserError("usage", f"--write and --html both name {html}")
     composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
     if search:
-        return _search(composed, write, html, as_json)
+        return _search(composed, write, html, overwrite, as_json)
     if write is not None:
         raise UserError(
             "usage",
             "--write is for what --search has found or --calibrate has learned: type --search --write FILE",
         )
-    return _one(composed, explain, html, as_json)
+    return _one(composed, explain, html, overwrite, as_json)
 
 
-def _one(composed: Composed, explain: bool, html: Path | None, as_json: bool) -> int:
+def _one(
+    composed: Composed, explain: bool, html: Path | None, overwrite: bool, as_json: bool
+) -> int:
     from nanoscale.plan.predict import predict
 
     prediction = predict(resolved(composed))
     if html is not None:
         from nanoscale.plan.html import prediction_page
 
-        html.write_text(prediction_page(prediction))
+        write_file("--html", html, prediction_page(prediction), overwrite=overwrite)
     if as_json:
         from nanoscale.plan.document import document
 
@@ -104,7 +112,9 @@ def _one(composed: Composed, explain: bool, html: Path | None, as_json: bool) ->
     return DONE
 
 
-def _search(composed: Composed, write: Path | None, html: Path | None, as_json: bool) -> int:
+def _search(
+    composed: Composed, write: Path | None, html: Path | None, overwrite: bool, as_json: bool
+) -> int:
     from nanoscale.plan.hardware import hardware_of
     from nanoscale.plan.machines import planned_devices
     from nanoscale.plan.request import recipe_of, room
@@ -119,9 +129,10 @@ def _search(composed: Composed, write: Path | None, html: Path | None, as_json: 
         from nanoscale.plan.html import search_page
         from nanoscale.plan.reasons import reasons
 
-        html.write_text(search_page(found, reasons(found)))
+        write_file("--html", html, search_page(found, reasons(found)), overwrite=overwrite)
     if write is not None and found.best is not None:
-        write.write_text(recipe_of(composed, found.best.config))
+        recipe = recipe_of(composed, found.best.config)
+        write_file("--write", write, recipe, overwrite=overwrite)
     if as_json:
         print_json(search_document(composed, found))
     else:
@@ -143,13 +154,3 @@ def resolved(composed: Composed) -> Config:
     config = check(composed, planned_devices(composed), read_hosts(composed))
     check_extra(composed, config)
     return config
-
-
-def require_writable(file: Path) -> None:
-    """Say so before anything is computed.
-
-    Raises:
-        UserError: the file cannot be written, or is there already.
-    """
-    if file.is_dir() or not file.parent.is_dir():
-        raise UserError("usage", f"{file} cannot be written: name a file in a folder that exists")

@@ -75,7 +75,10 @@ def copy(
         _refuse_copy(target, "exists already, and is not overwritten", name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(option.path, target)
+        with option.path.open("rb") as source, target.open("xb") as copied:
+            shutil.copyfileobj(source, copied)
+    except FileExistsError:
+        _refuse_copy(target, "exists already, and is not overwritten", name)
     except OSError as error:
         _refuse_copy(target, f"cannot be written: {error.strerror}", name)
     display.show(f"{target}\n  nanoscale train {override('recipe', _as_recipe(target))}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale import display
+from nanoscale.cli.files import Overwrite, require_writable, write_file
 from nanoscale.cli.output import AsJson, console, print_json
 from nanoscale.cli.stop import Run
 
@@ -33,25 +34,28 @@ def report_run(
             "--html", metavar="FILE", help="Where the page goes.", show_default="RUN/report.html"
         ),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Sum a run up: what it was, how it went, prediction against measurement; and write it as a page."""
-    from nanoscale.cli.plan import require_writable
     from nanoscale.launch.report import document
     from nanoscale.launch.report_page import report_page
     from nanoscale.runs.directory import RunDirectory, write_atomically
 
     directory = RunDirectory.open(run)
     if html is not None:
-        require_writable(html)
+        require_writable("--html", html, overwrite=overwrite)
     about = document(directory)
     page = html or directory.report
-    try:
-        write_atomically(page, report_page(about))
-    except OSError as error:
-        if html is not None:
-            raise
-        display.note(f"{page} cannot be written: {error.strerror}; --html FILE puts it elsewhere")
+    if html is not None:
+        write_file("--html", html, report_page(about), overwrite=overwrite)
+    else:
+        try:
+            write_atomically(page, report_page(about))
+        except OSError as error:
+            display.note(
+                f"{page} cannot be written: {error.strerror}; --html FILE puts it elsewhere"
+            )
     if as_json:
         print_json(about)
     else:

@@ -83,6 +83,10 @@ def test_the_file_is_what_was_told(trained, capsys):
     assert document["device"] == "cpu" and document["runs"][0]["steps"] == 6
     assert document["runs"][0]["after_error"] == pytest.approx(0, abs=0.01)
     assert nanoscale(["plan", "--calibrate", str(trained / "a")]) == 0
+    assert nanoscale(["plan", "--calibrate", str(trained / "a")]) == 0  # its own file is replaced
+    Path("mine.json").write_text("[1]")
+    assert nanoscale(["plan", "--calibrate", str(trained / "a"), "--write", "mine.json"]) == 2
+    assert Path("mine.json").read_text() == "[1]"
     shown = capsys.readouterr().out
     assert f"type  cluster.efficiency={Path('efficiency-cpu.json').absolute()}" in shown
     assert "share one factor" in shown

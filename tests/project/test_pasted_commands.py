@@ -11,13 +11,13 @@ import pytest
 
 import nanoscale
 from nanoscale.cli.jobs import way_on
-from nanoscale.config.compose import compose
 from nanoscale.config.report import override
 from nanoscale.data.prepare.folder import _check_request
 from nanoscale.errors import UserError
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory, check_free, check_name
 from nanoscale.runs.lock import RunLock
+from tests.support.recipes import changed
 
 NAME = "corpus v2; touch x $(touch y) 'z"
 
@@ -57,9 +57,9 @@ def raw_values(text):
 )
 def test_an_override_is_one_word_that_sets_the_value(value):
     (word,) = shlex.split(override("data.tokenizer", value))
-    assert compose(["recipe=debug", word]).config.data.tokenizer == value
+    assert changed(word).config.data.tokenizer == value
     (word,) = shlex.split(override("launcher.pass_env", [value, "b"]))
-    assert compose(["recipe=debug", word]).config.launcher.pass_env == [value, "b"]
+    assert changed(word).config.launcher.pass_env == [value, "b"]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_commands_about_a_run_name_it(run, tmp_path):
         check_free(tmp_path / "runs", NAME)
     name, resume = error.value.violations[0].suggestions
     (word,) = shlex.split(name)
-    assert compose(["recipe=debug", word]).config.run.name == f"{NAME}-2"
+    assert changed(word).config.run.name == f"{NAME}-2"
     assert shlex.split(resume) == ["nanoscale", "resume", str(run.path)]
     run.lock.unlink()
     with pytest.raises(UserError) as error, RunLock(run):
@@ -91,7 +91,7 @@ def test_a_legal_name_is_proposed_as_one_word():
     with pytest.raises(UserError) as error:
         check_name(f"/{NAME}")
     (word,) = shlex.split(error.value.violations[0].suggestions[0])
-    assert compose(["recipe=debug", word]).config.run.name == f"-{NAME}".lstrip("-")
+    assert changed(word).config.run.name == f"-{NAME}".lstrip("-")
 
 
 def test_the_folder_that_is_to_be_removed_is_one_word(tmp_path):

@@ -1,0 +1,64 @@
+"""Files that the user names: none is replaced unless `--overwrite` says so, and each is written whole."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanoscale.errors import UserError, Violation
+
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the named file if it exists.")
+]
+
+
+def require_writable(
+    option: str, file: Path, *, overwrite: bool, is_own: Callable[[Path], bool] | None = None
+) -> None:
+    """Refuse a file that exists already or cannot be written, before anything is computed.
+
+    Args:
+        is_own: returns True for a file that this command wrote itself, which it may replace.
+
+    Raises:
+        UserError: the file exists, is a folder, or is in no folder that can be written to.
+    """
+    if file.is_dir() or not file.parent.is_dir():
+        raise UserError("usage", f"{file} cannot be written: name a file in a folder that exists")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError("usage", f"{file} cannot be written: no permission")
+    if overwrite or not file.is_file() or (is_own is not None and is_own(file)):
+        return  # a device or a pipe, as /dev/stdout, loses nothing
+    instead = ("--overwrite", f"{option} {shlex.quote(_free(file))}")
+    found = Violation(option, str(file), "command line", "the file exists already", instead)
+    raise UserError("usage", f"{option} {file}: the file exists already", [found])
+
+
+def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
+    """Write a file that `require_writable` has admitted, whole or not at all, in UTF-8.
+
+    Raises:
+        UserError: the file exists by now.
+        OSError: it cannot be written.
+    """
+    from nanoscale.runs.directory import write_atomically
+
+    require_writable(option, file, overwrite=overwrite)
+    if file.exists() and not file.is_file():
+        with file.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+    else:
+        write_atomically(file.resolve(), text)  # what a link leads to, not the link
+
+
+def _free(file: Path) -> str:
+    """Return a name like the file's that no file has."""
+    number = 2
+    while (other := file.with_stem(f"{file.stem}-{number}")).exists():
+        number += 1
+    return str(other)
