@@ -186,22 +186,33 @@ def _say_what_differs(old: Config, new: Config) -> None:
 
 
 def _say_where_from(run: RunDirectory) -> None:
+    """Say which checkpoint the ranks will find, after a look at all that can be seen without reading it.
+
+    Raises:
+        UserError: there are checkpoints, and all of them are damaged.
+    """
+    from nanoscale.checkpoint.store import find_damage, list_checkpoints
     from nanoscale.errors import UserError
 
-    steps = run.checkpoint_steps()
-    damaged = [path.name for path in sorted(run.checkpoints.glob("damaged-*"))]
-    if damaged and not steps:
+    damaged = [f"{path.name} was set aside" for path in sorted(run.checkpoints.glob("damaged-*"))]
+    for stored in reversed(list_checkpoints(run.checkpoints)):
+        try:
+            damage = find_damage(stored.path, sums=False)
+        except OSError:  # it may be intact, and be read where the ranks run
+            damage = []
+        if not damage:
+            name = stored.path.name
+            display.note(f"resuming from {name}; its checksums are verified when it is loaded")
+            return
+        damaged.append(f"{stored.path.name} is damaged ({damage[0]})")
+        display.note(damaged[-1])
+    if damaged:
         raise UserError(
             "checkpoint",
-            f"no whole checkpoint is left in {run.checkpoints}: {', '.join(damaged)} "
-            f"were set aside; to begin anew: nanoscale train --config {shlex.quote(str(run.config))}",
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged)}; "
+            f"to begin anew: nanoscale train --config {shlex.quote(str(run.config))}",
         )
-    start = (
-        f"going on from {run.checkpoint(steps[-1]).name}"
-        if steps
-        else ("there is no checkpoint yet: starting from the beginning")
-    )
-    display.note(start)
+    display.note("there is no checkpoint yet: starting from the beginning")
 
 
 def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:

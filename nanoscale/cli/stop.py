@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,13 +75,26 @@ def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
     from nanoscale.runs import lock
 
     if owner is not None and (owner.is_here or job is None or not job.is_there):
+        if owner.is_here:
+            _note(run)
         lock.terminate(run, owner)
         display.note(f"asked {owner} to stop")
         return
     assert job is not None
     with _refused(run, job):
+        _note(run)
         signal_batch(job.submission, "TERM")
     display.note(f"asked {job} to stop")
+
+
+def _note(run: RunDirectory) -> None:
+    """Tell the launcher whose signal the next one is: the run is then stopped, not preempted."""
+    from nanoscale.runs import events
+
+    with suppress(OSError):
+        events.append(
+            run, events.STOP, f"`nanoscale runs stop` was typed on {socket.gethostname()}"
+        )
 
 
 def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:

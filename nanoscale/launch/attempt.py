@@ -63,6 +63,9 @@ class Outcome:
     failure: Failure | None = None
 
 
+_STOPPED = Outcome("stopped", INTERRUPTED)
+
+
 @dataclass
 class Attempt:
     """One attempt: what has been heard of it, and what is being done about it."""
@@ -247,9 +250,10 @@ class Attempt:
             if set(self.outcomes.values()) == {"completed"}:
                 return Outcome("completed", DONE)
             if (self.forced is None and asked is not None) or "stopped" in self.outcomes.values():
-                return _asked(asked or signal.SIGTERM)
+                by_user = asked is signal.SIGINT or events.stop_requested(self.run)
+                return _STOPPED if by_user else Outcome("preempted", PREEMPTED)
         if self.forced is not None and asked is signal.SIGINT:
-            return Outcome("stopped", INTERRUPTED)
+            return _STOPPED
         return self._failed()
 
     def _failed(self) -> Outcome:
@@ -280,9 +284,3 @@ class Attempt:
             for local, rank in enumerate(host.ranks)
             if rank not in failed
         ]
-
-
-def _asked(number: signal.Signals) -> Outcome:
-    if number is signal.SIGINT:
-        return Outcome("stopped", INTERRUPTED)
-    return Outcome("preempted", PREEMPTED)

@@ -22,7 +22,7 @@ _INSTEAD_OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
 LISTEN = """\
 # SLURM sends USR1 ahead of the time limit; TERM comes from `nanoscale runs stop` and from scancel.
-# The launcher saves and stops on either, and ends with code 75.
+# The launcher saves and stops on either, and ends with code 75, or 130 after `nanoscale runs stop`.
 export NANOSCALE_BATCH=$SLURM_JOB_ID # runs started here know that this job passes signals on
 heard=
 launcher=

@@ -173,7 +173,7 @@ class Supervisor:
         names = ", ".join(host.host for host in plan.hosts)
         events.append(
             self.run,
-            "attempt",
+            events.ATTEMPT,
             f"attempt {plan.attempt}: {plan.world_size} ranks on {names}",
             attempt=plan.attempt,
             world_size=plan.world_size,

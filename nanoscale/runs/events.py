@@ -9,6 +9,11 @@ from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
 
+ATTEMPT = "attempt"
+"""the kind of the event by which an attempt begins"""
+STOP = "stop"
+"""the kind of the event that `nanoscale runs stop` leaves before it sends a signal"""
+
 
 def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
     """Record that something happened now; `fields` go beside `time`, `kind` and `message`."""
@@ -23,6 +28,12 @@ def read(run: RunDirectory) -> list[Object]:
 def follow(run: RunDirectory) -> Tail:
     """A reader whose `poll()` gives the events that were added since it last did."""
     return Tail(run.events)
+
+
+def stop_requested(run: RunDirectory) -> bool:
+    """Return True if `nanoscale runs stop` was typed since the newest attempt began."""
+    kinds = (event.get("kind") for event in reversed(read(run)))
+    return next((kind for kind in kinds if kind in (ATTEMPT, STOP)), None) == STOP
 
 
 def last(run: RunDirectory, kind: str) -> Object | None:

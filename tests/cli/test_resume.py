@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from nanoscale.checkpoint.store import FORMAT, render_manifest, sum_files
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.resume import differences
 from nanoscale.config.compose import compose
@@ -27,6 +28,15 @@ def run(tmp_path, monkeypatch):
     run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
     status.write(run, status.prepared())
     return run
+
+
+def save(run, step):
+    """Publish a checkpoint with nothing but a file in it."""
+    folder = run.checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "file").write_text("tensors")
+    manifest = {"format": FORMAT, "step": step, "files": sum_files([folder / "file"])}
+    (folder / "manifest.json").write_text(render_manifest(manifest))
 
 
 def test_a_run_that_goes_on_is_refused_with_its_owner(run, capsys):
@@ -51,7 +61,7 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
     """Only once there is one; before that nothing is lost by starting otherwise."""
     words = ["resume", "x", "model.ffn=256", "train.seed=1", "zero=stage2", "optimizer.lr=1e-4"]
     assert nanoscale([*words, "--dry-run"]) == 0
-    run.checkpoint(5).mkdir(parents=True)
+    save(run, 5)
     capsys.readouterr()
     assert nanoscale([*words, "--dry-run"]) == 2
     said = capsys.readouterr().err
@@ -61,7 +71,7 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
 
 
 def test_every_layout_is_open_to_a_run_with_checkpoints(run, capsys):
-    run.checkpoint(5).mkdir(parents=True)
+    save(run, 5)
     for words in (
         ["parallel=4d"],
         ["parallel.tp=4", "parallel.sequence_parallel=false"],
@@ -81,7 +91,7 @@ def test_another_optimizer_is_another_run(run, capsys, monkeypatch):
     monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
     words = ["resume", "x", "optimizer.name=adamw8bit", "--dry-run"]
     assert nanoscale(words) == 0
-    run.checkpoint(5).mkdir(parents=True)
+    save(run, 5)
     capsys.readouterr()
     assert nanoscale(words) == 2
     assert "optimizer.name=adamw8bit: cannot be changed by resume" in capsys.readouterr().err
@@ -102,6 +112,23 @@ def test_a_dry_run_shows_what_differs_and_writes_nothing(run, capsys):
     assert json.loads(printed.out)["run_dir"] == str(run.path)
     assert "train.steps: 20 → 30" in printed.err
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_the_checkpoint_that_is_named_was_looked_at(run, capsys):
+    for step in (5, 10, 15):
+        save(run, step)
+    (run.checkpoint(15) / "manifest.json").unlink()
+    (run.checkpoint(10) / "file").write_text("tens")
+    assert nanoscale(["resume", "x", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "step-00000015 is damaged (manifest.json: missing)" in said
+    assert "step-00000010 is damaged (file: 4 bytes" in said
+    assert "resuming from step-00000005" in said and "from step-00000010" not in said
+    (run.checkpoint(5) / "file").unlink()
+    for arguments in (["x", "--dry-run"], ["x"]):
+        assert nanoscale(["resume", *arguments]) == 2
+        assert "no complete checkpoint is left" in capsys.readouterr().err
+    assert len(run.checkpoint_steps()) == 3 and run.last_attempt() == 0
 
 
 def test_a_complete_run_says_how_to_extend_it(run, capsys):

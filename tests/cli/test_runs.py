@@ -356,15 +356,17 @@ def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_pa
     assert train.poll() is None
 
 
-def test_watching_ends_with_the_run_and_its_exit_code(going_on, tmp_path):
+def test_watching_ends_with_the_run_and_its_exit_code(going_on, tmp_path, capsys):
     train, run = going_on
     screen = tmp_path / "watched"
     watcher = watch(run, screen)
     wait_for(lambda: "\nstep " in screen.read_text())
     assert nanoscale(["runs", "stop", str(run.path)]) == 0
-    assert watcher.wait(LIMIT_S) == train.wait(LIMIT_S) == 75
+    assert watcher.wait(LIMIT_S) == train.wait(LIMIT_S) == 130
     assert "SIGTERM: stopping" in screen.read_text()
-    assert "preempted after" in screen.read_text()
+    assert "stopped after" in screen.read_text()
+    assert status.read(run).state == "stopped"
+    assert f"{run.name} is stopped" in capsys.readouterr().out
 
 
 def test_a_run_that_has_ended_is_summed_up(runs, capsys):

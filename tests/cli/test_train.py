@@ -100,7 +100,7 @@ def test_a_run_goes_on_in_another_layout(trained, capsys):
     assert nanoscale(["resume", str(run.path), "train.steps=6", "parallel.dp=1"]) == 0
     printed = capsys.readouterr()
     assert "train.steps: 4 → 6" in printed.err and "parallel.dp: 2 → 1" in printed.err
-    assert "going on from step-00000004" in printed.err
+    assert "resuming from step-00000004" in printed.err
     assert "resumed from step-00000004" in printed.out
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]

@@ -111,10 +111,10 @@ def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
     wait_step(other, 5)
     watch = user.begins("runs", "watch", "other")
     printed = user.types("runs", "stop", "other")
-    assert f"asked job {second} to stop" in printed and "other is preempted" in printed
-    assert user.slurm.wait_state(second, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "75:0"
+    assert f"asked job {second} to stop" in printed and "other is stopped" in printed
+    assert user.slurm.wait_state(second, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "130:0"
     shown, _ = watch.communicate(timeout=LIMIT_S)
-    assert watch.returncode == 75, shown
+    assert watch.returncode == 130, shown
     assert other.checkpoint_steps() == [steps(other)[-1]]
     assert f"sbatch {other.script}" in shown
 

@@ -101,6 +101,20 @@ def test_what_the_ends_of_all_hosts_come_to(attempt, outcomes, asked, forced, st
     assert attempt.run.failure.exists() == (state == "failed")
 
 
+@pytest.mark.parametrize("number", [TERM, signal.SIGUSR1])
+def test_what_runs_stop_ended_is_stopped_and_not_preempted(attempt, number):
+    """`nanoscale runs stop` was typed in this attempt, and not in an earlier one."""
+    for host in ("a", "b"):
+        ended(attempt, host, "stopped")
+    attempt.signals.first = number
+    events.append(attempt.run, "stop", "")
+    events.append(attempt.run, "attempt", "")
+    assert attempt._judge().state == "preempted"
+    events.append(attempt.run, "stop", "")
+    outcome = attempt._judge()
+    assert (outcome.state, outcome.exit_code) == ("stopped", 130)
+
+
 def test_a_cause_ends_the_job_at_once_and_is_the_one_that_is_told(attempt):
     failing(attempt, "b", raised(LOST, 3, "b", 1.0))
     assert kills(attempt) == []
