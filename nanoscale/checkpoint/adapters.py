@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.pretrained import find, fingerprint, read_part
 from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
-from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config import lora
 from nanoscale.config.schema import Config
+from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.errors import UserError, Violation
-from nanoscale.models.huggingface import places, shapes
+from nanoscale.models.huggingface import shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,8 +64,7 @@ class Merged:
 
     def __init__(self, config: Config, read: Read) -> None:
         self._config, self._read = config, read
-        self._stored = find(Path(str(config.model.init_from)), config.model)
-        self._places = places(config.model)
+        self._found = find(Path(str(config.model.init_from)), config.model)
         self._sizes = shapes(config.model)
         self._adapted = set(lora.modules(config.model, config.lora).values())
 
@@ -91,8 +90,7 @@ class Merged:
         from safetensors import safe_open
 
         size, parts = self._sizes[name], []
-        for place in self._places[name]:
-            there = self._stored[place.name]
+        for place, there in self._found[name]:
             slices = place.slices(size, (0,) * len(size), size)
             with safe_open(there.file, "pt") as opened:
                 part = read_part(opened, there.name, slices)

@@ -22,16 +22,10 @@ from nanoscale.checkpoint import store
 from nanoscale.checkpoint.adapters import Merged, require_base_of
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.checkpoint.tensor_files import (
-    INDEX,
-    WIDTH,
-    Shapes,
-    divide,
-    file_names,
-    write_file,
-)
+from nanoscale.checkpoint.tensor_files import divide, file_names, write_file
 from nanoscale.config.huggingface import UnsupportedError, write_shape
 from nanoscale.config.schema import Config, Model
+from nanoscale.config.tensor_headers import INDEX, WIDTH, Shapes
 from nanoscale.data import vocabulary
 from nanoscale.errors import UserError
 from nanoscale.models.foreign import PREFIX
@@ -244,7 +238,7 @@ class _Source:
         for ours, place in self._parts[name]:
             value = self._one(ours, place).to(_DTYPES[self.kind])
             made.append(value.T if place.transposed else value)
-        yield made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+        yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
 
     def _one(self, ours: str, place: Place) -> Tensor:
         """The experts of a matrix follow each other: it is read once, and held for all of them."""

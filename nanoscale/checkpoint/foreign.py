@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.pretrained import differences, read_parts, refuse_all
-from nanoscale.checkpoint.tensor_files import BadFileError, Stored, read_folder
+from nanoscale.config.tensor_headers import BadFileError, Stored, are_equal, read_folder
 from nanoscale.models.foreign import PREFIX, build, ties
 from nanoscale.models.huggingface import Place, is_buffer
 
@@ -35,11 +35,17 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
             them, or more than there are parameters.
     """
     held = read_folder(folder)
-    stored, left = _placed(held, model)
+    stored, left, second = _placed(held, model)
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += differences({name: stored[name] for name in wanted if name in stored}, wanted)
     problems += [f"{name} is none of its parameters" for name in left]
+    problems += [
+        f"{it.name} is another tensor than {stored[name].name}, to which its config.json ties it: transformers "
+        "ties no two that differ, and model.hf_config.tie_word_embeddings=false trains both"
+        for name, it in second
+        if name in stored and not are_equal(it, stored[name])
+    ]
     refuse_all(problems)
     return stored
 
@@ -50,7 +56,7 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: what this rank needs is not there, or a file is damaged.
     """
-    stored, _ = _placed(read_folder(folder), model)
+    stored, *_ = _placed(read_folder(folder), model)
     mine = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
     refuse_all([f"{name} is missing" for name in mine if name not in stored])
     shapes = {name: tuple(state[key].shape) for name, key in mine.items()}
@@ -63,8 +69,12 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     )
 
 
-def _placed(held: dict[str, Stored], model: Any) -> tuple[dict[str, Stored], list[str]]:
+def _placed(
+    held: dict[str, Stored], model: Any
+) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
     """The file's tensors by the names of the parameters that they are, and the names of those that are none.
+
+    Third come tensors of tied parameters, each with the parameter's first name.
 
     Raises:
         BadFileError: transformers makes parameters of several tensors, or several of one.
@@ -77,7 +87,7 @@ def _placed(held: dict[str, Stored], model: Any) -> tuple[dict[str, Stored], lis
     changes = get_model_conversion_mapping(model)
     converters = [it for it in changes if isinstance(it, WeightConverter)]
     renamings: Any = [it for it in changes if not isinstance(it, WeightConverter)]
-    stored, left = {}, []
+    stored, left, second = {}, [], []
     for name, there in held.items():
         if name in names:
             stored[name] = there
@@ -94,9 +104,10 @@ def _placed(held: dict[str, Stored], model: Any) -> tuple[dict[str, Stored], lis
             stored[changed] = there
         elif changed in aliases:
             stored.setdefault(aliases[changed], there)
+            second.append((aliases[changed], there))
         elif not is_buffer(name) and not _ignored(name, model):
             left.append(name)
-    return stored, left
+    return stored, left, second
 
 
 def _names(model: Any) -> set[str]:

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoscale.checkpoint.tensor_files import WIDTH, BadFileError, Shapes, Stored, read_folder
-from nanoscale.config.huggingface import UnsupportedError, read_shape
+from nanoscale.config.huggingface import HEAD, UnsupportedError, read_shape
 from nanoscale.config.schema import Model
+from nanoscale.config.tensor_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
 from nanoscale.models.huggingface import (
     PREFIXES,
     Place,
     Shape,
+    is_merged,
     is_needless,
     places,
     shapes,
-    theirs,
 )
 
 if TYPE_CHECKING:
@@ -35,16 +35,25 @@ _SAMPLED = 4096
 """bytes of a tensor that its model's fingerprint is made from"""
 
 
-def find(folder: Path, model: Model) -> dict[str, Stored]:
-    """Where each tensor of the shape is, by Hugging Face's names. Reads headers only, and imports no torch.
+Found = dict[str, list[tuple[Place, Stored]]]
+"""parameters of ours by name, each with its places and the tensors of files that hold them"""
+
+
+def find(folder: Path, model: Model) -> Found:
+    """Where each parameter of the shape is. Reads headers only, and imports no torch.
 
     Raises:
         BadFileError: files or tensors are missing, of other shapes, or more than the shape has places for.
     """
-    wanted, held = theirs(model), read_folder(folder)
+    held = read_folder(folder)
+    ours, where = shapes(model), places(model, merged=is_merged(held))
+    wanted = {it.name: it.shape(ours[name]) for name, parts in where.items() for it in parts}
     stored = {name: there for name in wanted if (there := _named(held, name)) is not None}
-    if "lm_head.weight" in wanted.keys() - stored.keys() and _is_tied(folder):
-        stored["lm_head.weight"] = stored[places(model)["embed.weight"][0].name]
+    embedding = where["embed.weight"][0].name
+    for missing, other in ((HEAD, embedding), (embedding, HEAD)):
+        there = _named(held, other)
+        if missing in wanted.keys() - stored.keys() and there is not None and _is_tied(folder):
+            stored[missing] = there
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += differences(stored, wanted)
     used = {there.name for there in stored.values()}
@@ -54,7 +63,7 @@ def find(folder: Path, model: Model) -> dict[str, Stored]:
         if name not in used and not is_needless(name, model)
     ]
     refuse_all(problems)
-    return stored
+    return {name: [(it, stored[it.name]) for it in parts] for name, parts in where.items()}
 
 
 def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
@@ -84,13 +93,13 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: as `find`, or a file is damaged otherwise.
     """
-    stored, whole = find(folder, model), shapes(model)
+    whole = shapes(model)
     read_parts(
         [
-            (stored[place.name], place, whole[name], state[f"model.{name}"])
-            for name, parts in places(model).items()
+            (there, place, whole[name], state[f"model.{name}"])
+            for name, parts in find(folder, model).items()
             if f"model.{name}" in state
-            for place in parts
+            for place, there in parts
         ]
     )
 
@@ -130,7 +139,8 @@ def fingerprint(folder: Path, model: Model) -> str:
         BadFileError: as `find`.
     """
     sum_ = hashlib.blake2b(digest_size=16)
-    for name, there in sorted(find(folder, model).items()):
+    stored = {it.name: there for parts in find(folder, model).values() for it, there in parts}
+    for name, there in sorted(stored.items()):
         sum_.update(f"{name} {there.dtype} {there.shape}\n".encode())
         with there.file.open("rb") as opened:
             opened.seek(there.start)

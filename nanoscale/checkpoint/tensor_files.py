@@ -1,8 +1,4 @@
-"""Safetensors files: what is in them, from their headers alone, and writing them tensor by tensor. No torch.
-
-A file is the length of its header (8 bytes, little-endian), the header (JSON: type, shape and range of every
-tensor's bytes), and these bytes. Source: the format's section in the README of huggingface/safetensors.
-"""
+"""Writing safetensors files tensor by tensor, without torch; config.tensor_headers describes the format."""
 
 from __future__ import annotations
 
@@ -10,119 +6,10 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""bytes of a number of each type that weights may have"""
-_LONGEST_HEADER = 100_000_000
-"""bytes, the library's own limit"""
-
-
-class BadFileError(Exception):
-    """A file is missing or is not what its header says; the text names it."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    """of its bytes in the file"""
-
-    @property
-    def bytes(self) -> int:
-        return WIDTH[self.dtype] * math.prod(self.shape)
-
-
-def read_folder(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model's folder, by name.
-
-    Raises:
-        BadFileError: a file is missing, cut off, or damaged where it says what it holds.
-    """
-    index = folder / INDEX
-    if not index.is_file():
-        return read_header(_single(folder))
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadFileError(f"{INDEX} has no readable weight_map: {error}") from error
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        raise BadFileError(
-            f"{INDEX} names {', '.join(missing[:4])}, which {_is(missing)} not there"
-        )
-    headers = {file: read_header(folder / file) for file in files}
-    lost = sorted(name for name, file in where.items() if name not in headers[file])
-    if lost:
-        raise BadFileError(f"{lost[0]} is not in {where[lost[0]]}, where {INDEX} has it")
-    return {name: headers[file][name] for name, file in where.items()}
-
-
-def read_header(file: Path) -> dict[str, Stored]:
-    """What one file holds. Raises BadFileError where it cannot be, by its header and its size."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            size = os.fstat(opened.fileno()).st_size
-            if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-                raise BadFileError(f"{file.name} is damaged or cut off: it has no whole header")
-            header = json.loads(opened.read(length))
-    except OSError as error:
-        raise BadFileError(f"{file.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise BadFileError(f"{file.name} is damaged: its header is no JSON") from error
-    return _tensors(file, header, 8 + length, size - 8 - length)
-
-
-def _single(folder: Path) -> Path:
-    file = folder / SINGLE
-    if file.is_file():
-        return file
-    others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if others:
-        raise BadFileError(f"it has {others[0]} and no safetensors, which alone are read")
-    raise BadFileError(f"it has neither {SINGLE} nor {INDEX}")
-
-
-def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored]:
-    stored, end = {}, 0
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            shape = tuple(int(length) for length in entry["shape"])
-            first, last = entry["data_offsets"]
-            width = WIDTH.get(entry["dtype"])
-            if width is not None and last - first != width * math.prod(shape):
-                raise BadFileError(
-                    f"{file.name} is damaged: the bytes of {name} do not fit its shape"
-                )
-            stored[name] = Stored(file, name, entry["dtype"], shape, begin + first)
-            end = max(end, last)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadFileError(f"{file.name} is damaged: its header makes no sense") from error
-    if end != size:
-        raise BadFileError(f"{file.name} is cut off: its tensors need {end} bytes, it has {size}")
-    return stored
-
-
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
-
-
-# --- writing --------------------------------------------------------------------------------------
-
-Shapes = dict[str, tuple[int, ...]]
+from nanoscale.config.tensor_headers import SINGLE, WIDTH, Shapes
 
 
 def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:

@@ -14,10 +14,16 @@ from typing import Any
 from nanoscale.config.convert import convert
 from nanoscale.config.report import shown
 from nanoscale.config.schema import Model, RopeScaling
+from nanoscale.config.tensor_headers import BadFileError, are_equal, read_folder
 
 Json = dict[str, Any]
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """as Qwen2-MoE and DeepSeek have them"""
+
+
+HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+"""how the names of their embeddings end"""
 
 
 class UnsupportedError(Exception):
@@ -26,6 +32,9 @@ class UnsupportedError(Exception):
 
 def read_shape(folder: Path) -> Model:
     """The shape of the model in a folder.
+
+    Embeddings are tied if config.json says so and the files do not hold a head of other values: transformers 5
+    ties no two tensors that differ. Without files, config.json alone counts.
 
     Raises:
         UnsupportedError: there is no config.json, or it describes something else than our families.
@@ -51,7 +60,18 @@ def read_shape(folder: Path) -> Model:
         found,
         kv_heads=found.kv_heads or found.heads,
         head_dim=found.head_dim or found.hidden // found.heads,
+        tie_embeddings=found.tie_embeddings and not has_own_head(folder),
     )
+
+
+def has_own_head(folder: Path) -> bool:
+    """True if the files of a folder hold an output head and an embedding of other values."""
+    try:
+        held = read_folder(folder)
+        embedding = next((held[name] for name in held if name.endswith(_EMBEDDINGS)), None)
+        return HEAD in held and embedding is not None and not are_equal(held[HEAD], embedding)
+    except (BadFileError, OSError):  # whoever needs the weights reports it
+        return False
 
 
 def read_config(folder: Path) -> Json:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.config.hub import asking, is_name, missing_path, similar_paths, why_not
-from nanoscale.config.huggingface import UnsupportedError, read_shape
+from nanoscale.config.huggingface import HEAD, UnsupportedError, has_own_head, read_shape
 from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Model
 from nanoscale.errors import Violation
@@ -157,6 +157,10 @@ def _conflict(composed: Composed, folder: Path, name: str, mine: Any, given: Any
     is_section = hasattr(given or mine, "__dataclass_fields__")
     value, other = ("…", "otherwise") if is_section else (mine, shown(given))
     message = f"is {other} in {folder}/config.json, which {KEY} takes the shape from"
+    if name == "tie_embeddings" and has_own_head(folder):
+        message = (
+            f"is not possible: {folder} holds an embedding and a head of other values ({HEAD})"
+        )
     by_hand = composed.by_hand(key) and not is_section
     return Violation(
         key, value, source, message, (f"{key}={shown(given)}" if by_hand else "~model",)

@@ -16,10 +16,10 @@ from nanoscale.checkpoint import pretrained, sharded
 from nanoscale.checkpoint.adapters import Merged, require_base_of
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
-from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.frozen import load as load_config
 from nanoscale.config.huggingface import UnsupportedError, read_shape
 from nanoscale.config.schema import Config, Model
+from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.data import vocabulary
 from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
 from nanoscale.data.tokenizer import load as load_tokenizer

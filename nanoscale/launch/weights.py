@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NoReturn
 
 from nanoscale.checkpoint.pretrained import find
-from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config import foreign
 from nanoscale.config.compose import Composed
+from nanoscale.config.huggingface import HEAD, has_own_head
 from nanoscale.config.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.report import refuse
 from nanoscale.config.schema import Config
+from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.errors import Violation
 
 
@@ -33,9 +36,22 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
     try:
         folder = locate(asked, weights=True)
         find(folder, config.model)
+        if config.model.tie_embeddings and has_own_head(folder):
+            _refuse_tied(composed, folder)
     except (NoSuchModelError, BadFileError) as error:
         refuse_model(composed, KEY, asked, error)
     return replace(config, model=replace(config.model, init_from=str(folder)))
+
+
+def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
+    """Raise a UserError: files that were fetched after their config.json was read have a head of their own."""
+    message = (
+        f"must be false: {folder} holds an embedding and a head of other values ({HEAD}), which transformers "
+        "does not tie either"
+    )
+    key = "model.tie_embeddings"
+    found = Violation(key, True, composed.source(key), message, (f"{key}=false",))
+    refuse([found], kind="model")
 
 
 def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:

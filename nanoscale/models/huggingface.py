@@ -5,14 +5,17 @@
 | a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
 | queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
 | a matrix of all experts `[experts, out, in]` | one of each expert `[out, in]` |
+| with merged experts | the same, gate and up one above the other `[experts, 2 · out, in]` |
 
 Rotary pairs are (i, i + head_dim / 2) on both sides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+from nanoscale.config.huggingface import HEAD
 from nanoscale.config.schema import Model
 
 Shape = tuple[int, ...]
@@ -29,16 +32,18 @@ class Place:
     name: str
     transposed: bool = False
     part: int = 0
-    """which of the `parts` equal ones, along the last dimension of theirs"""
+    """which of the `parts` equal ones, along `axis` of theirs"""
     parts: int = 1
+    axis: int = -1
     expert: int | None = None
     """which one of our first dimension; None: that is no dimension of experts"""
 
     def shape(self, ours: Shape) -> Shape:
         """Of their tensor as a whole."""
         ours = self._within(ours)
-        theirs = ours[::-1] if self.transposed else ours
-        return (*theirs[:-1], theirs[-1] * self.parts)
+        theirs = list(ours[::-1] if self.transposed else ours)
+        theirs[self.axis] *= self.parts
+        return tuple(theirs)
 
     def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
         """Where a box of our tensor, or what it has of the expert, lies in theirs."""
@@ -46,7 +51,7 @@ class Place:
         order = range(len(ours))[:: -1 if self.transposed else 1]
         start = [offsets[axis] for axis in order]
         length = [sizes[axis] for axis in order]
-        start[-1] += self.part * ours[order[-1]]
+        start[self.axis] += self.part * ours[order[self.axis]]
         return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
 
     def row(self, offsets: Shape, sizes: Shape) -> int | None:
@@ -72,24 +77,26 @@ def shapes(model: Model) -> dict[str, Shape]:
     return found
 
 
-def places(model: Model) -> dict[str, tuple[Place, ...]]:
-    """Where each parameter stands in a file of the model's family: in one place, or in one for each expert."""
+def places(model: Model, *, merged: bool = False) -> dict[str, tuple[Place, ...]]:
+    """Where each parameter stands in a file of the model's family: in one place, or in one for each expert.
+
+    `merged`: experts are merged, as `is_merged` finds them, and every parameter is in one place.
+    """
     if model.position == "learned":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
         return _places(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
-    mixture = _QWEN3_MOE if model.qk_norm else _MIXTRAL
+    apart = _QWEN3_MOE if model.qk_norm else _MIXTRAL
+    mixture = _MERGED if merged else apart
     return _places(model, "model.", "layers", root, _LLAMA | mixture)
 
 
-def theirs(model: Model) -> dict[str, Shape]:
-    """Their tensors and the shapes of them, in our order."""
-    ours = shapes(model)
-    return {
-        place.name: place.shape(ours[name])
-        for name, parts in places(model).items()
-        for place in parts
-    }
+def is_merged(names: Iterable[str]) -> bool:
+    """True if a file has the experts of a block in one tensor, as transformers 5 computes with them.
+
+    `save_pretrained` takes them apart again, unless it is called with save_original_format=False.
+    """
+    return any(name.endswith(_MERGED["mlp.experts.gate"].name) for name in names)
 
 
 def is_buffer(name: str) -> bool:
@@ -99,7 +106,7 @@ def is_buffer(name: str) -> bool:
 
 def is_needless(name: str, model: Model) -> bool:
     """Whether a tensor of a file is none that the model lacks a place for."""
-    return is_buffer(name) or (model.tie_embeddings and name == "lm_head.weight")
+    return is_buffer(name) or (model.tie_embeddings and name == HEAD)
 
 
 def _block(model: Model) -> dict[str, Shape]:
@@ -158,6 +165,12 @@ _QWEN3_MOE = {
     "mlp.experts.up": Place("mlp.experts.{expert}.up_proj.weight"),
     "mlp.experts.down": Place("mlp.experts.{expert}.down_proj.weight"),
 }
+_MERGED = {
+    "mlp.router": Place("mlp.gate"),
+    "mlp.experts.gate": Place("mlp.experts.gate_up_proj", part=0, parts=2, axis=1),
+    "mlp.experts.up": Place("mlp.experts.gate_up_proj", part=1, parts=2, axis=1),
+    "mlp.experts.down": Place("mlp.experts.down_proj"),
+}
 _GPT2 = {
     "attention_norm": Place("ln_1"),
     "attention.wq": Place("attn.c_attn", True, 0, 3),
@@ -182,9 +195,13 @@ def _places(
             found[name] = (Place(f"{prefix}{root[module]}.{kind}"),)
         elif module.endswith(".experts"):
             _, layer, within = name.split(".", 2)
-            full = f"{prefix}{layers}.{layer}.{block[within].name}"
-            each = range(model.experts)
-            found[name] = tuple(Place(full.format(expert=i), expert=i) for i in each)
+            there = block[within]
+            full = f"{prefix}{layers}.{layer}.{there.name}"
+            each = [
+                replace(there, name=full.format(expert=i), expert=i) for i in range(model.experts)
+            ]
+            merged = replace(there, name=full)
+            found[name] = tuple(each) if "{expert}" in full else (merged,)
         else:
             _, layer, within = module.split(".", 2)
             there = block[within]

@@ -11,8 +11,8 @@ from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
 from nanoscale.checkpoint.adapters import require_same_base
 from nanoscale.checkpoint.pretrained import fingerprint
-from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.schema import Config
+from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.errors import UserError, Violation
 from nanoscale.metrics.meter import Meter

@@ -18,11 +18,11 @@ from nanoscale.backends.gradients import own_part
 from nanoscale.backends.native import build_parts
 from nanoscale.checkpoint import pretrained
 from nanoscale.checkpoint.flat import FlatShard
-from nanoscale.checkpoint.tensor_files import BadFileError
 from nanoscale.config.derive import derive
 from nanoscale.config.huggingface import read_shape
 from nanoscale.config.schema import Backend, Config, Model
-from nanoscale.models.huggingface import places, theirs
+from nanoscale.config.tensor_headers import BadFileError
+from nanoscale.models.huggingface import places, shapes
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import ranks
@@ -82,6 +82,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"deepspeed": True, "dp": 2, "stage": 3}),
     ("gpt2", {"deepspeed": True, "dp": 2, "tp": 2, "stage": 1, **WHOLE}),
     ("mixtral", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
+    ("mixtral, merged", {"dp": 2, "tp": 2, "ep": 2, "stage": 3}),
     ("qwen3_moe", {"dp": 4, "ep": 2, "stage": 1}),
     ("qwen3_moe", {"deepspeed": True, "dp": 2, "stage": 3}),
 ]
@@ -91,7 +92,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 def test_every_layout_begins_with_the_same_model(
     family: str, layout: dict[str, Any], tmp_path: Path
 ) -> None:
-    theirs = save(family, tmp_path, shard="20KB")
+    family, comma, _ = family.partition(", merged")
+    theirs = save(family, tmp_path, shard="20KB", merged=bool(comma))
     expected = logits(theirs, torch.tensor([PROMPT]))[0, -1]
     config = config_for(tmp_path, **layout)
     for found, read, held in run_ranks(begin_and_look, derive(config).world_size, config):
@@ -230,7 +232,7 @@ BREAKS = [lose_a_file, cut_a_file, garble_a_header, empty_a_file, lose_a_tensor,
 def test_what_is_wrong_with_a_folder_is_said_from_its_headers(act: Any, tmp_path: Path) -> None:
     save("llama", tmp_path, shard="20KB")
     shape = read_shape(tmp_path)
-    assert set(pretrained.find(tmp_path, shape)) == set(theirs(shape))
+    assert set(pretrained.find(tmp_path, shape)) == set(shapes(shape))
     said = act(tmp_path)
     with pytest.raises(BadFileError) as raised:
         pretrained.find(tmp_path, shape)

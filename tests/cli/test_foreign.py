@@ -104,6 +104,24 @@ def test_transformers_is_asked(folder: Path) -> None:
     assert "which is not there" in asked()["problem"]
 
 
+def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) -> None:
+    """config.json ties the two; transformers ties none that differ."""
+    from safetensors.torch import load_file, save_file
+
+    Path("small/model.safetensors.index.json").unlink()
+    held = {}
+    for file in sorted(Path("small").glob("*.safetensors")):
+        held |= load_file(file)
+        file.unlink()
+    other = torch.randn_like(held["gpt_neox.embed_in.weight"])
+    for head, problem in ((other, True), (held["gpt_neox.embed_in.weight"].clone(), False)):
+        save_file(held | {"embed_out.weight": head}, "small/model.safetensors")
+        said = asked(tie_word_embeddings=True)["problem"]
+        assert bool(said) is problem
+        assert not said or "model.hf_config.tie_word_embeddings=false trains both" in said
+        assert asked(tie_word_embeddings=False)["problem"] is None
+
+
 def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -12,6 +12,8 @@ import torch
 import yaml
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config import pretrained
+from nanoscale.launch import weights
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 
@@ -118,6 +120,49 @@ def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFix
     assert nanoscale(words) == 2
     assert "exists already" in capsys.readouterr().err
     assert nanoscale([*words, "--out", "other", "--max-shard-size", "5 apples"]) == 2
+
+
+def head_of_its_own(folder: Path) -> None:
+    """Make config.json tie the head, and the files hold another one than the embedding."""
+    document = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+def test_a_head_that_differs_is_trained_and_exported_as_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers 5 does not tie it, whatever config.json says."""
+    from transformers import AutoModelForCausalLM
+
+    head_of_its_own(Path("small"))
+    text = refused(capsys, "model.init_from=small", "model.tie_embeddings=true")
+    assert "a head of other values (lm_head.weight)" in text
+    assert "type instead: model.tie_embeddings=false" in text
+    words = [*WORDS, "model.init_from=small", "optimizer.lr=0", "train.steps=1", "run.name=tuned"]
+    assert nanoscale(["train", *words, "--json"]) == 0
+    assert nanoscale(["checkpoints", "export", "tuned", "--format", "hf", "--dtype", "fp32"]) == 0
+    before = AutoModelForCausalLM.from_pretrained("small").state_dict()
+    after = AutoModelForCausalLM.from_pretrained("runs/tuned/hf/step-00000001").state_dict()
+    assert not torch.equal(before["lm_head.weight"], before["model.embed_tokens.weight"])
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_a_head_that_differs_is_seen_when_it_has_been_fetched(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name at the hub is planned by its config.json alone."""
+    head_of_its_own(Path("small"))
+    Path("described").mkdir()
+    shutil.copy("small/config.json", "described")
+    locate = {True: folder / "small", False: folder / "described"}
+    for module in (pretrained, weights):
+        monkeypatch.setattr(module, "locate", lambda _, *, weights: locate[weights])
+    text = refused(capsys, "model.init_from=our/small")
+    assert "model.tie_embeddings=true: must be false" in text
+    assert "type instead: model.tie_embeddings=false" in text
+    words = ["model.init_from=our/small", "model.tie_embeddings=false", "--dry-run"]
+    assert nanoscale(["train", *WORDS, *words]) == 0
 
 
 def test_adapters_are_trained_resumed_and_merged(

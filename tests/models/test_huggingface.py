@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from nanoscale.checkpoint import pretrained
 from nanoscale.config.compose import compose
-from nanoscale.config.huggingface import UnsupportedError, read_shape, write_shape
+from nanoscale.config.huggingface import HEAD, UnsupportedError, read_shape, write_shape
 from nanoscale.config.schema import Model
+from nanoscale.config.tensor_headers import BadFileError, read_folder
 from nanoscale.models.huggingface import shapes
 from nanoscale.models.transformer import Transformer
 from nanoscale.plan.model_math import parameters
@@ -81,6 +82,57 @@ def test_names_without_the_prefix_of_the_trunk(tmp_path: Path) -> None:
     held |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
     save_file(held, file)
     assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_merged_experts_are_read(family: str, tmp_path: Path) -> None:
+    """As transformers 5 computes with them, and as save_original_format=False writes them."""
+    theirs = save(family, tmp_path, shard="20KB", merged=True)
+    held = read_folder(tmp_path)
+    assert held["model.layers.1.mlp.experts.gate_up_proj"].shape[0] == theirs.config.num_experts
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, tokens()), logits(theirs, tokens()))
+    assert_equal_logits(ours_of(tmp_path)(tokens()), logits(theirs, tokens()))
+
+
+def test_what_is_wrong_with_merged_experts_is_said_from_their_headers(tmp_path: Path) -> None:
+    save("mixtral", tmp_path, merged=True)
+    shape, file = read_shape(tmp_path), tmp_path / "model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for value, said in (
+        (None, f"{name} is missing"),
+        (whole[name][:, :-1], f"{name} is 4 × 95 × 32"),
+    ):
+        held = {key: it for key, it in whole.items() if key != name}
+        save_file(held | ({} if value is None else {name: value.contiguous()}), file)
+        with pytest.raises(BadFileError, match=said):
+            pretrained.find(tmp_path, shape)
+
+
+TIED = {"llama tied, llama3": "model.embed_tokens.weight", "qwen2": "model.embed_tokens.weight",
+        "gpt2": "transformer.wte.weight"}  # fmt: skip
+"""families whose config.json ties the head, and the name of the embedding"""
+
+
+@pytest.mark.parametrize("family", TIED)
+def test_embeddings_are_tied_where_transformers_ties_them(family: str, tmp_path: Path) -> None:
+    """Whatever config.json says, two tensors that differ are two."""
+    save(family, tmp_path)
+    file, name = tmp_path / "model.safetensors", TIED[family]
+    plain = load_file(file)
+    other = torch.randn_like(plain[name])
+    without = {key: value for key, value in plain.items() if key != name}
+    for held, tied in (
+        (plain | {HEAD: other}, False),
+        (plain | {HEAD: plain[name].clone()}, True),
+        (without | {HEAD: other}, True),
+    ):
+        save_file(held, file, metadata={"format": "pt"})
+        theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path), ours_of(tmp_path)
+        assert (theirs.get_input_embeddings().weight is theirs.lm_head.weight) is tied
+        assert ours.shape.tie_embeddings is tied
+        assert_equal_logits(ours(tokens()), logits(theirs, tokens()))
 
 
 def test_a_tied_head_can_begin_a_life_of_its_own(tmp_path: Path) -> None:

@@ -71,12 +71,19 @@ def make(family: str, seed: int = 0) -> Any:
     return model
 
 
-def save(family: str, folder: Path, shard: str = "5GB", dtype: torch.dtype | None = None) -> Any:
-    """The same in a folder, in files of at most `shard`; the model."""
+def save(
+    family: str,
+    folder: Path,
+    shard: str = "5GB",
+    dtype: torch.dtype | None = None,
+    *,
+    merged: bool = False,
+) -> Any:
+    """The same in a folder, in files of at most `shard`, `merged`: with merged experts; the model."""
     model = make(family)
     if dtype is not None:
         model.to(dtype)
-    model.save_pretrained(folder, max_shard_size=shard)
+    model.save_pretrained(folder, max_shard_size=shard, save_original_format=not merged)
     return model
 
 
