@@ -1,6 +1,7 @@
 """What the fork server of the test ranks loads once."""
 
 # ruff: noqa: F401
+import gc
 import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is loaded
@@ -18,3 +19,6 @@ import nanoscale.backends.native
 import nanoscale.train.job
 import tests.support.jobs
 import tests.support.reference
+
+gc.collect()
+gc.freeze()  # what is here stays: no rank searches it for garbage, or writes to its pages
