@@ -1,22 +1,27 @@
-# make train: set up and train the recipe `tiny`. make test: set up and run every test.
+# make train: set up and train the recipe `tiny`. make test: set up and run the tests.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test lint format bench bench-plan faults docs lock clean
+.PHONY: train test test-quick test-exhaustive lint format bench bench-plan faults docs lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
 
-# Tests of clusters mostly wait, so that two files at a time do; those with many ranks fill the cores; the others are light.
-MANY_RANKS := $(addprefix tests/,backends checkpoint parallel train)
-LIGHT := --ignore=tests/cluster $(MANY_RANKS:%=--ignore=%)
-TWO := --numprocesses=2 --dist=loadfile
+# Two workers take the tests of clusters first, which mostly wait; tests/support/schedule.py says how work is shared out.
+TESTS := $(BIN)/python -m pytest --numprocesses=4
+# Everything that a change can break.
 test: $(READY)
-	$(BIN)/python -m pytest tests/cluster $(TWO) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(MANY_RANKS) $(PYTEST_ARGS)
-	$(BIN)/python -m pytest $(LIGHT) $(TWO) $(PYTEST_ARGS)
+	$(TESTS) $(PYTEST_ARGS)
+
+# After each change: some of every room, without clusters.
+test-quick: $(READY)
+	$(TESTS) --numprocesses=2 -m "not cluster and not slow and not exhaustive" $(PYTEST_ARGS)
+
+# What is left out above: repeated precisions and the longest sweeps.
+test-exhaustive: $(READY)
+	$(TESTS) --numprocesses=2 -m exhaustive $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,23 +1,30 @@
-"""What tests of several folders share."""
+"""What tests of several rooms share: their markers and order, and what is printed at the end."""
 
 from __future__ import annotations
 
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.register_assert_rewrite("tests.support")
+TESTS = Path(__file__).parent
+LONGEST_FIRST = ("cluster", "train", "backends", "parallel", "checkpoint", "cli", "launch")
+"""rooms; the others are light and fill the workers' time at the end"""
 _DEVIATION = "deviation"
-Deviations = Callable[[str, list[float]], None]
+Deviations = Callable[[str, str, tuple[float, float]], None]
 
 
 @pytest.fixture
 def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
-    """Notes how far a layout went from the plain loop: fp64's loss and gradient norm, then fp32's."""
-    return lambda layout, figures: record_property(_DEVIATION, [layout, *map(float, figures)])
+    """Note how far a layout went from the plain loop in a precision: its loss and its gradient norm."""
+    return lambda layout, precision, figures: record_property(
+        _DEVIATION, [layout, precision, *map(float, figures)]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +34,34 @@ def one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of clusters and of real ranks, and begin with the rooms that take longest."""
+    for item in items:
+        if _room(item) == "cluster":
+            item.add_marker("cluster")
+        if isinstance(item, pytest.Function) and _starts_ranks(item):
+            item.add_marker("ranks")
+    order = {room: place for place, room in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(_room(item), len(order)))
+
+
+def _room(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+
+
+def _starts_ranks(item: pytest.Function) -> bool:
+    """True if its file starts real ranks with `tests.support`."""
+    return not vars(item.module).keys().isdisjoint({"run_ranks", "train"})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.support.schedule import Schedule
+
+    return Schedule(config, log)
+
+
 def pytest_sessionstart() -> None:
     """What a shell starts in the background ignores Ctrl-C, and what the tests start would inherit that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -34,19 +69,24 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    rows = [
-        value
-        for reports in terminalreporter.stats.values()
-        for report in reports
-        if getattr(report, "when", None) == "call"
-        for name, value in report.user_properties
-        if name == _DEVIATION
-    ]
+    rows: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) != "call":
+                continue
+            for name, value in report.user_properties:
+                if name == _DEVIATION:
+                    layout, precision, *figures = value
+                    rows[layout][precision] = figures
     if not rows:
         return
     terminalreporter.section("largest relative deviation from a plain loop over 20 steps")
     head = ("fp64 loss", "fp64 norm", "fp32 loss", "fp32 norm")
     terminalreporter.write_line(f"{'layout':44}" + "".join(f"{name:>12}" for name in head))
-    for layout, *figures in sorted(rows):
-        cells = "".join(f"{figure:12.1e}" for figure in figures)
-        terminalreporter.write_line(f"{layout:44}{cells}")
+    for layout, by_precision in sorted(rows.items()):
+        cells = [
+            f"{figure:12.1e}" if precision in by_precision else f"{'':12}"
+            for precision in ("fp64", "fp32")
+            for figure in by_precision.get(precision, (0.0, 0.0))
+        ]
+        terminalreporter.write_line(f"{layout:44}{''.join(cells)}".rstrip())
