@@ -82,8 +82,9 @@ class Link:
     def close(self) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def send(self, kind: str, **content: object) -> None:
-        self._sender.send({"kind": kind, **content})
+    def send(self, kind: str, carried: bytes = b"", **content: object) -> None:
+        """Send a message, which may carry bytes. Blocks while the launcher does not read."""
+        self._sender.send({"kind": kind, **content}, carried)
 
     def send_later(self, kind: str, **content: object) -> None:
         """For signal handlers, which may have interrupted a `send`."""

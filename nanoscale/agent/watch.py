@@ -19,6 +19,8 @@ from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
 _STACKS_S = 0.5
 """for the ranks to write down where they are"""
 _REAP_S = 10.0
+_FORWARD_S = 0.25
+"""for the ranks' output, between two looks at their processes and at the launcher's orders"""
 
 
 class Watch:
@@ -37,7 +39,7 @@ class Watch:
     def look(self, processes: Sequence[BaseProcess]) -> Sight:
         """Report what is new and obey."""
         self._link.is_starting = False
-        self._logs.forward()
+        self._logs.forward(_FORWARD_S)
         if self._link.killed_attempt >= self._host.attempt:
             self._end(processes)
             return "over"
@@ -48,8 +50,10 @@ class Watch:
         return "waiting" if self.failures else "well"
 
     def close(self) -> None:
-        """Send what the ranks printed at last."""
-        self._logs.forward(last=True)
+        """Send what the ranks printed at last. An attempt that is to end does not wait for all of it."""
+        while self._logs.forward(_FORWARD_S):
+            if max(self._link.stopped_attempt, self._link.killed_attempt) >= self._host.attempt:
+                self._logs.leave_out()
 
     def _end(self, processes: Sequence[BaseProcess]) -> None:
         self.killed = True

@@ -26,9 +26,10 @@ from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
+from nanoscale.runs.tail import read_end
 from nanoscale.units import GIB, byte_size, duration
 
-_LOG_LINES = 12
+_LOG_LINES, _LOG_BYTES = 12, 1 << 14
 _NOISE = ("The hostname of the client socket cannot be retrieved",)
 """what torch prints of any network without names for addresses"""
 
@@ -183,9 +184,10 @@ def _print_failure(run: RunDirectory, cause: Failure) -> None:
 
 def _end_of_log(run: RunDirectory, cause: Failure) -> str:
     try:
-        lines = (run.path / cause.log).read_text(errors="replace").splitlines()
+        end = read_end(run.path / cause.log, _LOG_BYTES)
     except OSError:
         return ""
+    lines = end.decode(errors="replace").splitlines()
     telling = [line for line in lines if not any(noise in line for noise in _NOISE)]
     return "\n".join(telling[-_LOG_LINES:])
 

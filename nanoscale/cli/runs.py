@@ -250,11 +250,10 @@ def _log_files(
 def _print_lines(path: Path, tail: Any, last: bool) -> None:
     host, ranks, rank = path.stem.rpartition(".rank-")
     prefix = f"{host}:{rank} │ ".encode() if ranks else b""
-    lines = tail.poll()
-    if last and (rest := tail.rest()):
-        lines.append(rest)
-    if lines:
+    for lines in tail.batches():
         display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
+    if last and (rest := tail.rest()):
+        display.content(prefix + rest.rstrip() + b"\n")
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:

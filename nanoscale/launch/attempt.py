@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from nanoscale.channel import Message, as_bytes
+from nanoscale.channel import Message
 from nanoscale.config.schema import Launcher
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.launch.fleet import Fleet, Member
@@ -103,14 +103,16 @@ class Attempt:
             self._launch()
         else:
             self.outcomes = {member.name: "never started" for member in self.members}
-        was_running = False
+        was_running, next_look = False, 0.0
         while not self._is_over():
             news = self.fleet.poll(_LOOK_S)
             self._mind_lock()
             for member, message in news:
                 self._take(member, message)
             self._notice_lost()
-            self.view.poll()
+            if time.monotonic() >= next_look:  # however often something comes
+                self.view.poll()
+                next_look = time.monotonic() + _LOOK_S
             if self.view.running and not was_running:
                 was_running = True
                 status.write(self.run, status.read(self.run).running())
@@ -128,7 +130,7 @@ class Attempt:
         elif message["kind"] == "output":
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
             with suppress(OSError), path.open("ab") as log:
-                log.write(as_bytes(message["text"]))
+                log.write(message["carried"])
             if message["stream"] == "out":
                 self.view.wrote(member.name, message["rank"])
         elif message.get("attempt") != self.plan.attempt:

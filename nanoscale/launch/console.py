@@ -24,6 +24,13 @@ _PLAIN_EVERY_S = 1.0
 _SMOOTHED_STEPS = 20
 _MOST_HOSTS = 8
 """named at the start, where there are more they are counted"""
+_SHOWN_BYTES = 1 << 14
+"""of a rank's output at one look: more than anybody reads"""
+_BACKLOG_BYTES = 1 << 18
+"""of a rank's output that wait to be shown; what comes before them is only in its log"""
+_LONGEST_LINE = 1 << 12
+_UNFINISHED_S = 5.0
+"""after which the beginning of a line is shown without its end"""
 _SILENT = ("attempt", "end", "failure")
 """kinds of events that the beginning and the end of the view tell already"""
 
@@ -40,6 +47,7 @@ class LiveView:
         self._metrics: Tail | None = None
         self._outputs: dict[str, LineTail] = {}
         self._written: set[str] = set()
+        """the ranks of which something may have to be shown"""
         self._looks_everywhere = False
         self._first_step = 0
         self._began = time.monotonic()
@@ -67,7 +75,7 @@ class LiveView:
         """Show an attempt that goes on already: what happened in it, its last step, and then all."""
         self.begin(plan, steps, "watching")
         for tail in self._outputs.values():
-            tail.poll()  # the logs have what was printed so far
+            tail.skip(0)  # the logs have what was printed so far
         self._looks_everywhere = True
         self._events = events.follow(self._run)
         past = self._events.poll()
@@ -101,16 +109,25 @@ class LiveView:
         self._written.add(f"{host}:{rank}")
 
     def _show_outputs(self) -> None:
-        names, self._written = self._written & self._outputs.keys(), set()
-        for name in self._outputs if self._looks_everywhere else sorted(names):
-            for line in self._outputs[name].poll():
-                self._output(name, line)
+        names = self._outputs if self._looks_everywhere else self._written & self._outputs.keys()
+        for name in sorted(names):
+            tail = self._outputs[name]
+            self._show_output(name, tail, _SHOWN_BYTES)
+            if time.monotonic() - tail.grew_at > _UNFINISHED_S:
+                self._output(name, _unfinished(tail))
+                self._written.discard(name)
 
     def _flush_outputs(self) -> None:
         for name, tail in self._outputs.items():
-            rest = tail.rest()
-            if rest:
-                self._output(name, rest)
+            self._show_output(name, tail, _BACKLOG_BYTES)
+            self._output(name, _unfinished(tail))
+
+    def _show_output(self, name: str, tail: LineTail, limit: int) -> None:
+        left_out = tail.skip(_BACKLOG_BYTES)
+        self._output(name, tail.poll(limit))
+        if left_out:
+            text = f"[{left_out:,} bytes that it printed here are only in {tail.path}]"
+            self._output(name, [*_unfinished(tail), text.encode()])
 
     def _heed(self, new: list[Object]) -> list[Object]:
         """Events, once what they tell of the attempt is known."""
@@ -142,8 +159,10 @@ class LiveView:
         last = int(record["step"]) >= self._steps
         self._screen.step(line, last=last, evaluated=record.get("eval_loss") is not None)
 
-    def _output(self, name: str, line: bytes) -> None:
-        self._screen.line(f"{name} │ {line.decode(errors='replace').rstrip()}")
+    def _output(self, name: str, lines: list[bytes]) -> None:
+        texts = [line.decode(errors="replace").rstrip() for line in lines]
+        if texts:
+            self._screen.line("\n".join(f"{name} │ {text}" for text in texts))
 
     def _eta(self) -> float:
         """Seconds to the last step."""
@@ -230,10 +249,17 @@ def _names(hosts: list[str]) -> str:
 
 def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
     return {
-        f"{host.host}:{rank}": LineTail(run.log(plan.attempt, host.host, rank, "out"))
+        f"{host.host}:{rank}": LineTail(
+            run.log(plan.attempt, host.host, rank, "out"), _LONGEST_LINE
+        )
         for host in plan.hosts
         for rank in host.ranks
     }
+
+
+def _unfinished(tail: LineTail) -> list[bytes]:
+    """The beginning of a line whose end has not come, as a line."""
+    return [rest] if (rest := tail.rest()) else []
 
 
 class _Screen(Protocol):

@@ -19,6 +19,7 @@ from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.preflight import require_ready
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose, first_cause, user_error
+from nanoscale.runs.tail import LineSplitter
 
 _MEET_S = 600.0
 _CAUSE_S = 1.5
@@ -44,7 +45,8 @@ class Errand:
     task: dict[str, Any] | None = None
     """what the ranks need to know beside the configuration"""
     heed: Callable[[str], None] = lambda _: None
-    """is told what the first rank prints"""
+    """is called with each line that the first rank prints"""
+    lines: LineSplitter = field(default_factory=LineSplitter)
     ended: set[str] = field(default_factory=set)
     failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
@@ -120,7 +122,8 @@ class Errand:
 
     def _take(self, member: Member, message: Message) -> None:
         if message["kind"] == "output" and (message["rank"], message["stream"]) == (0, "out"):
-            self.heed(message["text"])
+            for line in self.lines.feed(message["carried"]):
+                self.heed(line.decode(errors="replace"))
         if message["kind"] == "ended":
             self.ended.add(member.name)
             self.evidence[member.name] = Evidence(**message["evidence"])

@@ -28,7 +28,7 @@ from nanoscale.launch.sweeps import Sweeps
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, agent_failure
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 20
 _FILES_A_HOST = 4
 _FAREWELL_S = 5.0
 """for agents to leave in good order before they are ended"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import psutil
 
 _PAUSE_S = 0.02
+_PIPE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_S = 3.0
 """how long Python's resource tracker may take to remove semaphores once nobody uses them"""
@@ -38,6 +40,10 @@ class Process:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        with suppress(
+            OSError, AttributeError
+        ):  # what ranks print comes this way; not all systems can
+            fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
     def pid(self) -> int:

@@ -20,6 +20,9 @@ from nanoscale.units import GIB, byte_size
 
 Document = dict[str, Any]
 
+_MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
+"""characters; all ranks of a host may fail, and the agent tells it in one message"""
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -54,8 +57,8 @@ class RankFailure:
             host=host,
             time=time.time(),
             type=_qualified_name(type(error)),
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            message=_shortened(str(error), _MESSAGE_LENGTH),
+            traceback=_shortened("".join(traceback.format_exception(error)), _TRACEBACK_LENGTH),
             user_error=_user_document(error) if isinstance(error, UserError) else None,
         )
 
@@ -408,6 +411,14 @@ def _user_document(error: UserError) -> Document:
             for violation in error.violations
         ],
     }
+
+
+def _shortened(text: str, length: int) -> str:
+    """Return both ends of a text that is too long."""
+    if len(text) <= length:
+        return text
+    left_out = len(text) - length
+    return f"{text[: length // 2]}\n[{left_out:,} characters are left out]\n{text[-length // 2 :]}"
 
 
 def _plain(value: object) -> object:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanoscale.runs.tail import LineTail
+from nanoscale.runs import tail
 
 Object = dict[str, Any]
 
@@ -42,20 +42,16 @@ def read(path: Path) -> list[Object]:
 def read_end(path: Path) -> list[Object]:
     """The last few lines of a file that may be long."""
     try:
-        with path.open("rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - _END_BYTES)
-            file.seek(start)
-            lines = file.read().split(b"\n")[:-1]
+        return list(_objects(tail.read_end(path, _END_BYTES).split(b"\n")[:-1]))
     except FileNotFoundError:
         return []
-    return list(_objects(lines[1:] if start else lines))
 
 
 class Tail:
     """Reads what was added since the last look. A line counts when its end has arrived."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = LineTail(path)
+        self._lines = tail.LineTail(path)
 
     def poll(self) -> list[Object]:
         """The objects of the new whole lines; damaged lines are left out."""

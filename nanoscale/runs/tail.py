@@ -1,42 +1,135 @@
-"""Reading a file that grows, line by line."""
+"""Readers of a file that grows."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+LONGEST_LINE = 1 << 20
+"""bytes; a line that is longer counts as several"""
+_READ_BYTES = 1 << 20
+
+
+def read_end(path: Path, limit: int) -> bytes:
+    """Return the last bytes of a file, at most `limit` of them, from the beginning of a line.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        start = max(0, os.fstat(file.fileno()).st_size - limit)
+        file.seek(start)
+        data = file.read(limit)
+    return data.partition(b"\n")[2] or data if start else data
+
+
+class LineSplitter:
+    """Divides bytes into lines as they come, in time proportional to the bytes.
+
+    Args:
+        longest: a line that has so many bytes and still no end is given as it is.
+    """
+
+    def __init__(self, longest: int = LONGEST_LINE) -> None:
+        self._longest = longest
+        self._unfinished: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that end in `data`, without their ends."""
+        first, *others = data.split(b"\n")
+        lines = []
+        for end in others:
+            lines.append(b"".join([*self._unfinished, first]))
+            self._unfinished, self._size, first = [], 0, end
+        if first:
+            self._unfinished.append(first)
+            self._size += len(first)
+        if self._size >= self._longest:
+            lines.append(self.rest())
+        return lines
+
+    def rest(self) -> bytes:
+        """Return what came after the last line's end, and forget it."""
+        rest, self._unfinished, self._size = b"".join(self._unfinished), [], 0
+        return rest
+
+
+class FileTail:
+    """Reads what was added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.replaced = False
+        """True if the last look began anew, since the file was replaced or shortened"""
+        self._offset = 0
+        self._inode = 0
+
+    def read(self, limit: int = -1) -> bytes:
+        """Return the new bytes, at most `limit` of them. A file that was replaced is read from its start."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                self._look(os.fstat(file.fileno()))
+                file.seek(self._offset)
+                data = file.read(limit)
+        except FileNotFoundError:
+            return b""
+        self._offset += len(data)
+        return data
+
+    def skip(self, keep: int) -> int:
+        """Leave out all new bytes but the last `keep`; return how many were left out."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return 0
+        self._look(status)
+        count = max(0, status.st_size - keep - self._offset)
+        self._offset += count
+        return count
+
+    def _look(self, status: os.stat_result) -> None:
+        self.replaced = status.st_ino != self._inode or status.st_size < self._offset
+        if self.replaced:
+            self._inode, self._offset = status.st_ino, 0
 
 
 class LineTail:
     """Gives the lines that were added since the last look, once their ends have arrived."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._inode = 0
-        self._rest = b""
+    def __init__(self, path: Path, longest: int = LONGEST_LINE) -> None:
+        self.path = path
+        self.grew_at = time.monotonic()
+        """when there was something new"""
+        self._file = FileTail(path)
+        self._lines = LineSplitter(longest)
 
-    def poll(self) -> list[bytes]:
-        """The new whole lines. A file that was replaced or shortened is read from its start."""
-        new = self._read()
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        return lines
+    def poll(self, limit: int = -1) -> list[bytes]:
+        """The new whole lines of at most `limit` new bytes."""
+        return self._lines.feed(self._read(limit))
+
+    def batches(self) -> Iterator[list[bytes]]:
+        """The new whole lines of a file that may be larger than memory, some at a time."""
+        while data := self._read(_READ_BYTES):
+            yield self._lines.feed(data)
 
     def rest(self) -> bytes:
         """What came after the last line's end, and forget it."""
-        rest, self._rest = self._rest, b""
-        return rest
+        return self._lines.rest()
 
-    def _read(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset, self._rest = status.st_ino, 0, b""
-                if status.st_size == self._offset:
-                    return b""
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return b""
-        self._offset += len(data)
+    def skip(self, keep: int) -> int:
+        """Leave out all new bytes but the last `keep`; return how many were left out."""
+        count = self._file.skip(keep)
+        if self._file.replaced:
+            self._lines.rest()
+        return count
+
+    def _read(self, limit: int) -> bytes:
+        data = self._file.read(limit)
+        if self._file.replaced:
+            self._lines.rest()
+        if data:
+            self.grew_at = time.monotonic()
         return data

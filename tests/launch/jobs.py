@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,18 @@ def slow_start(context):
 def explode(context):
     """Rank 1 raises in the middle, which the others notice as a lost connection."""
     return _train(context, steps=10_000, bad_step=5, bad_rank=1)
+
+
+def flood(context):
+    """Print the bytes of the file FLOOD_BLOCK until asked to stop, or until there are FLOOD_MIB of them."""
+    events.append(context.run, "running", "training from step 1")
+    block = Path(os.environ["FLOOD_BLOCK"]).read_bytes()
+    left = int(os.environ.get("FLOOD_MIB", 1 << 40)) << 20
+    while left > 0:
+        left -= sys.stdout.buffer.write(block)
+        if context.stop.requested:
+            return "stopped"
+    return "completed"
 
 
 def wrong_data(context):

@@ -147,6 +147,36 @@ def test_what_ranks_print_carries_host_and_rank(run):
     assert "for the log only" not in stream.getvalue()
 
 
+def test_of_a_flood_a_little_is_shown_and_the_rest_is_in_the_log(run):
+    stream = io.StringIO()
+    with shown(run, PLAN, 6, stream) as view, run.log(1, "h", 1, "out").open("wb") as log:
+        for number in range(10):
+            log.write(b"a line\n" * 100_000 if number else b"x" * 700_000)
+            log.flush()
+            view.wrote("h", 1)
+            view.poll()
+        log.write(b"the last\n")
+    text = stream.getvalue()
+    assert len(text) < 2 << 20
+    assert "bytes that it printed here are only in" in text and "h:1 │ the last" in text
+    assert max(map(len, text.splitlines())) < 40_000
+
+
+def test_the_beginning_of_a_line_is_shown_when_its_end_does_not_come(run, clock):
+    stream = io.StringIO()
+    with (
+        shown(run, PLAN, 6, stream) as view,
+        run.log(1, "h", 1, "out").open("wb", buffering=0) as log,
+    ):
+        log.write(b"waiting for")
+        view.wrote("h", 1)
+        view.poll()
+        assert "waiting" not in stream.getvalue()
+        clock.now += 6
+        view.poll()
+        assert "h:1 │ waiting for\n" in stream.getvalue()
+
+
 def test_a_sample_is_a_block(run):
     stream = io.StringIO()
     with shown(run, PLAN, 6, stream) as view:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,11 @@ def _path():
     return os.pathsep.join([str(HERE), str(HERE.parent.parent)])
 
 
+def _most_memory(pid):
+    """The most that a process has had so far, KiB."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+
+
 def _restore_interrupt():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
 
@@ -161,6 +167,29 @@ def test_a_local_job_listens_on_the_loopback_only(launch):
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 75
     assert listening == {"127.0.0.1"}
+
+
+def test_ctrl_c_ends_a_rank_that_floods(launch, tmp_path, monkeypatch):
+    """One line without an end, not UTF-8: neither time nor memory may depend on how much was printed."""
+    block = bytes(range(128, 256)) * 8192
+    (tmp_path / "block").write_bytes(block)
+    monkeypatch.setenv("FLOOD_BLOCK", str(tmp_path / "block"))
+    job = launch("flood", ranks=1)
+    log = job.run / "logs/attempt-1"
+    job.wait_for(
+        lambda: list(log.glob("*.out")) and '"running"' in _read(job.run / "events.jsonl"), "start"
+    )
+    (out,) = log.glob("*.out")
+    processes = [job.process.pid, job.agent()]
+    before = [_most_memory(pid) for pid in processes]
+    job.wait_for(lambda: out.stat().st_size > 64 << 20, "output")
+    after = [_most_memory(pid) for pid in processes]
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130
+    assert all(most - least < 64 << 10 for least, most in zip(before, after, strict=True))
+    printed, _, rest = out.read_bytes().partition(b"\n[nanoscale: ")
+    assert printed == (block * (len(printed) // len(block) + 1))[: len(printed)]
+    assert not rest or b"bytes are left out here" in rest[:100]
 
 
 def test_a_second_interrupt_kills_even_stopped_ranks(launch):

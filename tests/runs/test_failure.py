@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import asdict, replace
 
 import pytest
 
+from nanoscale.channel import LONGEST_LINE, pack
 from nanoscale.errors import UserError, Violation
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
@@ -117,3 +119,18 @@ def test_damaged_files_are_no_failure(tmp_path):
     run.failure.write_text("{")
     assert failure.read(run) is None
     assert failure.read_rank_failure(run.failure) is None
+
+
+def test_what_a_rank_says_is_bounded_so_that_all_ranks_of_a_host_can_say_it():
+    def fail():
+        raise ValueError("begin" + "😀" * (1 << 20) + "end")
+
+    try:
+        fail()
+    except ValueError as error:
+        one = RankFailure.of(error, rank=0, local_rank=0, host="h")
+    assert "characters are left out" in one.message
+    assert one.message.startswith("begin") and one.message.endswith("end")
+    assert "in fail" in one.traceback
+    many = [asdict(replace(one, rank=rank)) for rank in range(64)]
+    assert len(pack({"kind": "ended", "failures": many})) < LONGEST_LINE

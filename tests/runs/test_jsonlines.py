@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 from nanoscale.runs import jsonlines, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Tail
-from nanoscale.runs.tail import LineTail
+from nanoscale.runs.tail import FileTail, LineSplitter, LineTail, read_end
 
 
 def test_a_line_counts_when_its_end_has_arrived(tmp_path):
@@ -64,3 +65,49 @@ def test_text_without_an_end_is_given_when_asked_for(tmp_path):
     path.write_bytes(b"one\ntw")
     tail = LineTail(path)
     assert (tail.poll(), tail.rest(), tail.rest()) == ([b"one"], b"tw", b"")
+
+
+def test_a_line_without_an_end_is_given_in_pieces(tmp_path):
+    """The old one joined all that it had with every look at the file."""
+    path = tmp_path / "x.out"
+    tail = LineTail(path)
+    total = 0
+    tracemalloc.start()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(32):
+            file.write(b"x" * (1 << 20))
+            total += sum(map(len, tail.poll()))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert total + len(tail.rest()) == 32 << 20
+    assert most < 8 << 20
+
+
+def test_lines_are_the_same_however_they_come():
+    data = b"one\n\ntwo and\r\nthree \xff\nno end"
+    for size in (1, 2, 5, 100):
+        splitter = LineSplitter(longest=100)
+        pieces = [data[n : n + size] for n in range(0, len(data), size)]
+        lines = [line for piece in pieces for line in splitter.feed(piece)]
+        assert lines == data.split(b"\n")[:-1] and splitter.rest() == b"no end"
+    assert LineSplitter(longest=3).feed(b"a\nbcdef") == [b"a", b"bcdef"]
+
+
+def test_what_is_too_much_is_left_out(tmp_path):
+    path = tmp_path / "x.out"
+    path.write_bytes(b"0123456789")
+    tail = FileTail(path)
+    assert tail.read(3) == b"012"
+    assert (tail.skip(4), tail.skip(4), tail.read(), tail.read()) == (3, 0, b"6789", b"")
+    path.write_bytes(b"new")
+    assert (tail.read(), tail.replaced) == (b"new", True)
+    fresh = FileTail(path)
+    assert (fresh.skip(0), fresh.read()) == (3, b"")
+
+
+def test_the_end_of_a_file_begins_with_a_line(tmp_path):
+    path = tmp_path / "x.out"
+    path.write_bytes(b"one\ntwo\nthree")
+    assert read_end(path, 100) == b"one\ntwo\nthree"
+    assert read_end(path, 8) == b"three"
+    assert read_end(path, 3) == b"ree"
