@@ -21,6 +21,8 @@ class Violation:
     """what to type instead, each ready to paste"""
     remedy: str = ""
     """what to do, where it is more than something to type"""
+    typed: str = ""
+    """the value as it was typed, where that is another text than the value's own"""
 
 
 @dataclass

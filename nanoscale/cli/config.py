@@ -168,6 +168,7 @@ def _named(name: str) -> list[str]:
     Raises:
         UserError: there is none of this name.
     """
+    from nanoscale.config.equivalents import equivalent
     from nanoscale.config.reference import declared, sections
     from nanoscale.config.report import refuse
     from nanoscale.config.suggest import nearest, nearest_key
@@ -175,7 +176,9 @@ def _named(name: str) -> list[str]:
 
     if name not in declared() and (name not in sections() or not name):
         top = [section for section in sections() if section and "." not in section]
+        meant = equivalent(name)
         near = tuple(dict.fromkeys([*nearest(name, top), *nearest_key(name, declared())]))
+        near = meant.about if meant is not None else near
         message = "is no key and no section"
         if not near:
             message += "; the sections are " + ", ".join(top)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -126,33 +128,63 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     option = getattr(error, "option_name", None)
     if not isinstance(option, str):
         return UserError("usage", message)
-    possible = sorted(getattr(error, "possibilities", None) or ())
+    from nanoscale.config.suggest import nearest
+
+    value = _value_of(option, arguments)
     dashed = option.replace("_", "-")  # as in --num_nodes
-    suggestions = (dashed,) if dashed in possible else ()
-    suggestions = suggestions or tuple(_as_overrides(option, arguments) or possible)
-    if not suggestions:
+    possible = nearest(dashed, getattr(error, "possibilities", None) or ())
+    if dashed in possible:
+        possible = (dashed,)
+    options = [_with_value(name, value, getattr(error, "ctx", None)) for name in possible]
+    overrides, note = ((), "") if dashed in possible else _as_overrides(option, value, arguments)
+    if not options and not overrides:
         return UserError("usage", message)
-    violation = Violation(option, None, "command line", "is no option of this command", suggestions)
-    return UserError("usage", f"{option}: {violation.message}", [violation])
+    what = "is no option of this command" + (f"; it {note}" if note else "")
+    violation = Violation(option, None, "command line", what, (*options, *overrides))
+    return UserError("usage", f"{option}: {what}", [violation])
 
 
-def _as_overrides(option: str, arguments: Sequence[str]) -> list[str]:
-    """`--steps 3` is how other programs spell what is `train.steps=3` here."""
-    from nanoscale.config.reference import declared, sections
-    from nanoscale.config.suggest import nearest_key
-
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The value that follows an option, as in `--steps 3` and `--steps=3`; None for a flag."""
     position = next((i for i, word in enumerate(arguments) if word.startswith(option)), None)
-    if position is None or arguments[0] not in _CONFIGURED:
-        return []
+    if position is None:
+        return None
     _, equals, value = arguments[position].partition("=")
-    if not equals:
-        following = arguments[position + 1 : position + 2]
-        value = following[0] if following and not following[0].startswith("-") else "VALUE"
+    if equals:
+        return value
+    following = arguments[position + 1 : position + 2]
+    return following[0] if following and not re.match(r"-|[\w.]+=", following[0]) else None
+
+
+def _with_value(option: str, value: str | None, context: typer.Context | None) -> str:
+    """An option with the value that was given to a mistyped one, if it takes one."""
+    parameters = context.command.params if context is not None else ()
+    flags = {name for it in parameters if getattr(it, "is_flag", False) for name in it.opts}
+    return (
+        option
+        if value is None or option in {*flags, "--help"}
+        else f"{option} {shlex.quote(value)}"
+    )
+
+
+def _as_overrides(
+    option: str, value: str | None, arguments: Sequence[str]
+) -> tuple[tuple[str, ...], str]:
+    """The overrides for `--steps 3`, as other programs spell `train.steps=3`, and how the key differs."""
+    if arguments[0] not in _CONFIGURED:
+        return (), ""
+    from nanoscale.config.equivalents import equivalent
+    from nanoscale.config.library import Library
+    from nanoscale.config.words import read_words, with_good_advice
+
     name = option.lstrip("-").replace("-", "_")
-    if name == "recipe" or name in sections():
-        return [f"{name}={value}"]
-    keys = nearest_key(name, declared())
-    return [f"{key}={value}" for key in keys]
+    word, library = f"{name}={'true' if value is None else value}", Library()
+    asked = read_words([word], library)
+    if not asked.violations:
+        return (word,), ""
+    meant = equivalent(name)
+    advice = with_good_advice(asked.violations[0], asked, library).suggestions
+    return advice, meant.note if meant is not None else ""
 
 
 def _show_fault() -> None:

@@ -24,7 +24,7 @@ from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.train import DryRun
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Setting
+    from nanoscale.config.compose import Composed, Setting
     from nanoscale.config.schema import Config
     from nanoscale.launch.prepare import Request
     from nanoscale.runs.directory import RunDirectory
@@ -141,7 +141,10 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
             was_set[-1].value if (was_set := composed.history.get(declared)) else None,
             composed.source(declared),
             message,
-            (f"nanoscale train --config {shlex.quote(str(run.config))} {key}=…",),
+            (
+                f"nanoscale train --config {shlex.quote(str(run.config))} "
+                f"{_override(composed, key, declared)}",
+            ),
         )
         for keys, message in (
             (moved, "cannot be changed by resume: a run stays where it is"),
@@ -156,6 +159,15 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
         require_base(new, run.checkpoints)
     named = replace(new, run=old.run)
     return Request(composed, named, devices, repeats=run.config, hosts=hosts)
+
+
+def _override(composed: Composed, key: str, declared: str) -> str:
+    """What was asked for, to type for a new run."""
+    from nanoscale.config.report import override
+
+    if key == declared and key in composed.history:
+        return override(key, composed.history[key][-1].value)
+    return " ".join(word for word in composed.words if word.lstrip("+").startswith(declared))
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -177,7 +177,7 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
 
 def _refuse_unlike(one: Request, other: Request) -> None:
     from nanoscale.cli.resume import differences
-    from nanoscale.config.report import refuse, shown
+    from nanoscale.config.report import override, refuse, shown
     from nanoscale.errors import Violation
 
     unlike = differences(one.config, other.config)
@@ -189,7 +189,7 @@ def _refuse_unlike(one: Request, other: Request) -> None:
                 None,
                 other.composed.source(key),
                 message.format(" and ".join(map(shown, values))),
-                (f"{key}={shown(values[1])}",),
+                (override(key, values[1]),),
             )
             for key, values in unlike.items()
             if key.startswith(_ALIKE)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nanoscale.config import foreign, pretrained, reference
-from nanoscale.config.convert import convert
+from nanoscale.config.convert import convert, fits
 from nanoscale.config.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.provenance import (
     COMMAND_LINE,
@@ -50,6 +50,8 @@ class Composed:
     words: tuple[str, ...]
     unasked: frozenset[str] = frozenset({DEFAULT})
     """sources of what nobody decided for this job: defaults, usual options of groups, a frozen file"""
+    typed: Mapping[str, str] = field(default_factory=dict)
+    """key → the text of its value on the command line"""
 
     def source(self, key: str) -> str:
         """Who set a key last."""
@@ -59,6 +61,11 @@ class Composed:
     def by_hand(self, key: str) -> bool:
         """Whether the command line set a key."""
         return self.source(key).startswith(COMMAND_LINE)
+
+    def as_typed(self, key: str) -> str:
+        """The text that the command line set a key to; empty where it did not, or referred to a key."""
+        text = self.typed.get(key, "") if self.source(key) == COMMAND_LINE else ""
+        return "" if "${" in text else text
 
     def asked_for(self, key: str) -> bool:
         """Whether the command line or a recipe set a key, or chose the option that did."""
@@ -87,7 +94,7 @@ def compose(
     from hydra import initialize_config_dir
 
     from nanoscale.config.search import searching
-    from nanoscale.config.words import read_words
+    from nanoscale.config.words import read_words, with_good_advice
 
     library = Library(config_dir, config_file)
     with searching(library), initialize_config_dir(str(Path.cwd()), version_base="1.3"):
@@ -101,10 +108,12 @@ def compose(
     history = trace(layers, settings)
     raw, broken = _resolve(merged, history)
     unasked = library.unasked() | {DEFAULT}
-    composed = Composed(Config(), history, _recipe_name(library), tuple(words), unasked)
+    composed = Composed(
+        Config(), history, _recipe_name(library), tuple(words), unasked, asked.typed
+    )
     config, mistyped = convert(raw, composed.source)
     if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
-        refuse(violations)
+        refuse([with_good_advice(violation, asked, library) for violation in violations])
     composed = replace(composed, config=config)
     if config.model.source == "hf":
         frozen = config_file is not None and not composed.by_hand(foreign.KEY)
@@ -216,11 +225,21 @@ def _resolve(merged: Any, history: History) -> tuple[dict[str, Any], list[Violat
         try:
             values[name] = OmegaConf.select(merged, key)
         except (OmegaConfBaseException, RecursionError):
-            near = nearest_key(text.partition("${")[2].partition("}")[0], reference.declared())
-            proposals = tuple(f"'{key}=${{{other}}}'" for other in near if other != key)
-            message = "refers to a key that does not exist, or to itself"
-            violations.append(Violation(key, text, history[key][-1].source, message, proposals))
+            violations.append(_broken(key, text, history[key][-1].source))
     return raw, violations
+
+
+def _broken(key: str, text: str, source: str) -> Violation:
+    """A reference that leads to no value: its key does not exist, or refers back to this one."""
+    target = text.partition("${")[2].partition("}")[0]
+    if target in reference.declared():
+        message = f"refers to itself, through {target}"
+        remedy = f"give {target if target != key else key} a value of its own"
+        return Violation(key, text, source, message, remedy=remedy)
+    near = (other for other in nearest_key(target, reference.declared()) if other != key)
+    usable = (other for other in near if fits(key, reference.example(other)))
+    proposals = tuple(f"'{key}=${{{other}}}'" for other in usable)
+    return Violation(key, text, source, f"refers to {target}, which is no key", proposals)
 
 
 def _recipe_name(library: Library) -> str | None:

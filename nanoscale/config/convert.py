@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal, get_args, get_origin
 
 from nanoscale.config import reference
+from nanoscale.config.equivalents import Equivalent, equivalent
 from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Config
 from nanoscale.config.suggest import nearest, nearest_key
@@ -41,22 +42,55 @@ def convert(raw: Mapping[str, Any], source: Source) -> tuple[Config, list[Violat
 
 def unknown_key(name: str, value: object, source: str, file_section: str = "") -> Violation:
     """The violation of naming a key that the schema does not declare."""
+    message, advice = _elsewhere(name, value)
+    if message:
+        return Violation(name, value, source, message, advice)
     section, _, leaf = name.rpartition(".")
     sections = reference.sections()
     known = [key for key in reference.declared() if not section or key.startswith(f"{section}.")]
     near = nearest_key(name, known) or nearest_key(name, reference.declared())
     if not near and section:
         near = nearest_key(name, known, cutoff=0.5)
-    if not section:
-        near = (*nearest(name, [part for part in sections if part and "." not in part]), *near)
     message = "is no key"
     if not near and section in sections:
         of = section or "the configuration"
         message = f"is no key; {of} has " + ", ".join(reference.members(sections[section]))
     if file_section and leaf == file_section:
         message += f": in a file of the group {file_section}, its keys stand at the left margin"
-    given = "" if isinstance(value, (dict, list)) else f"={shown(value)}"
-    return Violation(name, value, source, message, tuple(f"{key}{given}" for key in near[:3]))
+    if isinstance(value, Mapping):
+        near = nearest(leaf, [part for part in sections if part])
+        return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
+    return Violation(name, value, source, message, tuple(_settings(near, value))[:3])
+
+
+def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
+    """The overrides that give the value to those of the keys that admit it."""
+    return (override(key, value) for key in keys if fits(key, value))
+
+
+def _elsewhere(name: str, value: object) -> tuple[str, tuple[str, ...]]:
+    """What to say and to type instead of a name that another trainer uses; empty for other names."""
+    if isinstance(value, Mapping):
+        inner = [_elsewhere(f"{name}.{leaf}", of_leaf) for leaf, of_leaf in value.items()]
+        overrides = [advice[0] for _, advice in inner if advice and "=" in advice[0]]
+        if overrides:
+            return "is no key", (" ".join(overrides),)
+    meant = equivalent(name)
+    if meant is not None:
+        advice = meant.commands or tuple(_answers(meant, value))
+        if not advice and meant.keys:  # with a value of its own
+            advice = tuple(f"nanoscale config explain {key}" for key in meant.keys)
+        return f"is no key{'; it ' if meant.note else ''}{meant.note}", advice
+    return "", ()
+
+
+def _answers(meant: Equivalent, value: object) -> Iterator[str]:
+    if meant.keys:
+        yield from _settings(meant.keys, value)
+        return
+    text = shown(value).lower().split()[0] if shown(value).split() else ""
+    found = meant.overrides.get(text, meant.overrides.get(""))
+    yield from [found] if found is not None else dict.fromkeys(meant.overrides.values())
 
 
 def _section(
@@ -108,6 +142,15 @@ def value_of(name: str, raw: object) -> object:
             _within_bounds(key, value)
             return value
     raise _WrongError(f"must be {key.type}{_scale(key)}", _repairs(key, raw))
+
+
+def fits(name: str, raw: object) -> bool:
+    """Whether a key that is no section admits a value."""
+    try:
+        value_of(name, raw)
+    except _WrongError:
+        return False
+    return True
 
 
 def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
@@ -205,7 +248,7 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
     if key.takes_list:
         return tuple(_as_list(key.name, raw))
     if str in kinds and isinstance(raw, (int, float)):
-        return (f"'{key.name}=\"{shown(raw)}\"'",)
+        return (override(key.name, shown(raw)),)
     if int in kinds and isinstance(raw, float) and raw.is_integer():
         return (f"{key.name}={int(raw)}",)
     if int in kinds and isinstance(raw, str):

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.config import reference
-from nanoscale.config.huggingface import UnsupportedError, read_config
+from nanoscale.config.huggingface import UnsupportedError, read_config, require_causal
 from nanoscale.config.pretrained import NoSuchModelError, locate, refuse_model
-from nanoscale.config.report import refuse, shown
+from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Model
 from nanoscale.errors import Violation
 
@@ -38,8 +38,6 @@ _SIZES = {
 """our keys, and what config.json may call them"""
 _OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters")
 """keys of the model that mean something here"""
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""how the class of a causal language model ends"""
 
 
 def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
@@ -58,7 +56,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
         if not frozen:
             folder = _folder(composed)
             source, document = str(folder / "config.json"), _merged(read_config(folder), document)
-        require_supported(document)
+        require_causal(document)
     except (NoSuchModelError, UnsupportedError) as error:
         refuse_model(composed, KEY, model.name, error)
     known = sizes(document)
@@ -68,24 +66,6 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
     if violations := list(_conflicts(composed, values, known, source)):
         refuse(violations, kind="model")
     return source, values | {"hf_config": document}
-
-
-def require_supported(document: Json) -> None:
-    """Raise an UnsupportedError that says what is not trained."""
-    if "model_type" not in document:
-        raise UnsupportedError("config.json has no model_type")
-    if document.get("is_encoder_decoder"):
-        raise UnsupportedError("is_encoder_decoder=true: only decoders are trained")
-    if document.get("quantization_config"):
-        raise UnsupportedError("quantization_config: its weights are quantised")
-    if "text_config" in document:
-        raise UnsupportedError("text_config: it is a model of more than text")
-    classes = document.get("architectures") or []
-    if classes and not any(str(name).endswith(_CAUSAL) for name in classes):
-        raise UnsupportedError(
-            f"architectures={shown(classes)}: no causal language model, whose class ends with "
-            f"{' or '.join(_CAUSAL)}"
-        )
 
 
 def sizes(document: Json) -> Json:
@@ -148,7 +128,7 @@ def _conflicts(composed: Composed, values: Json, known: Json, source: str) -> It
         if name in known:
             message = f"is {shown(given)} in {source}"
             within = next(it for it in (*_SIZES.get(name, ()), "tie_word_embeddings") if it)
-            instead = (f"{key}={shown(given)}", f"model.hf_config.{within}={shown(mine)}")
+            instead = (override(key, given), override(f"model.hf_config.{within}", mine))
         else:
             message = "shapes nanoscale's own transformer, and model=hf would ignore it"
         shown_value = mine if key in reference.declared() else "…"

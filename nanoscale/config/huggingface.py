@@ -19,6 +19,8 @@ from nanoscale.config.tensor_headers import BadFileError, are_equal, read_folder
 Json = dict[str, Any]
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 """as Qwen2-MoE and DeepSeek have them"""
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""how the class of a causal language model ends"""
 
 
 HEAD = "lm_head.weight"
@@ -72,6 +74,24 @@ def has_own_head(folder: Path) -> bool:
         return HEAD in held and embedding is not None and not are_equal(held[HEAD], embedding)
     except (BadFileError, OSError):  # whoever needs the weights reports it
         return False
+
+
+def require_causal(document: Json) -> None:
+    """Raise an UnsupportedError that says what is not trained."""
+    if "model_type" not in document:
+        raise UnsupportedError("config.json has no model_type")
+    if document.get("is_encoder_decoder"):
+        raise UnsupportedError("is_encoder_decoder=true: only decoders are trained")
+    if document.get("quantization_config"):
+        raise UnsupportedError("quantization_config: its weights are quantised")
+    if "text_config" in document:
+        raise UnsupportedError("text_config: it is a model of more than text")
+    classes = document.get("architectures") or []
+    if classes and not any(str(name).endswith(_CAUSAL) for name in classes):
+        raise UnsupportedError(
+            f"architectures={shown(classes)}: no causal language model, whose class ends with "
+            f"{' or '.join(_CAUSAL)}"
+        )
 
 
 def read_config(folder: Path) -> Json:

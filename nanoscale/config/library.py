@@ -230,6 +230,8 @@ class Library:
             elif dotted not in reference.declared() and dotted not in reference.sections():
                 file_section = section if not path else ""
                 self.violations.append(unknown_key(dotted, value, source, file_section))
+            elif isinstance(value, (str, int, float)) and not section and name in self.groups():
+                self.violations.append(self._option_as_key(name, value, source))
             elif isinstance(value, dict) and dotted in reference.sections():
                 kept[name] = self._known(document, value, dotted, f"{path}{name}.")
             elif problem := misplaced(dotted, value):
@@ -237,6 +239,17 @@ class Library:
             else:
                 kept[name] = value
         return kept
+
+    def _option_as_key(self, group: str, option: object, source: str) -> Violation:
+        """`model: llama-1b` at the left margin of a recipe, which means an option of the group."""
+        known = self.options(group)
+        near = (str(option),) if option in known else nearest(str(option), known) or tuple(known)
+        return Violation(
+            group, option, source, "chooses an option, which belongs in the recipe's list `defaults:`",
+            tuple(f"override /{group}: {name}" for name in near),
+            remedy="begin the recipe with a line `defaults:` and write the choice below it: "
+            f"`  - override /{group}: {near[0]}`",
+        )  # fmt: skip
 
     def _defaults(self, document: Document, group: str, path: Path) -> list[Any]:
         """The checked defaults list: what the file is based on, then groups it overrides."""

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanoscale.config.hub import asking, is_name, missing_path, similar_paths, why_not
-from nanoscale.config.huggingface import HEAD, UnsupportedError, has_own_head, read_shape
+from nanoscale.config.huggingface import (
+    HEAD,
+    UnsupportedError,
+    has_own_head,
+    read_config,
+    read_shape,
+    require_causal,
+)
 from nanoscale.config.report import override, refuse, shown
 from nanoscale.config.schema import Model
 from nanoscale.errors import Violation
@@ -82,7 +89,18 @@ def refuse_model(composed: Composed, key: str, asked: str | None, error: Excepti
     """Raise a UserError for the key that names a model, with folders of similar names to type."""
     similar = similar_paths(asked) if asked and isinstance(error, NoSuchModelError) else []
     instead = tuple(override(key, path) for path in similar)
+    if asked and isinstance(error, UnsupportedError) and _has_hf_code(asked):
+        instead = (f"model=hf {override('model.name', asked)}",)
     refuse([Violation(key, asked, composed.source(key), str(error), instead)], kind="model")
+
+
+def _has_hf_code(asked: str) -> bool:
+    """Whether a model of another family is one that model=hf trains."""
+    try:
+        require_causal(read_config(locate(asked, weights=False)))
+    except (NoSuchModelError, UnsupportedError):
+        return False
+    return True
 
 
 def read(composed: Composed) -> Pretrained:
@@ -162,6 +180,4 @@ def _conflict(composed: Composed, folder: Path, name: str, mine: Any, given: Any
             f"is not possible: {folder} holds an embedding and a head of other values ({HEAD})"
         )
     by_hand = composed.by_hand(key) and not is_section
-    return Violation(
-        key, value, source, message, (f"{key}={shown(given)}" if by_hand else "~model",)
-    )
+    return Violation(key, value, source, message, (override(key, given) if by_hand else "~model",))

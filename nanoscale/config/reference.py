@@ -117,6 +117,20 @@ def is_mapping(name: str) -> bool:
     return name in declared() and declared()[name].takes_mapping
 
 
+def example(name: str) -> object:
+    """Return a value that a key takes: its default, else the smallest or the first."""
+    key = declared()[name]
+    if key.default not in (None, "", [], {}):
+        return key.default
+    kinds = alternatives(key.annotation)
+    for choice in kinds:
+        if get_origin(choice) is Literal:
+            return get_args(choice)[0]
+    if int in kinds or float in kinds:
+        return int(key.at_least or 1)
+    return name.rpartition(".")[2] if str in kinds else key.default
+
+
 def meaning(name: str) -> str:
     """One line on a key or a section."""
     if name in declared():

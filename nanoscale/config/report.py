@@ -12,6 +12,10 @@ from nanoscale.errors import UserError, Violation
 
 _PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)
 """texts that neither a shell nor Hydra's grammar takes for more than they are"""
+_OTHER_TYPE = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|~|(?i:null|true|false|\.?inf|\.?nan)|"
+)
+"""texts that YAML and Hydra read as something else unless they are quoted"""
 
 
 def refuse(violations: Sequence[Violation], kind: str = "config") -> NoReturn:
@@ -34,11 +38,13 @@ def subject(violation: Violation) -> str:
     nested = isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value)
     if value is None or isinstance(value, dict) or nested:
         return violation.key
-    return f"{violation.key}={shown(value)}"
+    return f"{violation.key}={violation.typed or shown(value)}"
 
 
 def shown(value: object) -> str:
     """A value as it is written in YAML or in an override."""
+    if isinstance(value, str) and _OTHER_TYPE.fullmatch(value):
+        return f"'{value}'"
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -51,10 +57,16 @@ def shown(value: object) -> str:
 def override(key: str, value: object) -> str:
     """Return the word that sets a key, ready to paste into a shell."""
     entries = value if isinstance(value, list) else [value]
-    if any(isinstance(entry, str) and not _PLAIN.fullmatch(entry) for entry in entries):
+    if isinstance(value, dict) or any(map(_needs_quotes, entries)):
         return for_shell(key, value)
     word = f"{key}={shown(value)}"
     return f"'{word}'" if isinstance(value, list) else word  # to some shells brackets are a pattern
+
+
+def _needs_quotes(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    return not _PLAIN.fullmatch(value) or _OTHER_TYPE.fullmatch(value) is not None
 
 
 def for_shell(key: str, value: object) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
 """for words, and for those of at most three letters"""
+_BEGINNING = 0.9
+"""for the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter name"""
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:
@@ -42,6 +45,8 @@ def _likeness(a: str, b: str) -> float:
     a short word is soon found in another.
     """
     a, b = a.lower(), b.lower()
+    if len(a) > 2 and re.match(rf"{re.escape(a)}[-_.]", b):
+        return _BEGINNING + 0.05 * len(a) / len(b)
     part = CUTOFF if (len(a) > 2 or a.isdigit()) and a in b else 0.0
     matcher = SequenceMatcher(None, a, b)
     ratio = matcher.ratio() if matcher.quick_ratio() >= 0.6 else 0.0

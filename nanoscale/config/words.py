@@ -6,7 +6,6 @@ Here a word that names nothing is refused with what it may have meant, whatever 
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from nanoscale.config import reference
-from nanoscale.config.convert import unknown_key
+from nanoscale.config.convert import fits, unknown_key
+from nanoscale.config.equivalents import equivalent
 from nanoscale.config.library import RECIPE, Library, is_path, misplaced
 from nanoscale.config.provenance import COMMAND_LINE
-from nanoscale.config.report import for_shell, quoted, shown
+from nanoscale.config.report import override as to_override
+from nanoscale.config.report import quoted, shown
 from nanoscale.config.suggest import nearest, nearest_key
 from nanoscale.errors import Violation
 
@@ -39,6 +40,8 @@ class Words:
     """group → option; null where `~group` deletes the choice"""
     settings: list[tuple[str, Any]] = field(default_factory=list)
     """dotted key → raw value, in the order given"""
+    typed: dict[str, str] = field(default_factory=dict)
+    """key or group → the text after its last `=`"""
     violations: list[Violation] = field(default_factory=list)
 
     def for_hydra(self) -> list[str]:
@@ -69,16 +72,39 @@ def read_words(words: Sequence[str], library: Library) -> Words:
     parser = OverridesParser.create()
     for word in words:
         if not word.partition("=")[0]:
-            message = "is no KEY=VALUE"
-            result.violations.append(Violation("override", word, COMMAND_LINE, message))
+            problem = Violation(word or "''", None, COMMAND_LINE, "is no KEY=VALUE")
+            result.violations.append(problem)
             continue
         try:
             override = parser.parse_override(word)
         except HydraException:
             result.violations.append(_unreadable(word, library, parser))
             continue
+        result.typed[override.key_or_group] = word.partition("=")[2]
         result.violations += _take(override, library, result)
     return result
+
+
+def with_good_advice(violation: Violation, asked: Words, library: Library) -> Violation:
+    """Return the violation with its value as it was typed, without overrides that would be refused in turn."""
+    typed = asked.typed.get(violation.key, "") if violation.source == COMMAND_LINE else ""
+    good = tuple(text for text in violation.suggestions if _is_accepted(text, library))
+    return replace(violation, suggestions=good, typed=violation.typed or typed)
+
+
+def _is_accepted(advice: str, library: Library) -> bool:
+    """Whether overrides to type instead are right by themselves; True for all other advice."""
+    try:
+        overrides = shlex.split(advice)
+    except ValueError:
+        return False
+    if not overrides or not all("=" in word or word.startswith("~") for word in overrides):
+        return True
+    tried = read_words(overrides, library)
+    return not tried.violations and all(
+        key not in reference.declared() or "${" in str(value) or fits(key, value)
+        for key, value in tried.settings
+    )
 
 
 def _take(override: Override, library: Library, into: Words) -> Iterator[Violation]:
@@ -94,7 +120,8 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
         )
     elif override.package is not None:
         message = "moves a group to another place, which is not supported"
-        yield Violation(text, value, COMMAND_LINE, message, (f"{key}={shown(value)}",))
+        moved = f"{key}@{override.package}"
+        yield Violation(moved, value, COMMAND_LINE, message, (to_override(key, value),))
     elif override.is_delete():
         yield from _delete(key, value, library, into)
     elif key in library.groups() and not isinstance(value, dict):
@@ -124,7 +151,7 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
         message = f"is no {group} that there is"
         if not near or len(options) <= _FEW:
             message += "; there are " + ", ".join(options)
-        proposals = tuple(f"{group}={option}" for option in near)
+        proposals = tuple(to_override(group, option) for option in near)
         yield Violation(group, value, COMMAND_LINE, message, proposals)
 
 
@@ -167,12 +194,15 @@ def _delete(key: str, value: object, library: Library, into: Words) -> Iterator[
 def _unknown(key: str, value: object, library: Library) -> Violation:
     """An unknown key on the command line, where it may be a group as well."""
     if "/" in key:
-        group = key.partition("/")[0]
+        group, _, option = key.partition("/")
         message = "is no key; a group's option is chosen with `=`"
-        return Violation(key, value, COMMAND_LINE, message, (f"{group}={shown(value)}",))
+        advice = (to_override(group, option), to_override(group, value))
+        return Violation(key, value, COMMAND_LINE, message, advice)
     plain = unknown_key(key, value, COMMAND_LINE)
+    if equivalent(key) is not None:
+        return plain
     named = nearest(key, library.groups()) if "." not in key else ()
-    groups = (f"{group}={shown(value)}" for group in named)
+    groups = (to_override(group, value) for group in named)
     suggestions = tuple(dict.fromkeys([*groups, *plain.suggestions]))[:3]
     return replace(plain, suggestions=suggestions)
 
@@ -187,9 +217,8 @@ def _sweep(override: Override, text: str) -> Violation:
     if "," not in raw or "(" in raw:
         return Violation(key, raw, COMMAND_LINE, message)
     if key in _FILTERS:
-        option = f"--{key.partition('.')[2]} {shlex.quote(raw)}"
         message = "needs quotes of its own for its comma, inside those of the shell"
-        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'", option))
+        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'",))
     suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'")
     return Violation(key, raw, COMMAND_LINE, message, suggestions)
 
@@ -197,6 +226,7 @@ def _sweep(override: Override, text: str) -> Violation:
 def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violation:
     """A word outside Hydra's grammar: most often a lone name, or a value that needs quotes."""
     key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
     if not equals:
         return Violation(
             word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
@@ -204,13 +234,38 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     try:
         parser.parse_override(f"{key}={quoted(value)}")
     except HydraException:
-        names = tuple(f"{name}={value}" for name in nearest_key(key, reference.declared()))
+        names = tuple(to_override(near, value) for near in nearest_key(name, reference.declared()))
         return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
+    if name not in library.groups() and not _is_key(name):
+        return _unknown(name, value, library)
     message = "has a value that needs quotes of its own, inside those of the shell"
+    if value[:1] in _BRACKETS and (missing := _missing_brackets(value)):
+        message = f"has a bracket that is not closed: `{missing}` is missing"
+        return Violation(name, value, COMMAND_LINE, message, (shlex.quote(word + missing),))
     if value[:1] + value[-1:] == "[]":
-        entries = ",".join(json.dumps(entry.strip()) for entry in value[1:-1].split(","))
-        return Violation(key, value, COMMAND_LINE, message, (shlex.quote(f"{key}=[{entries}]"),))
-    return Violation(key, value, COMMAND_LINE, message, (for_shell(key, value),))
+        entries = [entry.strip() for entry in value[1:-1].split(",")]
+        advice = shlex.quote(f"{key}={quoted(entries)}")
+        return Violation(name, value, COMMAND_LINE, message, (advice,))
+    return Violation(name, value, COMMAND_LINE, message, (to_override(key, value),))
+
+
+def _is_key(name: str) -> bool:
+    known = name in reference.declared() or name in reference.sections()
+    return known or reference.mapping_around(name) is not None
+
+
+_BRACKETS = {"{": "}", "[": "]", "(": ")"}
+
+
+def _missing_brackets(value: str) -> str:
+    """The closing brackets that the end of a value lacks; quoted ones count as well, which is rarely wrong."""
+    open_ones: list[str] = []
+    for character in value:
+        if character in _BRACKETS:
+            open_ones.append(_BRACKETS[character])
+        elif open_ones and character == open_ones[-1]:
+            open_ones.pop()
+    return "".join(reversed(open_ones))
 
 
 def _meanings(word: str, library: Library) -> Iterator[str]:
@@ -226,4 +281,4 @@ def _meanings(word: str, library: Library) -> Iterator[str]:
     for recipe in nearest(word, library.options(RECIPE), 1):
         yield f"{RECIPE}={recipe}"
     for key in nearest_key(word, reference.declared(), 2):
-        yield f"{key}=VALUE"
+        yield to_override(key, reference.example(key))

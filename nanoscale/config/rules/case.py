@@ -68,7 +68,8 @@ class Case:
         """Record a violation of `key` as it was set."""
         value = reduce(getattr, key.split("."), self.config)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
-        self.add(kind, Violation(key, value, self.composed.source(key), message, proposals))
+        typed, source = self.composed.as_typed(key), self.composed.source(key)
+        self.add(kind, Violation(key, value, source, message, proposals, typed=typed))
 
     def add(self, kind: str, violation: Violation) -> None:
         self.violations.append(violation)

@@ -1,0 +1,79 @@
+"""Names of other trainers are answered with ours, and the answers are accepted."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from nanoscale.cli.main import run
+from nanoscale.config import reference
+from nanoscale.config.convert import fits, unknown_key
+from nanoscale.config.equivalents import EQUIVALENTS, Equivalent, equivalent, names
+from tests.support.recipes import changed
+
+
+@pytest.mark.parametrize(
+    ("typed", "value", "answers"),
+    [
+        ("train.batch_size", 8, ("train.global_batch=8", "train.micro_batch=8")),
+        ("per_device_train_batch_size", 4, ("train.micro_batch=4",)),
+        ("train_micro_batch_size_per_gpu", 4, ("train.micro_batch=4",)),
+        ("training.local_batch_size", 4, ("train.micro_batch=4",)),
+        ("micro-batch-size", 4, ("train.micro_batch=4",)),
+        ("gradient_accumulation_steps", 4, ("nanoscale config explain train.global_batch",)),
+        ("learning_rate", 0.001, ("optimizer.lr=0.001",)),
+        ("optimizer.params.lr", 0.001, ("optimizer.lr=0.001",)),
+        ("max_steps", 10, ("train.steps=10",)),
+        ("num_train_epochs", 3, ("nanoscale config explain train.tokens",)),
+        ("warmup_ratio", 0.1, ("nanoscale config explain scheduler.warmup_steps",)),
+        ("bf16", True, ("precision=bf16",)),
+        ("trainer.fp16", False, ("precision=fp32",)),
+        ("tensor_parallel_size", 8, ("parallel.tp=8",)),
+        ("parallelism.tensor_parallel_degree", 8, ("parallel.tp=8",)),
+        ("tensor_parallel_size", "auto", ("nanoscale config explain parallel.tp",)),
+        ("pipeline-model-parallel-size", 2, ("parallel.pp=2",)),
+        ("fsdp", "full_shard auto_wrap", ("zero=stage3",)),
+        ("fsdp", "shard_grad_op", ("zero=stage2",)),
+        ("gradient_checkpointing", True, ("parallel.activation_checkpointing=full",)),
+        ("zero_optimization.stage", 3, ("zero.stage=3",)),
+        ("zero_optimization", {"stage": 2, "reduce_bucket_size": 1000},
+         ("zero.stage=2 backend.reduce_bucket=1000",)),
+        ("bf16", {"enabled": True}, ("precision=bf16",)),
+        ("deepspeed", "ds_config.json", ("backend=deepspeed",)),
+        ("lr_scheduler_type", "cosine", ("scheduler=cosine",)),
+        ("resume_from_checkpoint", True, ("nanoscale resume --help",)),
+    ],
+)  # fmt: skip
+def test_a_term_of_another_trainer_is_answered(
+    typed: str, value: object, answers: tuple[str, ...]
+) -> None:
+    assert unknown_key(typed, value, "command line").suggestions == answers
+
+
+def test_no_name_is_in_the_table_twice_or_a_key_of_ours() -> None:
+    spelled = [name.replace("_", "") for name in names()]
+    assert len(spelled) == len(set(spelled))
+    assert not set(names()) & set(reference.declared())
+
+
+def _overrides(meant: Equivalent) -> set[str]:
+    ours = {f"{key}={reference.example(key)}" for key in meant.keys if key != "recipe"}
+    return ours | set(meant.overrides.values())
+
+
+@pytest.mark.parametrize("line", EQUIVALENTS, ids=lambda line: line.split()[0])
+def test_every_answer_names_what_exists_and_is_accepted(line: str) -> None:
+    meant = EQUIVALENTS[line]
+    assert all(equivalent(name) is meant for name in line.split())
+    known = {*reference.declared(), *reference.sections(), "recipe"}
+    assert set(meant.about) <= known
+    for key in meant.keys:
+        assert key == "recipe" or fits(key, reference.example(key))
+    for advice in _overrides(meant):
+        changed(*shlex.split(advice))  # raises a UserError or fails where it is refused
+
+
+def test_every_command_of_the_table_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in {command for meant in EQUIVALENTS.values() for command in meant.commands}:
+        assert run(shlex.split(command)[1:]) == 0, command
