@@ -17,7 +17,7 @@ from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
 from nanoscale.launch.console import LiveView, number
 from nanoscale.launch.fleet import Fleet
-from nanoscale.launch.preflight import require_ready
+from nanoscale.launch.preflight import mixed_versions, require_ready
 from nanoscale.launch.prepare import Request
 from nanoscale.launch.report_page import write_report
 from nanoscale.launch.signals import Signals
@@ -53,6 +53,8 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
             raise typer.Exit(INTERRUPTED if signals.first is SIGINT else PREEMPTED)
         if config.launcher.preflight:
             require_ready(fleet, config)
+        elif mixed := mixed_versions(fleet.members, config):
+            display.note(mixed)
         yield fleet
 
 

@@ -77,6 +77,9 @@ def eval(
     data.path=…. The run is not changed, and may be going on. Of a Hugging Face folder say what data to take.
     --device, --dtype and --tokenizer are for --tasks: for the loss, launcher.device and precision say it.
     """
+    from nanoscale.launch.allocation import require_one_launcher
+
+    require_one_launcher()
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
     if tasks is not None:
         if overrides:

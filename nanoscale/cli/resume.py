@@ -64,11 +64,13 @@ def resume(
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.cli.fit import planned
     from nanoscale.config.frozen import load
+    from nanoscale.launch.allocation import require_one_launcher
     from nanoscale.launch.prepare import replace_configuration
     from nanoscale.launch.signals import Signals
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
+    require_one_launcher()
     directory = RunDirectory.open(run)
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     refusals = Refusals(postponed=dry_run)
@@ -120,6 +122,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
     from nanoscale.errors import UserError, Violation
+    from nanoscale.launch.allocation import note_idle_nodes
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.hosts import read_hosts
     from nanoscale.launch.prepare import Request
@@ -129,6 +132,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     old = load(run.config)
     new = check(composed, devices, hosts)
     check_extra(composed, new)
+    note_idle_nodes(new.launcher)
     moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
     if not run.checkpoint_steps():

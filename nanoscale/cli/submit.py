@@ -69,9 +69,11 @@ def submit(
     """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
     from nanoscale.cli.fit import planned
     from nanoscale.config.sweep import expand
+    from nanoscale.launch.allocation import require_one_launcher
     from nanoscale.launch.slurm import SlurmError
 
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
+    require_one_launcher()
     variants = expand(overrides or [])
     requests = [
         _request(list(one.words), config, config_dir, options, fetch=not dry_run)

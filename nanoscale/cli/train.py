@@ -88,15 +88,18 @@ def compose_request(
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
     from nanoscale.devices import detect
+    from nanoscale.launch.allocation import note_idle_nodes, require_one_launcher
     from nanoscale.launch.foreign import check_extra
     from nanoscale.launch.hosts import read_hosts
     from nanoscale.launch.prepare import Request, check_new_run, name_run
     from nanoscale.launch.weights import with_weights
 
+    require_one_launcher()
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
     devices, hosts = detect(), read_hosts(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)
+    note_idle_nodes(checked.launcher)
     named = name_run(composed, checked, repeats=config is not None)
     with (refusals or Refusals()).gather():
         check_new_run(named)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from math import lcm
 
+from nanoscale import display
 from nanoscale.config import nodes
 from nanoscale.config.compose import Composed
 from nanoscale.config.report import refuse
 from nanoscale.config.rules import Host
+from nanoscale.config.rules.case import counted
+from nanoscale.config.schema import Launcher
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.slurm import SlurmError, host_names
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+"""steps of SLURM's own have numbers from here on: 4294967290 is that of an interactive shell"""
 
 
 def wanted_nodes(composed: Composed) -> tuple[Host, ...]:
@@ -57,6 +64,62 @@ def given_nodes(composed: Composed) -> tuple[Host, ...]:
     taken = names[:most]
     slots = _ranks_a_node(composed, len(taken), os.environ.get("SLURM_GPUS_ON_NODE"))
     return tuple(Host(name, slots) for name in taken)
+
+
+def require_one_launcher() -> None:
+    """Check that no program starts this command once for each of its tasks.
+
+    Raises:
+        UserError: each of the tasks would launch the whole job.
+    """
+    env = os.environ
+    if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
+        # With `srun --pty bash` the shell of the first task is the only one that somebody types into.
+        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", "nanoscale train … launcher=slurm")
+    if "TORCHELASTIC_RUN_ID" in env:
+        _refuse_copies(env, "torchrun", "WORLD_SIZE", "nanoscale train …")
+    if "OMPI_COMM_WORLD_RANK" in env:
+        _refuse_copies(env, "mpirun", "OMPI_COMM_WORLD_SIZE", "nanoscale train …")
+
+
+def note_idle_nodes(launcher: Launcher) -> None:
+    """Show a line if this job of SLURM has nodes that no rank will run on.
+
+    Args:
+        launcher: of a configuration that `check` has resolved.
+    """
+    env = os.environ
+    nodes, node = env.get("SLURM_JOB_NODELIST"), env.get("SLURMD_NODENAME")
+    if launcher.name != "local" or not nodes or _in_step(env):
+        return
+    host = node or socket.gethostname().partition(".")[0]
+    count = _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES")
+    if count != 1 or nodes != host:
+        display.note(
+            f"job {env.get('SLURM_JOB_ID')} of SLURM has {counted(count, 'node')} ({nodes}), and all ranks "
+            f"will run on {host}; to use the nodes of the job, add launcher=slurm"
+        )
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    """True in a step that srun has started; SLURM's own steps (batch, extern, interactive) are none."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+
+
+def _refuse_copies(env: Mapping[str, str], program: str, variable: str, instead: str) -> None:
+    copies = _integer(env, variable)
+    if copies > 1:
+        message = (
+            f"{program} starts this command {copies} times, and each would launch the whole job"
+        )
+        wrong = Violation(variable, copies, "environment", message, (instead,))
+        raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [wrong])
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    """0 if the variable is not set."""
+    return int(env[name]) if env.get(name, "").isdecimal() else 0
 
 
 def cpus_a_node(environment: Mapping[str, str]) -> int | None:

@@ -16,12 +16,14 @@ from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.fleet import Fleet, Member
 from nanoscale.launch.reach import AGENT, check_of
-from nanoscale.launch.verdicts import Verdict, grouped, named
+from nanoscale.launch.verdicts import Group, Verdict, grouped, named
 from nanoscale.units import GIB, share
 from nanoscale.versions import versions
 
 _MOST_SKEW_S = 5.0
 _LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "/dev/shm": 0.25}
+_COMPARED = ("nanoscale", "python", "torch", "deepspeed")
+"""checks that compare versions"""
 _LEAST_GPU_SHARE = 0.9
 """of a GPU's memory; what a driver takes for itself is less than the rest"""
 
@@ -41,6 +43,23 @@ def require_ready(fleet: Fleet, config: Config) -> None:
         for group in grouped(wrong)
     ]
     raise UserError("hosts", "the hosts are not ready for this job", violations)
+
+
+def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
+    """Return one line on hosts whose versions differ from the others', for a launch without these checks.
+
+    None if there are none.
+    """
+    verdicts = judge(members, config)
+    wrong = [v for v in verdicts if not v.good and v.needed and v.check in _COMPARED]
+    if not wrong:
+        return None
+    hosts = "; ".join(f"{_having(group)} {group.finding}" for group in grouped(wrong))
+    return f"versions differ, and launcher.preflight=false admits that: {hosts}"
+
+
+def _having(group: Group) -> str:
+    return f"{named(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
 
 
 def judge(members: Sequence[Member], config: Config) -> list[Verdict]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,13 +33,13 @@ class User:
         self.folder = folder
 
     @property
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
         return os.environ | self.slurm.environment | {"PYTHONPATH": str(SOURCE)}
 
     def types(self, *words: str, code: int = 0, env: dict[str, str] | None = None) -> str:
         """Type `nanoscale …` and wait for its end; what it printed."""
         command = [sys.executable, "-m", "nanoscale", *words]
-        environment = self._environment | (env or {})
+        environment = self.environment | (env or {})
         done = self.slurm.call(LOGIN, command, cwd=self.folder, env=environment, limit_s=LIMIT_S)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -48,7 +49,7 @@ class User:
         command = [sys.executable, "-m", "nanoscale", *words]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return self.slurm.run_in(
-            LOGIN, command, cwd=self.folder, env=self._environment, text=True, **pipes
+            LOGIN, command, cwd=self.folder, env=self.environment, text=True, **pipes
         )
 
     def submits(self, name: str, *words: str) -> tuple[RunDirectory, int]:
@@ -253,3 +254,28 @@ def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
     assert f"asked job {job} to stop" in user.types("runs", "stop", run.name)
     assert user.slurm.wait_state(job, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "75:0"
     assert run.checkpoint_steps() == [steps(run)[-1]]
+
+
+def test_a_launcher_within_a_job_says_which_nodes_stay_idle(user: User) -> None:
+    """And is refused where srun starts it several times."""
+    plan = [sys.executable, "-m", "nanoscale", "train", *WORDS, "--dry-run"]
+    output = user.folder / "output"
+    job = user.slurm.sbatch(
+        "-N2", f"--output={output}", "--wrap", shlex.join(plan), env=user.environment
+    )
+    assert user.slurm.wait_state(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
+    line = (
+        f"job {job} of SLURM has 2 nodes (s[1-2]), and all ranks will run on s1; to use the nodes"
+    )
+    assert line in output.read_text() and "add launcher=slurm" in output.read_text()
+    for words, code, said in (
+        (["salloc", "-N2"], 0, "has 2 nodes (s[1-2]), and all ranks will run on"),
+        (["srun", "-n2"], 2, "srun starts this command 2 times"),
+        (["srun", "-n1"], 0, ""),
+    ):
+        done = user.slurm.call(
+            LOGIN, [*words, *plan], cwd=user.folder, env=user.environment, limit_s=LIMIT_S
+        )
+        assert done.returncode == code, done.stderr
+        assert said in done.stderr
+    assert "of SLURM has" not in done.stderr

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
-from nanoscale.config.rules import Host
+from nanoscale.cli import attempt as cli
+from nanoscale.config.compose import Composed
+from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import (
     Backend,
     Cluster,
@@ -17,12 +20,22 @@ from nanoscale.config.schema import (
     Logger,
     Model,
     Optimizer,
+    Parallel,
     Precision,
+    Run,
 )
 from nanoscale.errors import UserError
 from nanoscale.launch.fleet import Member
-from nanoscale.launch.preflight import can_compute, judge, require_ready, skew_s
+from nanoscale.launch.preflight import (
+    can_compute,
+    judge,
+    mixed_versions,
+    require_ready,
+    skew_s,
+)
+from nanoscale.launch.prepare import Request
 from nanoscale.launch.reach import explain
+from nanoscale.launch.signals import Signals
 from nanoscale.runs.failure import agent_failure
 from nanoscale.versions import versions
 
@@ -124,6 +137,28 @@ def test_healthy_hosts_are_good_in_every_respect():
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]
     assert refusal(members()) is None
+
+
+def test_mixed_versions_are_one_line_where_nothing_is_refused(capsys, monkeypatch):
+    them = members(4)
+    assert mixed_versions(them, SSH) is None
+    change(them[1], "versions.torch", "2.9.0")
+    change(them[2], "versions.torch", "2.9.0")
+    change(them[2], "versions.nanoscale", "0.0.1 (abc)")
+    change(them[3], "versions.driver", "470.1")
+    change(them[3], "memory_gib", 0.1)
+    launcher = replace(SSH.launcher, preflight=False, devices=8)
+    run = Run(name="x", root="/tmp")
+    config = replace(SSH, run=run, launcher=launcher, parallel=Parallel(dp=32))
+    request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 1))
+    monkeypatch.setattr(cli, "Fleet", lambda *_: nullcontext(Fleet(them)))
+    monkeypatch.setattr(cli, "prepare", lambda *_: None)
+    with cli.ready_fleet(request, Signals()):
+        (line,) = capsys.readouterr().err.splitlines()
+    assert "versions differ" in line and "launcher.preflight=false" in line
+    assert "n3 has nanoscale 0.0.1 (abc), and" in line
+    assert "n2 and n3 have torch 2.9.0, and 2.13.0 on n1 and n4" in line
+    assert "driver" not in line and "memory" not in line
 
 
 def test_no_check_is_made_twice_of_a_host():
