@@ -148,6 +148,7 @@ def export_checkpoint(
     """
     from dataclasses import asdict
 
+    from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.export import export, require_whole
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.frozen import load
@@ -158,6 +159,7 @@ def export_checkpoint(
     folder = (out or directory.path / to / stored.path.name).expanduser().absolute()
     config = _with_base(config, base)
     require_whole(stored)
+    require_model(directory, stored)
     kind = dtype or Dtype(config.precision.compute)
     written = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     if as_json:

@@ -158,6 +158,7 @@ def _of_run(
     name: str, words: list[str], step: int | None, options: dict[str, Setting]
 ) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
     """The run's configuration with the changes, checked against the machines, and what to evaluate."""
+    from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
@@ -165,6 +166,7 @@ def _of_run(
 
     run = RunDirectory.open(name)
     stored = find_checkpoint(run.checkpoints, step)
+    require_model(run, stored)
     config, hosts = _checked(compose(words, config_file=run.config, options=options))
     config = replace(config, run=load(run.config).run)
     # Its checkpoint has the weights; the folder that it began with may be gone.

@@ -24,6 +24,7 @@ from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.train import DryRun
 
 if TYPE_CHECKING:
+    from nanoscale.checkpoint.store import StoredCheckpoint
     from nanoscale.config.compose import Composed, Setting
     from nanoscale.config.schema import Config
     from nanoscale.launch.prepare import Request
@@ -116,6 +117,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     from dataclasses import replace
 
     from nanoscale.checkpoint.adapters import require_base
+    from nanoscale.checkpoint.configuration import manifest_key, newest
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
     from nanoscale.config.reference import mapping_around
@@ -130,11 +132,15 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     composed = compose(words, config_file=run.config, options=options)
     devices, hosts = detect(), read_hosts(composed)
     old = load(run.config)
+    stored = newest(run)
+    _require_recorded(run, stored, composed)
     new = check(composed, devices, hosts)
     check_extra(composed, new)
     note_idle_nodes(new.launcher)
     moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
+    restored = _restored(stored, new)
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
+    other = [key for key in other if manifest_key(key) not in restored]
     if not run.checkpoint_steps():
         other = []
     if new.lora.rank:  # the model may have moved, if it is the same
@@ -172,6 +178,48 @@ def _override(composed: Composed, key: str, declared: str) -> str:
     if key == declared and key in composed.history:
         return override(key, composed.history[key][-1].value)
     return " ".join(word for word in composed.words if word.lstrip("+").startswith(declared))
+
+
+def _require_recorded(
+    run: RunDirectory, stored: StoredCheckpoint | None, composed: Composed
+) -> None:
+    """Raise a UserError if config.yaml differs from the checkpoint in what no override has changed."""
+    from nanoscale.checkpoint.configuration import unexplained
+    from nanoscale.config.report import override, shown
+    from nanoscale.errors import UserError, Violation
+
+    if stored is None:
+        return
+    changed = unexplained(run, stored)
+    if changed is None:
+        display.note(
+            f"{stored.path.name} was saved by an earlier version, which recorded no configuration: "
+            "config.yaml cannot be compared with it"
+        )
+        return
+    violations = [
+        Violation(
+            key,
+            now,
+            composed.source(key),
+            f"was {shown(was)} when {stored.path.name} was saved, and no override has changed it",
+            (override(key, was), override(key, now)),
+            "the first goes back to the checkpoint's value, the second accepts that of config.yaml",
+        )
+        for key, (was, now) in changed.items()
+        if not composed.by_hand_around(key)
+    ]
+    if violations:
+        message = f"{run.config} is damaged or was edited since {stored.path.name} was saved"
+        raise UserError("checkpoint", message, violations)
+
+
+def _restored(stored: StoredCheckpoint | None, new: Config) -> set[str]:
+    """Keys that have the value that the checkpoint was saved with."""
+    from nanoscale.checkpoint.configuration import IN_MANIFEST, values
+
+    recorded = stored.manifest.get(IN_MANIFEST, {}) if stored is not None else {}
+    return {key for key, value in values(new).items() if key in recorded and recorded[key] == value}
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

@@ -67,6 +67,13 @@ class Composed:
         text = self.typed.get(key, "") if self.source(key) == COMMAND_LINE else ""
         return "" if "${" in text else text
 
+    def by_hand_around(self, key: str) -> bool:
+        """True if the command line set a key, anything in it, or a section or mapping that it is in."""
+        around = key.split(".")
+        names = [".".join(around[:end]) for end in range(2, len(around) + 1)]
+        names += [name for name in self.history if name.startswith(f"{key}.")]
+        return any(map(self.by_hand, names))
+
     def asked_for(self, key: str) -> bool:
         """Whether the command line or a recipe set a key, or chose the option that did."""
         file = re.sub(r":[0-9]+$", "", self.source(key))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanoscale.checkpoint import pretrained, sharded
 from nanoscale.checkpoint.adapters import Merged, require_base_of
+from nanoscale.checkpoint.configuration import require_model
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
 from nanoscale.config.frozen import load as load_config
@@ -103,6 +104,7 @@ def _open_run(
     run: RunDirectory, step: int | None, device: torch.device, dtype: torch.dtype, said: str | None
 ) -> Opened:
     config, stored = load_config(run.config), find_checkpoint(run.checkpoints, step)
+    require_model(run, stored)
     if config.model.source == "hf":
         raise UserError(
             "model",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import nanoscale
+from nanoscale.checkpoint.configuration import record_changes
 from nanoscale.config.compose import Composed
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.document import read
@@ -182,6 +183,7 @@ def write_configuration(run: RunDirectory, request: Request) -> None:
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
     """Freeze the configuration of a further attempt and its plan; that of the last is kept where it differs."""
     write_json(run.environment, environment(request.devices))
+    record_changes(run, request.config, request.composed.by_hand_around)
     before = run.config.read_text()
     if dump(request.config, request.asked) != before:
         write_atomically(run.attempt_config(last_attempt), before)

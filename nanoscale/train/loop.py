@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.backends.base import Engine, StepResult
-from nanoscale.checkpoint import store
+from nanoscale.checkpoint import configuration, store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
 from nanoscale.config.derive import derive
@@ -208,6 +208,7 @@ class Training:
             "world_size": self.sizes.world_size,
             "time": time.time(),
             **({store.BY_TIME: True} if by_time else {}),
+            configuration.IN_MANIFEST: configuration.values(self.config),
         }
         self.report_saved(self.saver.finish())
         self.report_saved(write(self.engine.state(), about))

@@ -13,10 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from nanoscale.checkpoint import sharded
+from nanoscale.checkpoint import configuration, sharded
 from nanoscale.checkpoint.saver import Saver
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
@@ -121,6 +122,8 @@ def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) 
         ours, theirs = tensors_of(one), tensors_of(other)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        recorded = one.manifest[configuration.IN_MANIFEST]
+        assert recorded == configuration.values(frozen.load(beside.config))
     saved = [event for event in events.read(beside) if event["kind"] == "checkpoint"]
     assert [event["step"] for event in saved] == [6, 12, 18]
     assert saved[0]["stall_s"] < saved[0]["seconds"]

@@ -1,0 +1,138 @@
+"""The configuration that a checkpoint was saved with, compared with the run's config.yaml. Imports no torch.
+
+A manifest records the value of every key. A key of config.yaml that has another value now was either changed by
+an override, which the run's events record, or the file is damaged or was edited.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint, list_checkpoints
+from nanoscale.config.frozen import load
+from nanoscale.config.reference import is_mapping
+from nanoscale.config.report import shown
+from nanoscale.config.schema import Config
+from nanoscale.errors import UserError, Violation
+from nanoscale.runs import events
+from nanoscale.runs.directory import RunDirectory
+
+IN_MANIFEST = "config"
+_EVENT = "configuration"
+_FREE = ("run", "launcher", "logger", "cluster", "checkpoint", "profile")
+"""sections that say where a run lies and runs and what is written: a user may edit them in the file"""
+_OF_THE_MODEL = ("model.", "lora.", "data.tokenizer")
+"""what a command reads from config.yaml that only uses a checkpoint's weights"""
+
+Difference = tuple[Any, Any]
+"""a key's value in the checkpoint and now; None also where there is none"""
+
+
+def values(config: Config) -> dict[str, Any]:
+    """Return the values that a checkpoint records, as JSON has them; a section in a section is one key."""
+    recorded = {
+        f"{section}.{name}": value
+        for section, members in asdict(config).items()
+        for name, value in members.items()
+        if section not in _FREE
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(recorded))
+    return plain
+
+
+def newest(run: RunDirectory) -> StoredCheckpoint | None:
+    """Return the newest checkpoint whose manifest can be read; None if there is none."""
+    for stored in reversed(list_checkpoints(run.checkpoints)):
+        try:
+            stored.manifest  # noqa: B018
+        except DamagedCheckpointError:
+            continue  # ranks pass it over
+        return stored
+    return None
+
+
+def record_changes(run: RunDirectory, new: Config, by_hand: Callable[[str], bool]) -> None:
+    """Record in the run's events what is about to be written into its config.yaml.
+
+    Args:
+        by_hand: True if an override set a key, even to the value that it has.
+    """
+    before = values(load(run.config))
+    changes = {
+        key: value for key, value in values(new).items() if before.get(key) != value or by_hand(key)
+    }
+    if changes:
+        text = ", ".join(f"{key}={shown(value)}" for key, value in changes.items())
+        events.append(run, _EVENT, f"configuration changed: {text}", changes=changes)
+
+
+def unexplained(run: RunDirectory, stored: StoredCheckpoint) -> dict[str, Difference] | None:
+    """Return the keys whose values in config.yaml are neither the checkpoint's nor set by an override.
+
+    None if the checkpoint was saved by a version that recorded no configuration.
+    """
+    recorded = stored.manifest.get(IN_MANIFEST)
+    if recorded is None:
+        return None
+    now = values(load(run.config))
+    differences = _differences(recorded, now)
+    if not differences:
+        return {}
+    changes: dict[str, Any] = {}
+    for event in events.read(run):
+        if event.get("kind") == _EVENT and isinstance(event.get("changes"), dict):
+            changes |= event["changes"]
+    return {
+        key: difference
+        for key, difference in differences.items()
+        if (whole := manifest_key(key)) not in changes or changes[whole] != now[whole]
+    }
+
+
+def require_model(run: RunDirectory, stored: StoredCheckpoint) -> None:
+    """Raise a UserError if config.yaml describes another model than the checkpoint was saved with."""
+    try:
+        differences = unexplained(run, stored) or {}
+    except DamagedCheckpointError:
+        return  # whoever reads it says so
+    violations = [
+        Violation(
+            key,
+            now,
+            str(run.config),
+            f"was {shown(was)} when {stored.path.name} was saved; the file is damaged or was edited",
+            remedy=f"correct it in {run.config}: {key.rpartition('.')[2]}: {shown(was)}",
+        )
+        for key, (was, now) in differences.items()
+        if key.startswith(_OF_THE_MODEL)
+    ]
+    if violations:
+        message = f"{run.config} describes another model than {stored.path.name} was saved with"
+        raise UserError("checkpoint", message, violations)
+
+
+def manifest_key(key: str) -> str:
+    """Return the key of a manifest that holds a dotted key: a section in a section is one."""
+    return ".".join(key.split(".")[:2])
+
+
+def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
+    """Compare the keys that were present when the checkpoint was saved and that this version has."""
+    differences: dict[str, Difference] = {}
+    for key, was in recorded.items():
+        if key not in now:
+            continue  # this version has no such key
+        if isinstance(was, dict) and isinstance(now[key], dict):
+            differences |= _within(key, was, now[key])
+        elif was != now[key]:
+            differences[key] = was, now[key]
+    return differences
+
+
+def _within(key: str, was: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
+    names = {**was, **now} if is_mapping(key) else [name for name in was if name in now]
+    values = ((name, was.get(name), now.get(name)) for name in names)
+    return {f"{key}.{name}": (before, after) for name, before, after in values if before != after}
