@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from nanoscale.channel import MARK
+
+SCRATCH, CGROUP = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP"
+"""names of the variables that tell ranks the agent's temporary folder and the job's cgroup on their host"""
+
 _POLL_S = 0.2
 _PAUSE_S = 0.02
 _KILL_S = 10.0
@@ -31,9 +36,28 @@ def die_with(pid: int, *, group: int) -> None:
 
 def _watch(pid: int, group: int) -> None:
     wait_until_gone(pid)
+    clear_up(group, lost=True)
     if os.getpgid(0) == group:
         end_group(group)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def clear_up(group: int, *, lost: bool = False) -> None:
+    """End what of the job has left the agent's process group, by its mark and its cgroup.
+
+    Args:
+        lost: the agent was killed, and its temporary files are removed for it. The caller may be in the cgroup,
+            and ends with it.
+    """
+    from nanoscale import cgroup, orphans, scratch
+
+    if mark := os.environ.get(MARK):
+        orphans.end_strays(mark, group)
+    if lost and (folder := os.environ.get(SCRATCH)):
+        scratch.remove(Path(folder))
+    if enclosure := os.environ.get(CGROUP):
+        cgroup.kill(Path(enclosure))
+        cgroup.remove(Path(enclosure))
 
 
 def end_group(group: int) -> None:
@@ -58,8 +82,15 @@ def _members(group: int) -> Iterator[int]:
             state, _parent, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
             if state in ("Z", "X") or int(number) != group:
                 continue
-            if _TRACKER not in (folder / "cmdline").read_bytes():
+            if not is_tracker(int(folder.name)):
                 yield int(folder.name)
+
+
+def is_tracker(pid: int) -> bool:
+    """Return True if a process is Python's resource tracker, which ends by itself when nobody needs it."""
+    with suppress(OSError):
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def wait_until_gone(pid: int) -> None:

@@ -13,19 +13,18 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import util
 from pathlib import Path
 
+from nanoscale import scratch
 from nanoscale.agent.network import addresses as own_addresses
 from nanoscale.agent.network import names
 from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
 from nanoscale.handshake import HandshakeError, introduce
-from nanoscale.lifeline import end_group
+from nanoscale.lifeline import clear_up, end_group
 
 _READ_BYTES = 1 << 16
 _CALL_S = 5.0
@@ -47,7 +46,7 @@ class Link:
         """whether an attempt has begun and is not looked after yet: what it waits for cannot be interrupted"""
         self.wants_stacks = False
         """whether the ranks that are killed should say where they are"""
-        self.scratch = Path(tempfile.mkdtemp(prefix="nanoscale-"))
+        self.scratch = scratch.make()
         """for files that only this agent and its ranks read"""
         self._reader = reader
         self._sender = Sender(writer)
@@ -148,9 +147,9 @@ class Link:
         self._sender.close()
         with suppress(OSError, ValueError):
             print(f"nanoscale.agent: {why}; ending the ranks", file=sys.stderr, flush=True)
+        clear_up(os.getpid())
         end_group(os.getpid())
         self.close()
-        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # the fork server's socket
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,20 +6,23 @@ which every rank is then a copy that costs milliseconds instead of seconds. Both
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
 import signal
 import tempfile
 from multiprocessing import forkserver, util
+from pathlib import Path
 from types import FrameType
 
+from nanoscale import cgroup, scratch
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
-from nanoscale.channel import BANDWIDTH, TRAINING, Message
+from nanoscale.channel import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.devices import cores
-from nanoscale.lifeline import end_group
+from nanoscale.lifeline import CGROUP, SCRATCH, clear_up, end_group
 from nanoscale.ports import ReservedPort
 from nanoscale.versions import nanoscale_version
 from nanoscale.worker import JOBS, Job
@@ -52,6 +55,7 @@ def main(link: Link, job: Job | None = None) -> int:
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
             last = attempt(link, order, job or order.get("job", TRAINING))  # noqa: F841 - its store serves the other hosts' ranks
+    clear_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
     link.close()
@@ -75,7 +79,7 @@ def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | s
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // order["slots"]))
     link.expect_beats(order["silence_s"])
     if order["will_launch"]:
-        _start_fork_server(job)
+        _start_fork_server(job, link.scratch)
     link.send("facts", **facts(order, port.number if port else None))
 
 
@@ -95,22 +99,35 @@ def _pass_signals_up(link: Link) -> None:
         signal.signal(number, tell)
 
 
-def _start_fork_server(job: Job | str) -> None:
+def _start_fork_server(job: Job | str, folder: Path) -> None:
     os.environ["NANOSCALE_AGENT_PID"] = str(os.getpid())
     os.environ["TORCH_MP_PARALLEL_START"] = "1"
+    os.environ[SCRATCH] = str(folder)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
     if job != BANDWIDTH:
         # It is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
         preloaded.insert(-1, "torch._dynamo")
-    _choose_folder_for_sockets()
+    _choose_folder_for_sockets(folder)
     multiprocessing.set_forkserver_preload(preloaded)
+    enclosure = cgroup.create(os.environ[MARK])
+    if enclosure is not None:
+        os.environ[CGROUP] = str(enclosure)
     forkserver.ensure_running()
+    if enclosure is not None:
+        cgroup.add(enclosure, forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
-def _choose_folder_for_sockets() -> None:
-    """multiprocessing's own, which is made once; in /tmp where TMPDIR is too long for a socket's path."""
-    said = tempfile.gettempdir()
-    if len(os.fsencode(said)) > _LONGEST_FOLDER:
-        tempfile.tempdir = "/tmp"
+def _choose_folder_for_sockets(folder: Path) -> None:
+    """Have multiprocessing's own folder made, once, in ours; in /tmp if ours is too long for a socket's path.
+
+    Its semaphores are named for our folder, so that whoever removes the one removes the others.
+    """
+    configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    configuration["semprefix"] = scratch.semaphore_prefix(folder)
+    default = tempfile.tempdir
+    tempfile.tempdir = str(folder)
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        tempfile.tempdir = str(scratch.make("/tmp"))
+        atexit.register(scratch.remove, Path(tempfile.tempdir))
     util.get_temp_dir()
-    tempfile.tempdir = said
+    tempfile.tempdir = default

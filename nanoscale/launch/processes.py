@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
-from nanoscale.channel import MARK
+from nanoscale import orphans
+from nanoscale.lifeline import is_tracker
 
 if TYPE_CHECKING:
     import psutil
@@ -98,7 +99,7 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
     while left := members(sessions, mark):
         if time.monotonic() > deadline:
             break
-        workers = [process for process in left if not _is_tracker(process)]
+        workers = [process for process in left if not is_tracker(process.pid)]
         for process in workers if time.monotonic() < patience else left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -111,7 +112,8 @@ def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
     """Living processes of the sessions, or that carry the mark after they left them."""
     import psutil
 
-    return [process for process in psutil.process_iter() if _has(sessions, mark, process)]
+    carriers = set(orphans.marked(mark))
+    return [p for p in psutil.process_iter() if p.pid in carriers or _is_of(sessions, p)]
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -120,13 +122,12 @@ def adopt_orphans(adopt: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def _has(sessions: Sequence[int], mark: str, process: psutil.Process) -> bool:
+def _is_of(sessions: Sequence[int], process: psutil.Process) -> bool:
     import psutil
 
     try:
-        ours = os.getsid(process.pid) in sessions or process.environ().get(MARK) == mark
-        mine = process.pid == os.getpid()
-        return ours and not mine and process.status() != psutil.STATUS_ZOMBIE
+        within = os.getsid(process.pid) in sessions
+        return within and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, OSError):
         return False
 
@@ -139,12 +140,3 @@ def _reap_orphans(sessions: Sequence[int]) -> None:
         with suppress(OSError):
             if child.pid not in sessions and os.getsid(child.pid) in sessions:
                 os.waitpid(child.pid, os.WNOHANG)
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    import psutil
-
-    try:
-        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
-    except psutil.Error:
-        return False

@@ -11,19 +11,22 @@ from pathlib import Path
 import pytest
 
 _START = """
-import os, tempfile
+import os, tempfile, uuid
 from multiprocessing import util
+from nanoscale import scratch
 from nanoscale.agent.main import _start_fork_server
-from nanoscale.channel import BANDWIDTH
+from nanoscale.channel import BANDWIDTH, MARK
 from nanoscale.lifeline import end_group
 os.setpgid(0, 0)
-_start_fork_server(BANDWIDTH)
-print(util.get_temp_dir(), tempfile.gettempdir())
+os.environ[MARK] = uuid.uuid4().hex
+folder = scratch.make()
+_start_fork_server(BANDWIDTH, folder)
+print(util.get_temp_dir(), tempfile.gettempdir(), folder)
 end_group(os.getpid())
 """
 
 
-@pytest.mark.parametrize("length", [70, 75, 76, 200])
+@pytest.mark.parametrize("length", [50, 56, 57, 200])
 def test_any_length_of_tmpdir_will_do(length):
     """multiprocessing adds 32 bytes, and a socket's path has 107 at most."""
     with tempfile.TemporaryDirectory(prefix="x" * (length - 13), dir="/tmp") as folder:
@@ -32,6 +35,7 @@ def test_any_length_of_tmpdir_will_do(length):
         command = [sys.executable, "-c", _START]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sockets, files = done.stdout.split()
-    assert files == folder
-    assert str(Path(sockets).parent) == (folder if length <= 75 else "/tmp")
+    sockets, files, scratch = done.stdout.split()
+    assert files == folder and str(Path(scratch).parent) == folder
+    parent = Path(sockets).parent
+    assert str(parent if length <= 56 else parent.parent) == (scratch if length <= 56 else "/tmp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,14 @@ STEP_S = 0.02
 def loop(context):
     """Train until asked to stop, or for so many steps that no test waits for the end."""
     return _train(context, steps=10_000)
+
+
+def daemons(context):
+    """Train as `loop` does, beside processes in sessions of their own, one of them without the environment."""
+    for name, command in {"session": ["setsid"], "nothing": ["setsid", "env", "-i"]}.items():
+        process = subprocess.Popen([*command, "/bin/sleep", "1000"])
+        (context.run.path / f"{name}-{context.rank}").write_text(str(process.pid))
+    return loop(context)
 
 
 def short(context):

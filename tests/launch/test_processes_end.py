@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nanoscale import cgroup, orphans
 from nanoscale.runs import lock
 
 HERE = Path(__file__).parent
@@ -62,7 +65,7 @@ class Launched:
         (found,) = [
             p.pid
             for p in self.processes()
-            if os.getsid(p.pid) == p.pid and p.pid != os.getsid(self.process.pid)
+            if os.getsid(p.pid) == p.pid and p.ppid() == self.process.pid
         ]
         return found
 
@@ -128,6 +131,9 @@ def launch(tmp_path):
     for job in launched:
         for process in job.processes():
             process.kill()
+        for left in job.run.glob("nothing-*"):  # where no cgroup was delegated
+            with suppress(OSError):
+                os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_a_job_completes(launch):
@@ -267,19 +273,30 @@ def test_a_killed_agent_takes_its_ranks_along(launch):
     assert "agent" in job.document("failure.json")["diagnosis"]
 
 
-@pytest.mark.parametrize("with_agent", [False, True])
-def test_a_killed_launcher_leaves_nothing(launch, with_agent):
-    job = launch("loop")
+@pytest.mark.parametrize("killed", ["launcher", "launcher and agent", "launcher, agent and ranks"])
+def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed):
+    """No process, not even in a session of its own, no temporary folder and no semaphore."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    job = launch("daemons")
     job.wait_until_training()
+    strays = [int((job.run / f"session-{rank}").read_text()) for rank in (0, 1)]
+    if (probe := cgroup.create(job.mark)) is not None:
+        cgroup.remove(probe)
+        strays += [int((job.run / f"nothing-{rank}").read_text()) for rank in (0, 1)]
     os.kill(job.pid(1), signal.SIGSTOP)
-    if with_agent:
-        agent = job.agent()
-        job.process.send_signal(signal.SIGSTOP)  # or it would clear up after the agent
-        os.kill(agent, signal.SIGKILL)
+    agent, ranks = job.agent(), [job.pid(0), job.pid(1)]
+    job.process.send_signal(signal.SIGSTOP)  # or it would clear up after the agent
+    for pid in {"launcher": [], "launcher and agent": [agent]}.get(killed, [*ranks, agent]):
+        os.kill(pid, signal.SIGKILL)
     job.process.kill()
     job.process.wait()
+    job.wait_for(lambda: not any(map(orphans.lives, strays)), "end of what the ranks have started")
     job.wait_for(lambda: job.processes() == [], "end of all processes")
     assert job.end() == -signal.SIGKILL
+    assert {path.name for path in (tmp_path / "t").iterdir()} <= {
+        f"torchinductor_{getpass.getuser()}"
+    }
 
 
 def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_nothing(launch):

@@ -1,0 +1,83 @@
+"""A cgroup (version 2) of a job, where the system has delegated one: what is in it ends together.
+
+Needs no rights but those to make a folder in the cgroup of this process and to move processes into it, as in a
+container with a cgroup of its own or under `systemd-run --user --scope -p Delegate=yes`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "nanoscale-"
+_EMPTY_S = 2.0
+_PAUSE_S = 0.01
+_STALE_S = 60.0
+
+
+def create(name: str) -> Path | None:
+    """Return a new cgroup below that of this process; None where none was delegated."""
+    parent = _own()
+    if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
+        return None
+    _remove_stale(parent)
+    folder = parent / f"{PREFIX}{name}"
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        if (folder / "cgroup.kill").exists():  # since Linux 5.14
+            return folder
+        folder.rmdir()
+    return None
+
+
+def add(folder: Path, pid: int) -> bool:
+    """Move a process into a cgroup, and with it all that it starts from now on; False where it may not."""
+    try:
+        (folder / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        return False
+    return True
+
+
+def kill(folder: Path) -> None:
+    """SIGKILL all that is in a cgroup."""
+    with suppress(OSError):
+        (folder / "cgroup.kill").write_text("1")
+
+
+def remove(folder: Path) -> None:
+    """Remove a cgroup whose processes were killed, once they have ended."""
+    deadline = time.monotonic() + _EMPTY_S
+    while folder.exists() and time.monotonic() < deadline:
+        with suppress(OSError):
+            folder.rmdir()
+            return
+        time.sleep(_PAUSE_S)
+
+
+def contains(name: str, process: Path) -> bool:
+    """Return True if a process, by its folder in /proc, is in the cgroup of that name."""
+    with suppress(OSError):
+        return f"/{PREFIX}{name}" in (process / "cgroup").read_text()
+    return False
+
+
+def _own() -> Path | None:
+    """The folder of the cgroup that this process is in."""
+    with suppress(OSError, StopIteration):
+        memberships = Path("/proc/self/cgroup").read_text().splitlines()
+        path = next(line[3:] for line in memberships if line.startswith("0::"))
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        root = next(mount[1] for mount in mounts if mount[2] == "cgroup2")
+        return Path(root) / path.lstrip("/")
+    return None
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove what agents left that were killed; a cgroup that has a process cannot be removed."""
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _STALE_S:
+                folder.rmdir()

@@ -1,0 +1,60 @@
+"""Temporary folders that do not stay: that of a process that was killed is removed by the next process.
+
+A process holds a flock on a file in its folder. The semaphores of multiprocessing carry the folder's name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "nanoscale-"
+_LOCK = "lock"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def make(parent: str | None = None) -> Path:
+    """Return a new folder for temporary files of this process; remove those of processes that are gone."""
+    remove_stale(parent)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    # Held until this process ends, and named when it is held: others take a free one for a stale one.
+    handle = os.open(folder / "lock.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        (folder / "lock.new").rename(folder / _LOCK)
+    return folder
+
+
+def semaphore_prefix(folder: Path) -> str:
+    """How the names of the semaphores begin that end with a folder."""
+    return f"/{folder.name}"
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, and the semaphores that were named for it."""
+    for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
+        semaphore.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale(parent: str | None = None) -> None:
+    """Remove this user's folders of processes that are gone."""
+    for folder in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == os.getuid() and _is_free(folder / _LOCK):
+                remove(folder)
+
+
+def _is_free(lock: Path) -> bool:
+    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(handle)
+    return True
