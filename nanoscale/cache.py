@@ -18,6 +18,12 @@ def cache_path(named: str | None) -> Path:
     return user_cache() / "nanoscale"
 
 
+def user_settings() -> Path:
+    """Return the folder of the settings of the user's programs. Raises as `cache_path` does."""
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    return base if base.is_absolute() else Path.home() / ".config"
+
+
 def user_cache() -> Path:
     """Where the user's programs keep what they can make again."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections import defaultdict
@@ -25,6 +26,12 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
     return lambda layout, precision, figures: record_property(
         _DEVIATION, [layout, precision, *map(float, figures)]
     )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def settings_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs of the tests are signed with a secret of their own, not with that of whoever runs the tests."""
+    os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("settings"))
 
 
 @pytest.fixture(autouse=True)

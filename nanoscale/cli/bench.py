@@ -20,6 +20,7 @@ from nanoscale.cli.hosts import (
     as_settings,
 )
 from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
+from nanoscale.cli.trust import Trust
 from nanoscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def bench(
     num_gpus: NumGpus = None,
     no_preflight: NoPreflight = False,
     force: Force = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Measure a recipe: throughput, step time and its parts, memory, MFU, the stall of a checkpoint.
@@ -70,7 +72,9 @@ def bench(
     other = read_other(compare) if compare is not None else None
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     refusals = Refusals()
-    request = compose_request(overrides or [], config, config_dir, options, refusals, fetch=False)
+    request = compose_request(
+        overrides or [], config, config_dir, options, refusals, fetch=False, trust=trust
+    )
     _refuse_profile(request.config)
     request = planned(request, refusals, force=force)
     measured = _measured(request.config, warmup + steps + _RECORDED)

@@ -22,6 +22,7 @@ from nanoscale.cli.hosts import (
     as_settings,
 )
 from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
+from nanoscale.cli.trust import Trust, require_trust
 from nanoscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def eval(
     num_nodes: NumNodes = None,
     num_gpus: NumGpus = None,
     no_preflight: NoPreflight = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Evaluate a checkpoint: validation loss, perplexity, bits per byte; or tasks of lm-eval.
@@ -89,7 +91,7 @@ def eval(
             model, names, step, limit, few_shot, tasks_dir, device, dtype, tokenizer, as_json
         )
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    return _loss(model, overrides or [], step, samples, options, as_json)
+    return _loss(model, overrides or [], step, samples, options, trust, as_json)
 
 
 def _check(
@@ -122,6 +124,7 @@ def _loss(
     step: int | None,
     samples: int | None,
     options: dict[str, Setting],
+    trust: bool,
     as_json: bool,
 ) -> int:
     from nanoscale.channel import EVALUATION
@@ -133,7 +136,7 @@ def _loss(
             raise UserError("usage", f"--step {step}: {folder} is a Hugging Face model, not a run")
         config, hosts, stored = *_of_folder(folder.absolute(), words, options), None
     else:
-        config, hosts, stored = _of_run(name, words, step, options)
+        config, hosts, stored = _of_run(name, words, step, options, trust)
     task = {
         "checkpoint": str(stored.path) if stored else None,
         "step": stored.step if stored else None,
@@ -155,7 +158,7 @@ def _loss(
 
 
 def _of_run(
-    name: str, words: list[str], step: int | None, options: dict[str, Setting]
+    name: str, words: list[str], step: int | None, options: dict[str, Setting], trust: bool
 ) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
     """The run's configuration with the changes, checked against the machines, and what to evaluate."""
     from nanoscale.checkpoint.configuration import require_model
@@ -165,9 +168,11 @@ def _of_run(
     from nanoscale.runs.directory import RunDirectory
 
     run = RunDirectory.open(name)
+    composed = compose(words, config_file=run.config, options=options)
+    require_trust(run.config, lambda: composed, trust=trust)
     stored = find_checkpoint(run.checkpoints, step)
     require_model(run, stored)
-    config, hosts = _checked(compose(words, config_file=run.config, options=options))
+    config, hosts = _checked(composed)
     config = replace(config, run=load(run.config).run)
     # Its checkpoint has the weights; the folder that it began with may be gone.
     if config.lora.rank:  # the checkpoint has the adapters alone

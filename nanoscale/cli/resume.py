@@ -22,6 +22,7 @@ from nanoscale.cli.hosts import (
 from nanoscale.cli.output import DONE, AsJson, print_json
 from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.train import DryRun
+from nanoscale.cli.trust import Trust, require_trust
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
@@ -59,11 +60,13 @@ def resume(
     no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
     force: Force = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Go on from the newest whole checkpoint, with the same or a changed configuration."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.cli.fit import planned
+    from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
     from nanoscale.launch.allocation import require_one_launcher
     from nanoscale.launch.prepare import replace_configuration
@@ -74,6 +77,11 @@ def resume(
     require_one_launcher()
     directory = RunDirectory.open(run)
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    require_trust(
+        directory.config,
+        lambda: compose(overrides or [], config_file=directory.config, options=options),
+        trust=trust,
+    )
     refusals = Refusals(postponed=dry_run)
     if dry_run:
         with refusals.gather():

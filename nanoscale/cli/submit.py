@@ -15,6 +15,7 @@ from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, AsJson, console, print_json
 from nanoscale.cli.refusals import Refusals
+from nanoscale.cli.trust import Trust, require_trust
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Composed, Setting
@@ -64,6 +65,7 @@ def submit(
         bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
     ] = False,
     force: Force = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
@@ -75,10 +77,13 @@ def submit(
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
     require_one_launcher()
     variants = expand(overrides or [])
-    requests = [
-        _request(list(one.words), config, config_dir, options, fetch=not dry_run)
-        for one in variants
-    ]
+    requests: list[Request] = []
+    for one in variants:
+        asked = trust or bool(requests)  # what was trusted for the first of them
+        words = list(one.words)
+        requests.append(
+            _request(words, config, config_dir, options, fetch=not dry_run, trust=asked)
+        )
     refusals = Refusals(postponed=dry_run)
     requests = [planned(request, refusals, force=force) for request in requests]
     batch = _batch(requests, at_once, refusals)
@@ -106,6 +111,7 @@ def _request(
     options: dict[str, Setting],
     *,
     fetch: bool,
+    trust: bool,
 ) -> Request:
     """One run, checked against as many nodes as SLURM will be asked for; `fetch` as in `with_weights`."""
     from dataclasses import replace
@@ -121,6 +127,8 @@ def _request(
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
+    if config is not None:
+        require_trust(config, lambda: composed, trust=trust)
     _refuse_other_launchers(composed)
     devices, hosts = detect(), wanted_nodes(composed)
     checked = check(composed, devices, hosts)

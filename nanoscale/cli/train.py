@@ -20,6 +20,7 @@ from nanoscale.cli.hosts import (
 )
 from nanoscale.cli.output import AsJson
 from nanoscale.cli.refusals import Refusals
+from nanoscale.cli.trust import Trust, require_trust
 
 if TYPE_CHECKING:
     from nanoscale.config.compose import Setting
@@ -50,6 +51,7 @@ def train(
     no_preflight: NoPreflight = False,
     dry_run: DryRun = False,
     force: Force = False,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> int:
     """Compose, check, plan, prepare, launch and follow a job until its end."""
@@ -61,7 +63,7 @@ def train(
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     refusals = Refusals(postponed=dry_run)
     request = compose_request(
-        overrides or [], config, config_dir, options, refusals, fetch=not dry_run
+        overrides or [], config, config_dir, options, refusals, fetch=not dry_run, trust=trust
     )
     request = planned(request, refusals, force=force)
     if dry_run:
@@ -78,12 +80,14 @@ def compose_request(
     refusals: Refusals | None = None,
     *,
     fetch: bool = True,
+    trust: bool = False,
 ) -> Request:
     """What the words and options ask for, checked against the machines, with the run's name.
 
     Args:
         refusals: what to do where no run can be created; None: raise.
         fetch: the weights of a model that is given by its name are fetched, if they are not here.
+        trust: run the code and programs that another user's frozen configuration names.
     """
     from nanoscale.config.compose import compose
     from nanoscale.config.rules import check
@@ -96,6 +100,8 @@ def compose_request(
 
     require_one_launcher()
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
+    if config is not None:
+        require_trust(config, lambda: composed, trust=trust)
     devices, hosts = detect(), read_hosts(composed)
     checked = check(composed, devices, hosts)
     check_extra(composed, checked)

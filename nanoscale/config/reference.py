@@ -27,6 +27,8 @@ class Key:
     at_most: float | None
     scaled: str
     """`no`, `decimal` or `binary`: which suffixes an integer may carry"""
+    executes: bool | str
+    """True if the value is code or a program; the name of the key that makes it so; else False"""
 
     @property
     def type(self) -> str:
@@ -181,6 +183,7 @@ def _key(name: str, annotation: Any, field: Field[Any]) -> Key:
         at_least=about["at_least"],
         at_most=about["at_most"],
         scaled=about["scaled"],
+        executes=about["executes"],
     )
 
 

@@ -18,11 +18,16 @@ def key(
     at_least: float | None = None,
     at_most: float | None = None,
     scaled: Literal["no", "decimal", "binary"] = "no",
+    executes: bool | str = False,
 ) -> Any:
     """Declare a key. The bounds are inclusive.
 
     `scaled` lets an integer be written as `1e3`, `32k`, `5M`, `2G` or `1T`: powers of 1000 where it
     is decimal, powers of 1024 where it is binary, as in a context of 32k tokens.
+
+    `executes` marks a key whose value is code or a program, or an argument or variable of one: a run folder
+    that somebody else made is asked about before it takes effect (`runs/trust.py`). The name of another key
+    says that it does so only while that key is true.
     """
     metadata = {
         "meaning": meaning,
@@ -30,6 +35,7 @@ def key(
         "at_least": at_least,
         "at_most": at_most,
         "scaled": scaled,
+        "executes": executes,
     }
     if isinstance(default, (list, dict)):
         # What can change has no hash; a section has one all the same, from its other keys.
@@ -68,6 +74,7 @@ class Model:
     name: str = key(
         "custom",
         "what to call it in tables and logs; hf: folder of a model, or its name at Hugging Face",
+        executes="model.trust_remote_code",
     )
     layers: int = key(8, "transformer blocks", at_least=1)
     hidden: int = key(64, "width of the residual stream", at_least=1)
@@ -119,9 +126,13 @@ class Model:
         "folder of a Hugging Face model, or its name there: its weights and its shape to begin with; null: "
         "random weights",
     )
-    trust_remote_code: bool = key(False, "hf: run the Python code that comes with the model")
+    trust_remote_code: bool = key(
+        False, "hf: run the Python code that comes with the model", executes=True
+    )
     hf_config: dict[str, Any] = key(
-        {}, "hf: config.json of model.name; a value that is set here wins over the file's"
+        {},
+        "hf: config.json of model.name; a value that is set here wins over the file's",
+        executes="model.trust_remote_code",
     )
     parameters: int | None = key(
         None, "hf: how many it has, counted before the launch; null: not counted yet", at_least=1
@@ -287,7 +298,9 @@ class Backend:
         scaled="decimal",
     )
     extra: dict[str, Any] = key(
-        {}, "deepspeed: settings of its own JSON that no key here stands for; merged in last"
+        {},
+        "deepspeed: settings of its own JSON that no key here stands for; merged in last",
+        executes=True,
     )
 
 
@@ -490,9 +503,13 @@ class Cluster:
         "file of efficiencies that `nanoscale plan --calibrate` has learned; null: those assumed",
     )
     python: str | None = key(
-        None, "interpreter on the other hosts, with nanoscale installed; null: the path of this one"
+        None,
+        "interpreter on the other hosts, with nanoscale installed; null: the path of this one",
+        executes=True,
     )
-    pythons: dict[str, Any] = key({}, "interpreters of single hosts, by their names, before python")
+    pythons: dict[str, Any] = key(
+        {}, "interpreters of single hosts, by their names, before python", executes=True
+    )
 
 
 @dataclass(frozen=True)
@@ -508,11 +525,17 @@ class Slurm:
     gpus: str | None = key(
         None, "what to ask for in --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
     )
-    container: str | None = key(None, "image that the agents run in")
+    container: str | None = key(None, "image that the agents run in", executes=True)
     container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "what runs the image")
-    container_mounts: list[str] = key([], "folders to mount in the container, each HOST:INSIDE")
-    setup: list[str] = key([], "shell lines to run first in the batch script, as in `module load`")
-    directives: list[str] = key([], "further options of sbatch, each as in `--mail-type=END`")
+    container_mounts: list[str] = key(
+        [], "folders to mount in the container, each HOST:INSIDE", executes=True
+    )
+    setup: list[str] = key(
+        [], "shell lines to run first in the batch script, as in `module load`", executes=True
+    )
+    directives: list[str] = key(
+        [], "further options of sbatch, each as in `--mail-type=END`", executes=True
+    )
     signal_before_s: int = key(
         120, "how long before the time limit to save and stop", unit="s", at_least=0
     )
@@ -540,7 +563,9 @@ class Launcher:
         "auto", "CPU threads a rank; auto: the cores, divided", at_least=1
     )
     hostfile: str | None = key(
-        None, "file of hosts, each line `HOST slots=N`; it means ssh where no launcher was chosen"
+        None,
+        "file of hosts, each line `HOST slots=N`; it means ssh where no launcher was chosen",
+        executes=True,
     )
     include: str | None = key(
         None, "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"
@@ -572,10 +597,12 @@ class Launcher:
     )
     preflight: bool = key(True, "look at every host before the launch")
     pass_env: list[str] = key(
-        [], "further variables to pass on to the other hosts: names, or beginnings with `*`"
+        [],
+        "further variables to pass on to the other hosts: names, or beginnings with `*`",
+        executes=True,
     )
-    env: dict[str, Any] = key({}, "variables to set for the ranks, by name")
-    ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`")
+    env: dict[str, Any] = key({}, "variables to set for the ranks, by name", executes=True)
+    ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`", executes=True)
     slurm: Slurm = field(default_factory=Slurm)
 
 

@@ -117,7 +117,8 @@ Option = tuple[str, str | None]
 
 def _script(config: Config, options: list[Option], choose: str, run: str) -> str:
     wanted = config.launcher.slurm
-    call = f"{shlex.join(_launcher(config))} resume {run} &\n"
+    # Whoever could change the run's config.yaml could change this script as well.
+    call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
     parts = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
         "# Written by `nanoscale submit`. Handed to sbatch again, it goes on where the run stopped.\n",

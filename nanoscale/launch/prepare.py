@@ -24,7 +24,7 @@ from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import Config
 from nanoscale.devices import cores
 from nanoscale.errors import UserError, Violation
-from nanoscale.runs import status
+from nanoscale.runs import status, trust
 from nanoscale.runs.directory import (
     RunDirectory,
     check_free,
@@ -178,6 +178,7 @@ def write_configuration(run: RunDirectory, request: Request) -> None:
     write_json(run.provenance, provenance(request.composed))
     if request.config.backend.name == "deepspeed":
         write_json(run.deepspeed, deepspeed_settings(request.config))
+    trust.sign(run, request.config)
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
@@ -189,6 +190,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
         write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
+    trust.sign(run, request.config)  # also where another user's was trusted as it is
     if request.plan is not None:
         write_json(run.plan, request.plan)
 

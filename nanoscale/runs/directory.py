@@ -26,6 +26,7 @@ STREAMS: tuple[Stream, ...] = ("out", "err")
 DEFAULT_ROOT = Path("runs")
 ARRAY = ".array"
 """how the name of the folder ends that runs of an array share"""
+SIGNATURE = "signature"
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
 _LONGEST_NAME = 200
@@ -103,6 +104,11 @@ class RunDirectory:
     @property
     def lock(self) -> Path:
         return self.path / "lock"
+
+    @property
+    def signature(self) -> Path:
+        """By which its user's own launches know the run; see trust.py."""
+        return self.path / SIGNATURE
 
     @property
     def logs(self) -> Path:

@@ -47,7 +47,7 @@ def test_a_dry_run_prints_the_script_alone_and_writes_nothing(types: Typed, tmp_
     assert code == 0
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=x\n") and out.endswith('exit "$code"\n')
     assert "#SBATCH --nodes=2\n" in out
-    assert f"resume {tmp_path}/runs/x &" in out
+    assert f"resume --trust {tmp_path}/runs/x &" in out
     assert "2 ranks on 2 nodes" in err and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 

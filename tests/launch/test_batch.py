@@ -139,7 +139,14 @@ def test_nothing_of_a_configuration_is_interpreted(tmp_path: Path, batch: Any) -
     asked = config(python=str(python), account=NASTY, directives=[f"--comment={NASTY}"])
     job = batch(batch_script(asked, run), STAND_IN_CODE="0")
     assert job.end() == 0
-    assert job.wait_called()["argv"] == ["-P", "-m", "nanoscale", "resume", str(run.path)]
+    assert job.wait_called()["argv"] == [
+        "-P",
+        "-m",
+        "nanoscale",
+        "resume",
+        "--trust",
+        str(run.path),
+    ]
     assert not list(tmp_path.rglob("x"))
 
 

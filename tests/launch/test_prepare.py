@@ -50,6 +50,7 @@ def test_a_new_run_is_written_whole_and_held(folder):
         "lock",
         "logs",
         "provenance.json",
+        "signature",
         "status.json",
     ]
 

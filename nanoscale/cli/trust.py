@@ -1,0 +1,87 @@
+"""A run folder from somebody else: what it would run is shown and asked about before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoscale import display
+
+if TYPE_CHECKING:
+    from nanoscale.config.compose import Composed
+    from nanoscale.errors import Violation
+
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Run the code and programs that another user's folder names."),
+]
+
+
+def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -> None:
+    """Ask before a frozen configuration that this user's own runs did not make names code or programs.
+
+    Values that the command line sets instead need no question.
+
+    Args:
+        file: config.yaml of a run.
+        compose: returns it with what the command line changes.
+
+    Raises:
+        UserError: nobody can be asked, or the answer is no.
+    """
+    from nanoscale.config.frozen import load
+    from nanoscale.errors import UserError
+    from nanoscale.runs.trust import executed, is_signed
+
+    try:
+        config = load(file)
+    except UserError:  # it is no configuration of a run, and may choose groups, as a recipe
+        config = compose().config
+    values = executed(config)
+    if trust or not values or is_signed(file.absolute().parent, config):
+        return
+    found = list(_violations(values, compose(), file))
+    if not found:
+        return
+    what = f"{file} was not made by your own runs, and names code or programs to run"
+    if sys.stdin.isatty() and sys.stderr.isatty() and _is_confirmed(what, found):
+        return
+    raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
+
+
+def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
+    """Yield each value that the file sets and nothing on the command line replaces."""
+    from nanoscale.config.reference import meaning
+    from nanoscale.config.report import shown
+    from nanoscale.errors import Violation
+
+    for key, value in values.items():
+        later = _later(composed, key, file)
+        entries = {key: value}
+        if isinstance(value, dict):
+            replaced = {name for setting in later for name in setting or ()}
+            entries = {f"{key}.{name}": it for name, it in value.items() if name not in replaced}
+        elif later:
+            entries = {}
+        for name, entry in entries.items():
+            yield Violation(name, shown(entry), str(file), meaning(key))
+
+
+def _later(composed: Composed, key: str, file: Path) -> list[Any]:
+    """Return the values that were set after the file's."""
+    settings = composed.history.get(key, [])
+    sources = [Path(one.source.rpartition(":")[0]).absolute() for one in settings]
+    own = [n for n, source in enumerate(sources) if source == file.absolute()]
+    return [one.value for one in settings[own[-1] + 1 :]] if own else []
+
+
+def _is_confirmed(what: str, found: list[Violation]) -> bool:
+    display.note(f"{what}:")
+    for one in found:
+        display.note(f"  {one.key}={one.value}  ({one.message})")
+    display.note("Do you trust whoever made it? [y/N] ", end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

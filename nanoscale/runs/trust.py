@@ -1,0 +1,112 @@
+"""Signatures of run folders, which tell those of this user's own runs from those of somebody else.
+
+Some keys of a configuration name code or programs (`executes` in the schema). A launch signs their values with
+a secret that lies among the user's own settings. Nobody without the secret can sign a folder, and a value that
+is changed in config.yaml later does not fit the signature. A folder may be moved, and is known on every machine
+that shares the user's home.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from contextlib import suppress
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from nanoscale.cache import user_settings
+from nanoscale.config.reference import declared
+from nanoscale.config.schema import Config
+from nanoscale.runs.directory import SIGNATURE, RunDirectory, write_atomically
+
+_BYTES = 32
+
+
+def executed(config: Config) -> dict[str, Any]:
+    """Return the keys that name code or programs and have another value than their default, with the values."""
+    values = {name: _value(config, name) for name, key in declared().items() if key.executes}
+    return {
+        name: value
+        for name, value in values.items()
+        if value != declared()[name].default and _takes_effect(config, name)
+    }
+
+
+def sign(run: RunDirectory, config: Config) -> None:
+    """Leave a signature in the run folder; none where this user has no place for a secret.
+
+    Raises:
+        OSError: the run folder cannot be written to.
+    """
+    secret = _read_secret() or _make_secret()
+    if secret is not None:
+        write_atomically(run.signature, _signature(secret, config) + "\n")
+
+
+def is_signed(folder: Path, config: Config) -> bool:
+    """Return True if a run of this user made the folder, with the same values of the keys that are executed."""
+    secret = _read_secret()
+    try:
+        found = (folder / SIGNATURE).read_text("ascii").strip()
+    except (OSError, ValueError):
+        return False
+    return secret is not None and hmac.compare_digest(found, _signature(secret, config))
+
+
+def _takes_effect(config: Config, name: str) -> bool:
+    needed = declared()[name].executes
+    return needed is True or bool(_value(config, str(needed)))
+
+
+def _value(config: Config, name: str) -> Any:
+    return reduce(getattr, name.split("."), config)
+
+
+def _signature(secret: bytes, config: Config) -> str:
+    text = json.dumps(executed(config), sort_keys=True)
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _secret_file() -> Path | None:
+    with suppress(RuntimeError):  # the user has no home
+        return user_settings() / "nanoscale" / "secret"
+    return None
+
+
+def _read_secret() -> bytes | None:
+    file = _secret_file()
+    with suppress(OSError):
+        secret = file.read_bytes() if file is not None else b""
+        return secret if len(secret) == _BYTES else None
+    return None
+
+
+def _make_secret() -> bytes | None:
+    """Return a new secret, or that of another process which was faster; None where none can be kept."""
+    file = _secret_file()
+    if file is None:
+        return None
+    aside = file.with_name(f".secret.{os.getpid()}")
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+            stream.write(os.urandom(_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+        with suppress(FileExistsError):
+            _name(aside, file)
+    with suppress(OSError):
+        aside.unlink()
+    return _read_secret()
+
+
+def _name(aside: Path, file: Path) -> None:
+    try:
+        os.link(aside, file)  # unlike a rename, it replaces none
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        aside.rename(file)
