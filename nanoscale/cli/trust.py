@@ -56,7 +56,6 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
     """Yield each value that the file sets and nothing on the command line replaces."""
     from nanoscale.config.reference import meaning
-    from nanoscale.config.report import shown
     from nanoscale.errors import Violation
 
     for key, value in values.items():
@@ -68,7 +67,7 @@ def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Itera
         elif later:
             entries = {}
         for name, entry in entries.items():
-            yield Violation(name, shown(entry), str(file), meaning(key))
+            yield Violation(name, entry, str(file), meaning(key))
 
 
 def _later(composed: Composed, key: str, file: Path) -> list[Any]:
@@ -80,8 +79,10 @@ def _later(composed: Composed, key: str, file: Path) -> list[Any]:
 
 
 def _is_confirmed(what: str, found: list[Violation]) -> bool:
+    from nanoscale.config.report import subject
+
     display.note(f"{what}:")
     for one in found:
-        display.note(f"  {one.key}={one.value}  ({one.message})")
+        display.note(f"  {subject(one)}  ({one.message})")
     display.note("Do you trust whoever made it? [y/N] ", end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -20,7 +20,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.trust import executed, is_signed, sign
 from tests.support.recipes import changed
 
-PROGRAMS = ["launcher.env={LD_PRELOAD: ./theirs.so, A: '1'}"]
+PROGRAMS = ["launcher.env={LD_PRELOAD: ./theirs.so, A: one}"]
 COMMANDS = [
     ["resume", "x"],
     ["resume", "x", "--dry-run"],
@@ -59,7 +59,7 @@ def test_nothing_is_started_or_written_before_somebody_was_asked(command, capsys
     assert nanoscale(command) == 2
     said = capsys.readouterr().err
     assert "--trust" in said and "was not made by your own runs" in said
-    assert "launcher.env.LD_PRELOAD=./theirs.so" in said and "launcher.env.A=1" in said
+    assert "launcher.env.LD_PRELOAD=./theirs.so" in said and "launcher.env.A=one" in said
     assert tree(tmp_path) == before
 
 
@@ -77,7 +77,7 @@ def test_on_a_terminal_it_is_a_question(answer, code, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert nanoscale(["resume", "x", "--dry-run"]) == code
     said = capsys.readouterr().err
-    assert "  launcher.env.A=1  (variables to set" in said and "[y/N]" in said
+    assert "  launcher.env.A=one  (variables to set" in said and "[y/N]" in said
 
 
 def test_ones_own_runs_are_known_wherever_they_are(capsys):
@@ -114,7 +114,7 @@ def test_what_the_command_line_sets_needs_no_question(capsys):
     words = ["resume", "x", "--dry-run", "launcher.env.LD_PRELOAD=mine"]
     assert nanoscale(words) == 2
     said = capsys.readouterr().err
-    assert "launcher.env.A=1" in said and "LD_PRELOAD" not in said and "theirs" not in said
+    assert "launcher.env.A=one" in said and "LD_PRELOAD" not in said and "theirs" not in said
     assert nanoscale([*words, "launcher.env.A=2"]) == 0
 
 
