@@ -25,7 +25,7 @@ _COMMAND = re.compile(
     r"(^|[\s`:(])(nanoscale (train|resume|submit|plan|doctor|data|generate|eval|bench|runs|checkpoints|recipes)"
     r"|rm -|mv -|ssh |touch |mkdir |sbatch |scancel |pip install )[^`\n]*$"
 )
-_QUOTES = ("shlex.quote(", "shlex.join(", "override(")
+_QUOTES = ("shlex.quote(", "shlex.join(", "override(", "_override(")
 _PLAIN = ("key", "begun", "2 * steps")
 """names of keys, a text without values, a number"""
 
