@@ -79,9 +79,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` library."""
 
-    def __init__(self, tokenizer: Any, eos: int) -> None:
+    def __init__(self, tokenizer: Any, eos: int, bos: int | None = None) -> None:
+        """`bos`: the token that begins a text, if the files beside the tokenizer.json name one."""
         self._tokenizer = tokenizer
         self.eos = eos
+        self.bos = bos
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
@@ -162,11 +164,12 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
     native.no_truncation()
     native.no_padding()
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
-    names = (eos,) if eos is not None else (*_configured_end(path), *_END_NAMES)
+    names = (eos,) if eos is not None else (*_configured(path, "eos_token"), *_END_NAMES)
+    begins = [native.token_to_id(name) for name in _configured(path, "bos_token")]
     for name in names:
         number = native.token_to_id(name)
         if number is not None:
-            return FileTokenizer(native, number)
+            return FileTokenizer(native, number, begins[0] if begins else None)
     raise _wrong(path, f"it has none of the tokens that end a document: {', '.join(names)}", key)
 
 
@@ -198,11 +201,11 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _configured_end(path: Path) -> list[str]:
-    """The end token that a model's tokenizer_config.json names, if there is one."""
+def _configured(path: Path, kind: str) -> list[str]:
+    """The special token of a kind (`eos_token`) that a model's tokenizer_config.json names, if there is one."""
     try:
         config = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
-        name = config.get("eos_token")
+        name = config.get(kind)
     except (OSError, ValueError, AttributeError):
         return []
     if isinstance(name, dict):

@@ -64,23 +64,23 @@ class Answers:
 
     # --- tokens ---------------------------------------------------------------------------------------
 
-    @property
-    def _before(self) -> list[int]:
-        return list(self.opened.before) or [self.opened.tokenizer.eos]
-
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of both. Spaces at the end of a context belong to what follows, as the library has it."""
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         encode = self.opened.tokenizer.encode
         both, first = encode(bare + continuation), encode(bare)
-        return [*self._before, *both[: len(first)]], both[len(first) :]
+        before = self.opened.before if context else ()
+        return [*before, *both[: len(first)]] or [self.opened.start], both[len(first) :]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Parts to predict, each as long as the model can look, and what stands before them."""
-        tokens, size = [*self._before, *self.opened.tokenizer.encode(text)], self.opened.context
-        first = len(self._before)
-        for start in range(first, len(tokens), size):
+        """Parts to predict, each as long as the model can look, and what stands before them.
+
+        What a model's own tokenizer adds is predicted too, as the library does: `<s>` after `<s>`.
+        """
+        opened, size = self.opened, self.opened.context
+        tokens = [opened.start, *opened.added, *opened.tokenizer.encode(text)]
+        for start in range(1, len(tokens), size):
             end = min(start + size, len(tokens))
             yield tokens[max(0, end - size - 1) : start], tokens[start:end]
 
@@ -134,7 +134,8 @@ class Answers:
         )
         stops = tuple([until] if isinstance(until, str) else until)
         room = self.opened.context - longest
-        prompt = [*self._before, *self.opened.tokenizer.encode(context)][-room:]
+        prompt = [*self.opened.before, *self.opened.tokenizer.encode(context)][-room:]
+        prompt = prompt or [self.opened.start]
         written = Written(context)
         for _ in write(self.opened, prompt, Wish(sampling, longest, stops), written):
             pass

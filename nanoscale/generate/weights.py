@@ -52,6 +52,10 @@ class Opened:
     """tokens that stand before every text"""
     ends: frozenset[int]
     """tokens that end one"""
+    start: int
+    """the token that a text is predicted from where nothing else stands before it"""
+    added: tuple[int, ...] = ()
+    """tokens that a Hugging Face model's own tokenizer puts before a text, as parts of it"""
     trained_len: int | None = None
     """tokens of a sample of its training; None where that is not known"""
 
@@ -125,6 +129,7 @@ def _open_run(
         f"{run.name}, {stored.path.name}",
         before=(tokenizer.eos,),  # where a document begins, the one before has ended
         ends=frozenset([tokenizer.eos]),
+        start=tokenizer.eos,
         trained_len=config.train.seq_len,
     )
 
@@ -141,10 +146,13 @@ def _open_folder(
         raise _no_tokenizer(f"{folder} has no tokenizer.json")
     tokenizer = _named(said or str(folder))
     before: tuple[int, ...] = (tokenizer.eos,)
+    added, start = tuple[int, ...](), tokenizer.eos
     if isinstance(tokenizer, FileTokenizer):
-        before = tokenizer.before()
+        before = added = tokenizer.before()
+        start = tokenizer.bos if tokenizer.bos is not None else (*added, tokenizer.eos)[0]
     ends = frozenset([tokenizer.eos, *_more_ends(folder)])
-    return Opened(model, _fitting(tokenizer, model), device, folder.name, before, ends)
+    fitting = _fitting(tokenizer, model)
+    return Opened(model, fitting, device, folder.name, before, ends, start, added)
 
 
 def _fill(model: Transformer, config: Config, stored: StoredCheckpoint) -> None:

@@ -46,7 +46,7 @@ def encode(opened: Opened, text: str) -> list[int]:
         UserError: they are more than the model can look at, or ids that it has not.
     """
     tokens = [*opened.before, *opened.tokenizer.encode(text)]
-    tokens = tokens or [opened.tokenizer.eos]  # after nothing at all nothing can be predicted
+    tokens = tokens or [opened.start]  # after nothing at all nothing can be predicted
     if max(tokens) >= opened.model.shape.vocab:
         what = (
             f"holds token {max(tokens)}, and the model's ids lie in [0, {opened.model.shape.vocab})"

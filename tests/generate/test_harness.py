@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import AddedToken, processors
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.data.tokenizer import END
+from nanoscale.data.vocabulary import bytes_native
 from nanoscale.errors import UserError
 from nanoscale.generate import harness
 from nanoscale.generate.harness import Answers, evaluate_tasks
@@ -20,6 +23,7 @@ from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
+from tests.support import hf_families
 from tests.support.jobs import BYTES, run_of_bytes
 
 PAIRS = [("ab", "cd"), ("", "x"), ("a longer context ", "and more"), ("k" * 60, "lm"), ("q ", "")]
@@ -83,6 +87,81 @@ def test_whole_texts_window_by_window(opened: Opened) -> None:
     assert found == pytest.approx(total, abs=1e-9)
     (short,) = Answers(opened).loglikelihood_rolling(requests(("abc",)))
     assert short == pytest.approx(directly(b"abc", 3)[0], abs=1e-9)
+
+
+BOS = 257
+TEXTS = ["abc", "y" * 47, "The quick brown fox jumps over the lazy dog; " * 2, ""]
+
+
+def folder_of_transformers(folder: Path, bos: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of transformers whose tokenizer `adds` a `<s>` before a text, `names` one, or has `none`."""
+    settings = hf_families.COMMON | {"vocab_size": 260, "max_position_embeddings": 48}
+    monkeypatch.setitem(hf_families.FAMILIES, "llama", ("Llama", settings))
+    hf_families.save("llama", folder)
+    native = bytes_native()
+    native.add_special_tokens([AddedToken("<s>", special=True)])
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    if bos != "none":
+        about["bos_token"] = "<s>"
+    if bos == "adds":
+        native.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", BOS)])
+    native.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize("bos", ["adds", "names", "none"])
+def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
+    bos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source: HFLM of lm-eval 0.4.13. A whole text stands after a prefix token and what the tokenizer adds."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = folder_of_transformers(tmp_path, bos, monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = Answers(open_model(str(folder), dtype="fp64"))
+    prefix = tokenizer.eos_token_id if bos == "none" else BOS
+
+    def scored(before: list[int], wanted: list[int]) -> float:
+        ids = torch.tensor([[*before, *wanted]])
+        with torch.no_grad():
+            scores = model(ids[:, :-1]).logits[0].log_softmax(-1)
+        chosen = scores.gather(1, ids[0, 1:, None])[len(before) - 1 :]
+        return chosen.sum().item()
+
+    text = "abcdef"
+    whole, context = tokenizer.encode(text), tokenizer.encode("abc")
+    assert (whole[0] == BOS) is (bos == "adds")
+    (rolling,) = answers.loglikelihood_rolling(requests((text,)))
+    assert rolling == pytest.approx(scored([prefix], whole), rel=1e-6)
+    (pair, alone) = answers.loglikelihood(requests(("abc", "def"), ("", text)))
+    assert pair[0] == pytest.approx(scored(context, whole[len(context) :]), rel=1e-6)
+    assert alone[0] == pytest.approx(scored([prefix], list(text.encode())), rel=1e-6)
+    ids = torch.tensor([whole])
+    after = model.generate(ids, max_new_tokens=6, do_sample=False)[0, len(whole) :].tolist()
+    (written,) = answers.generate_until(requests((text, {"max_gen_toks": 6, "temperature": 0})))
+    assert written == bytes(it for it in after if it < 256).decode(errors="replace")
+
+
+@pytest.mark.parametrize("bos", ["adds", "names", "none"])
+def test_lm_eval_scores_a_model_of_transformers_so(
+    bos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval")
+    folder = folder_of_transformers(tmp_path, bos, monkeypatch)
+    theirs = library.HFLM(str(folder), dtype="float64", device="cpu", batch_size=1, max_length=48)
+    ours = Answers(open_model(str(folder), dtype="fp64"))
+    texts, pairs = requests(*((text,) for text in TEXTS)), requests(*PAIRS[:4])
+    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(texts) == pytest.approx(expected, rel=1e-6)
+    scored = theirs.loglikelihood(pairs, disable_tqdm=True)
+    assert [it for it, _ in ours.loglikelihood(pairs)] == pytest.approx(
+        [it for it, _ in scored], rel=1e-6
+    )
+    wish = {"max_gen_toks": 8, "until": ["\n"], "do_sample": False}
+    written = requests(("ab", wish), ("hello world", wish))
+    assert ours.generate_until(written) == theirs.generate_until(written, disable_tqdm=True)
 
 
 def test_texts(opened: Opened) -> None:
