@@ -35,7 +35,7 @@ def create(name: str) -> Path | None:
 def add(folder: Path, pid: int) -> bool:
     """Move a process into a cgroup, and with it all that it starts from now on; False where it may not."""
     try:
-        (folder / "cgroup.procs").write_text(str(pid))
+        (folder / "cgroup.procs").write_text(str(pid), encoding="utf-8")
     except OSError:
         return False
     return True
@@ -44,7 +44,7 @@ def add(folder: Path, pid: int) -> bool:
 def kill(folder: Path) -> None:
     """SIGKILL all that is in a cgroup."""
     with suppress(OSError):
-        (folder / "cgroup.kill").write_text("1")
+        (folder / "cgroup.kill").write_text("1", encoding="utf-8")
 
 
 def remove(folder: Path) -> None:
@@ -60,16 +60,19 @@ def remove(folder: Path) -> None:
 def contains(name: str, process: Path) -> bool:
     """Return True if a process, by its folder in /proc, is in the cgroup of that name."""
     with suppress(OSError):
-        return f"/{PREFIX}{name}" in (process / "cgroup").read_text()
+        return f"/{PREFIX}{name}" in (process / "cgroup").read_text("utf-8", "surrogateescape")
     return False
 
 
 def _own() -> Path | None:
     """The folder of the cgroup that this process is in."""
     with suppress(OSError, StopIteration):
-        memberships = Path("/proc/self/cgroup").read_text().splitlines()
+        memberships = Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
         path = next(line[3:] for line in memberships if line.startswith("0::"))
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        mounts = [
+            line.split()
+            for line in Path("/proc/mounts").read_text("utf-8", "surrogateescape").splitlines()
+        ]
         root = next(mount[1] for mount in mounts if mount[2] == "cgroup2")
         return Path(root) / path.lstrip("/")
     return None

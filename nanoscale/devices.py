@@ -133,7 +133,7 @@ def gpu_problem() -> str | None:
 def _quota() -> float:
     """Cores that the control group grants; infinity where it does not say."""
     with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii", "replace").split()
         if quota != "max":
             return math.ceil(int(quota) / int(period))
     return math.inf

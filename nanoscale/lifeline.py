@@ -79,7 +79,9 @@ def _members(group: int) -> Iterator[int]:
     """The living processes of a group, without the resource tracker."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _parent, number = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            state, _parent, number = (
+                (folder / "stat").read_text("ascii", "replace").rpartition(")")[2].split()[:3]
+            )
             if state in ("Z", "X") or int(number) != group:
                 continue
             if not is_tracker(int(folder.name)):

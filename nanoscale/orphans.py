@@ -53,5 +53,7 @@ def _group(pid: int) -> int | None:
 def lives(pid: int) -> bool:
     """Return True if a process has not ended; one that nobody has reaped has."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[
+            0
+        ] not in ("Z", "X")
     return False

@@ -83,7 +83,7 @@ def _run_directory(link: Link, order: Message) -> RunDirectory:
         return RunDirectory(Path(order["run"]))
     own = RunDirectory(link.scratch / f"run-{order['attempt']}")
     own.path.mkdir()
-    own.config.write_text(order["config"])
+    own.config.write_text(order["config"], encoding="utf-8")
     write_json(own.task, order["task"])
     return own
 

@@ -52,7 +52,7 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
 def _machine() -> str:
     """The same for two names of one machine, and for nothing else."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"  # containers share the kernel
     except OSError:
         return f"{socket.gethostname()} {os.getpid()}"

@@ -32,7 +32,9 @@ class Host:
 def oom_kills() -> int:
     """Processes that the kernel's out-of-memory killer has ended since the machine started."""
     with suppress(OSError):
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text("ascii", "replace"), re.MULTILINE
+        )
         if found:
             return int(found[1])
     return 0
@@ -41,7 +43,9 @@ def oom_kills() -> int:
 def available_gib() -> float | None:
     """Host memory that programs can still have, GiB; None where the kernel does not say."""
     with suppress(OSError):
-        found = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+        found = re.search(
+            r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text("ascii", "replace"), re.M
+        )
         if found:
             return int(found[1]) / 2**20
     return None
@@ -50,6 +54,6 @@ def available_gib() -> float | None:
 def is_stopped(pid: int) -> bool:
     """Whether a process was stopped by a signal; one that a debugger holds was not."""
     with suppress(OSError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
         return stat.rpartition(")")[2].split()[0] == "T"
     return False

@@ -108,7 +108,7 @@ def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, A
     workspace, step = staging.parent, manifest["step"]
     text = render_manifest(manifest | {"format": FORMAT, "files": dict(sorted(sums.items()))})
     with fence.explained(workspace):
-        with (staging / MANIFEST).open("x") as file:
+        with (staging / MANIFEST).open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -258,7 +258,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
         manifest = json.loads(text)
         manifest.pop("sum")
         whole = render_manifest(manifest) == text

@@ -52,7 +52,7 @@ class Option:
     @property
     def about(self) -> str:
         """The first line of the comment at its head."""
-        for line in self.path.read_text(errors="replace").splitlines():
+        for line in self.path.read_text(errors="replace", encoding="utf-8").splitlines():
             if line.startswith("#") and line.strip("# "):
                 return line.strip("# ").rstrip(".")
             if line.strip():

@@ -239,7 +239,7 @@ def _only_one(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder to be prepared; the system releases it when a process dies."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f"{folder.name}.lock").open("a") as lock:
+        with folder.with_name(f"{folder.name}.lock").open("a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
     except OSError as error:

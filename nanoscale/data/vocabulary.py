@@ -79,7 +79,7 @@ def _describe(folder: Path, end: str) -> None:
     file = folder / CONFIG
     if not file.exists():
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        file.write_text(json.dumps(about, indent=2) + "\n")
+        file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy(source: Path, folder: Path) -> None:

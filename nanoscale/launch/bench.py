@@ -164,7 +164,7 @@ def read_other(name: str) -> Document:
     file = Path(name).expanduser()
     if file.is_file():
         try:
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text(encoding="utf-8"))
             float(found["step_time_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             text = f"--compare {name} is no bench's JSON ({type(error).__name__}: {error})"

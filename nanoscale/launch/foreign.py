@@ -24,7 +24,9 @@ def check_extra(composed: Composed, config: Config) -> None:
         return
     words = [sys.executable, "-m", "nanoscale.backends.deepspeed.validate"]
     settings = json.dumps(deepspeed_settings(config))
-    done = subprocess.run(words, input=settings, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, input=settings, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         message = f"cannot be judged: {''.join(last) or 'DeepSpeed does not start'}"

@@ -185,7 +185,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     """Freeze the configuration of a further attempt and its plan; that of the last is kept where it differs."""
     write_json(run.environment, environment(request.devices))
     record_changes(run, request.config, request.composed.by_hand_around)
-    before = run.config.read_text()
+    before = run.config.read_text(encoding="utf-8")
     if dump(request.config, request.asked) != before:
         write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)

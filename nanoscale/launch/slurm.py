@@ -208,7 +208,8 @@ def _run(command: Sequence[str], wait_s: float | None) -> str:
             env=scrubbed(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=wait_s,
             check=False,
         )

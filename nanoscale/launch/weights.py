@@ -67,7 +67,9 @@ def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
         refuse_model(composed, KEY, asked, error)
     request = json.dumps({"model": asdict(model), "folder": folder})
     words = [sys.executable, "-m", "nanoscale.checkpoint.foreign"]
-    done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, input=request, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         last = "".join(done.stderr.strip().splitlines()[-1:])
         why = f"cannot be judged: {last or 'transformers does not start'}"

@@ -74,7 +74,7 @@ class JsonLines:
         self._workspace = workspace
         if run.metrics.exists() or step:
             self._keep(run, step)
-        self._file = run.metrics.open("a")
+        self._file = run.metrics.open("a", encoding="utf-8")
 
     def _keep(self, run: RunDirectory, step: int) -> None:
         """Keep the lines up to `step`; what is damaged stays beside them, and the run's events say so."""

@@ -319,7 +319,7 @@ def _measured(path: str, device: str | None) -> dict[str, float]:
     """What `plan --calibrate` has written, `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys
     are for people."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
         values = {name: float(value) for name, value in content["efficiency"].items()}
         of = content.get("device", device)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

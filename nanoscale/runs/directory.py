@@ -377,7 +377,7 @@ def read_json(path: Path) -> Any:
         OSError: the file cannot be read.
         ValueError: it is not JSON.
     """
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _absolute(path: Path) -> Path:

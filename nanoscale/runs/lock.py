@@ -431,7 +431,7 @@ def _now() -> float:
 def _kernel() -> str:
     """Two containers on one host may share a host name and a kernel, and count their processes apart."""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
     return ""
 
@@ -439,7 +439,7 @@ def _kernel() -> str:
 def _born(pid: int) -> int | None:
     """When a process began; None where there is none, or only what its parent has not yet taken note of."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        words = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if words[0] in ("Z", "X") else int(words[19])

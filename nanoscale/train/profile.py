@@ -142,7 +142,7 @@ class Recorder:
             lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
             lines += [*in_words(asdict(parts)), ""]
         lines += ["the dearest operations", dearest(profiler, self._device)]
-        (self._folder / f"{name}.txt").write_text("\n".join(lines))
+        (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def dearest(profiler: profile, device: torch.device) -> str:

@@ -189,7 +189,7 @@ def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
         (part / "whole").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError("data", f"{part} cannot be made: {error.strerror}") from error
-    with (part / "lock").open("a") as lock:
+    with (part / "lock").open("a", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
