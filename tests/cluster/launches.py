@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from nanoscale.runs import events, failure
+from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from tests.cluster.machines import wait_until
@@ -112,11 +112,11 @@ class Launch:
         return [event for event in events.read(self.run) if event["kind"] == kind]
 
     def trains(self, steps: int) -> None:
-        """Wait until so many steps are written down."""
+        """Wait until so many steps are written down, and the launcher has noticed that it trains."""
 
         def reached() -> bool:
             assert self.process.poll() is None, f"it ended early:\n{self.screen}"
-            return len(self.metrics) >= steps
+            return len(self.metrics) >= steps and status.read(self.run).state == "running"
 
         wait_until(reached, f"step {steps}", LIMIT_S)
 

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 
 from nanoscale.launch.fleet import _FAREWELL_S
+from tests.cluster.launches import left, nothing_left
 from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 120.0
+END_S = 20.0
 PORT = 29517
 
 
@@ -50,12 +52,10 @@ class Doctor:
         )
 
     def run(self, *words: str, verb: str = "doctor") -> subprocess.CompletedProcess[str]:
+        before = left(self.nodes).keys()
         process = self.start(verb, *words)
         out, err = process.communicate(timeout=LIMIT_S)
-        for node in NODES:
-            wait_until(
-                lambda node=node: not self.left_on(node), f"end of all processes on {node}", 5
-            )
+        wait_until(lambda: left(self.nodes).keys() <= before, "end of all that it has started")
         return subprocess.CompletedProcess([], process.returncode, out, err)
 
     def left_on(self, node: str) -> list[str]:
@@ -303,10 +303,9 @@ def test_ctrl_c_leaves_nothing_on_any_host(doctor, ranks_run):
     )
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, out) == (130, "")
-    for node in NODES:
-        wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+    nothing_left(doctor.nodes, END_S)
 
 
 def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
@@ -319,13 +318,12 @@ def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
         wait_until(lambda: _connects(doctor, "n2"), "agent that looks for the first host", 60)
         asked = time.monotonic()
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=40)
+        out, _ = process.communicate(timeout=LIMIT_S)
     finally:
         doctor.nodes.call("n2", ["ip", "neigh", "del", n1, "dev", "eth0"])
     assert (process.returncode, out) == (130, "")
     assert time.monotonic() - asked < _FAREWELL_S
-    for node in NODES:
-        wait_until(lambda node=node: not doctor.left_on(node), f"end of all on {node}", 5)
+    nothing_left(doctor.nodes, END_S)
 
 
 def _connects(doctor: Doctor, node: str) -> bool:

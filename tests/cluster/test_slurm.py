@@ -138,7 +138,7 @@ def test_a_killed_srun_takes_its_tasks_along(slurm, job):
     sruns = {pid for pid, line in slurm.processes("s1").items() if line.startswith("srun ")}
     (parent,) = [pid for pid in sruns if psutil.Process(pid).ppid() not in sruns]
     os.kill(parent, signal.SIGKILL)
-    wait_until(lambda: slurm.processes("s2") == {}, "end of the tasks", 10)
+    wait_until(lambda: slurm.processes("s2") == {}, "end of the tasks")
     assert "s2.0 TERM" not in job.heard()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanoscale.launch.batch import batch_script
-from nanoscale.runs import events, submission
+from nanoscale.runs import events, status, submission
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import LOGIN, Slurm
@@ -73,9 +73,11 @@ def user(slurm: Slurm, tmp_path: Path) -> Iterator[User]:
 
 
 def wait_step(run: RunDirectory, step: int) -> None:
+    """Wait until so many steps are written down, and its launcher has noticed that it trains."""
+
     def there() -> bool:
         lines = run.metrics.read_text().splitlines() if run.metrics.exists() else []
-        return len(lines) >= step
+        return len(lines) >= step and status.read(run).state == "running"
 
     wait_until(there, f"step {step} of {run.name}", LIMIT_S)
 

@@ -38,7 +38,9 @@ def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             engine.train_step(micro_batches, 1e-3)
         assert profiler.profiler is not None
-        raw = profiler.profiler.kineto_results.events()  # `profiler.events()` makes a tree of them: seconds
+        raw = (
+            profiler.profiler.kineto_results.events()
+        )  # `profiler.events()` makes a tree of them: seconds
         events = [(e.name(), e.shapes()) for e in raw if e.name().startswith(("c10d::", "gloo:"))]
         found.append(
             {
