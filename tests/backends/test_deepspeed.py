@@ -60,8 +60,17 @@ def config_for(
     )
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
+def shared_out(dp: int, number: int) -> Any:
+    """A row: every stage on two ranks, and on four where parameters are in shards; the others are a sweep."""
+    usual = dp == 2 or (dp == 4 and STAGES[number][0] == 3)
+    marks = pytest.mark.slow if usual else pytest.mark.exhaustive
+    return pytest.param(*STAGES[number], dp, marks=marks, id=f"{NAMES[number]}-{dp}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "dp"),
+    [shared_out(dp, number) for number in range(len(STAGES)) for dp in (1, 2, 4)],
+)
 def test_equals_plain_loop(
     tmp_path: Path, stage: int, zero: dict[str, Any], dp: int, deviations: Deviations
 ) -> None:
@@ -74,6 +83,7 @@ def test_equals_plain_loop(
     assert_equal_curves(ours, reference, "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_compiler_is_not_loaded_where_nothing_is_compiled(tmp_path: Path, stage: int) -> None:
     """It takes more than a second of every rank."""
@@ -110,6 +120,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "degrees", "micro_batch"), LAYOUTS, ids=[name for name, *_ in LAYOUTS]
 )
@@ -193,6 +204,7 @@ GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
 """so slow that 20 steps do not learn the 8 samples by heart, where rounding is a large part of a small loss"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "zero"), STAGES, ids=NAMES)
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_narrow_precision_is_near(

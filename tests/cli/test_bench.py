@@ -25,6 +25,7 @@ from tests.support.jobs import make_config
 LIMIT_S = 60.0
 
 
+@pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

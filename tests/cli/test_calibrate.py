@@ -60,6 +60,7 @@ def refused(capsys, *words):
     return captured.err
 
 
+@pytest.mark.slow
 def test_what_two_runs_teach_holds_for_a_third(trained, capsys):
     """The machine is described as a hundred times too fast. What is learned must take off five sixths of the
     orders of magnitude by which the plan of another shape is off: other work may slow this machine."""

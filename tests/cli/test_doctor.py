@@ -51,6 +51,7 @@ def code_of(found: dict[str, dict]) -> int:
     return 0 if all(verdict["good"] for verdict in found.values()) else 1
 
 
+@pytest.mark.slow
 def test_this_machine_is_looked_at_and_measured(tmp_path):
     done = doctor(tmp_path, "--json")
     found, measured = verdicts(done), json.loads(done.stdout)["bandwidth"]
@@ -69,6 +70,7 @@ def test_this_machine_is_looked_at_and_measured(tmp_path):
     assert list(tmp_path.glob("runs*")) == []
 
 
+@pytest.mark.slow
 def test_the_quick_part_starts_no_ranks_and_says_all_in_plain_lines(tmp_path):
     done = doctor(tmp_path, "--quick")
     first, blank, *lines = done.stdout.splitlines()
@@ -79,6 +81,7 @@ def test_the_quick_part_starts_no_ranks_and_says_all_in_plain_lines(tmp_path):
     assert json.loads(doctor(tmp_path, "--no-bandwidth", "--json").stdout)["bandwidth"] is None
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path):
     lock = tmp_path / ".cache/torch_extensions/py311_cpu/cpu_adam/lock"
     lock.parent.mkdir(parents=True)
@@ -90,6 +93,7 @@ def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path):
     assert verdicts(done)["locks"]["remedy"] == f"rm {lock}"
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_told(tmp_path):
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -146,6 +150,7 @@ def test_the_launchers_half_imports_nothing_heavy(tmp_path):
     assert done.stderr.strip() == "" and json.loads(done.stdout)["hosts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent_has", ["begun", "started its ranks"])
 def test_ctrl_c_leaves_nothing_behind(tmp_path, agent_has):
     mark = f"{tmp_path}"

@@ -40,6 +40,7 @@ def changed(**keys: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
+@pytest.mark.slow
 def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the recipe's own model has; and a frozen configuration has all of it."""
     assert nanoscale(["config", "show", *WORDS, *HF]) == 0
@@ -53,6 +54,7 @@ def test_the_shape_is_the_folders(folder: Path, capsys: pytest.CaptureFixture[st
     assert (model["layers"], model["init_from"]) == (3, None)
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *HF, "parallel.tp=2", "parallel.pp=2", "parallel.cp=2", "parallel.ep=2")
     assert all(f"type instead: parallel.{axis}=1" in text for axis in ("tp", "pp", "cp", "ep"))
@@ -122,6 +124,7 @@ def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) ->
         assert asked(tie_word_embeddings=False)["problem"] is None
 
 
+@pytest.mark.slow
 def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -130,6 +130,7 @@ def test_a_conversation(
     assert nanoscale(["generate", "run"]) == 2, "nobody would see the question"
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(folder: Path) -> None:
     words = [sys.executable, "-m", "nanoscale", "generate", "run", "--prompt", "abc", "--seed", "1"]
     with subprocess.Popen(

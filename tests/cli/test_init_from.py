@@ -70,6 +70,7 @@ def test_what_is_said_otherwise_is_refused(
     assert shown(capsys, *WORDS, "model=tiny", "~model", "model.init_from=small")["layers"] == 2
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +95,7 @@ def test_what_is_no_model_is_refused(
     assert "model.sliding_window=16" in refused(capsys, "model.init_from=window")
 
 
+@pytest.mark.slow
 def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -165,6 +167,7 @@ def test_a_head_that_differs_is_seen_when_it_has_been_fetched(
     assert nanoscale(["train", *WORDS, *words]) == 0
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_resumed_and_merged(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +206,7 @@ def test_adapters_are_trained_resumed_and_merged(
     }
 
 
+@pytest.mark.slow
 def test_experts_are_trained_as_said_here_and_exported_without_their_bias(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

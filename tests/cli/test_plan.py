@@ -50,6 +50,7 @@ def test_a_layout_that_does_not_fit_is_told(capsys):
     assert "does not fit: " in output(capsys, *H100, "zero.stage=0")
 
 
+@pytest.mark.slow
 def test_hosts_are_counted_by_the_layout_where_nobody_says_how_many(capsys):
     layouts = {
         ("parallel.tp=8", "parallel.pp=4"): {"dp": 1, "tp": 8, "pp": 4},
@@ -91,6 +92,7 @@ def test_the_page_needs_nothing_else(capsys):
     assert "<script" not in page and "src=" not in page
 
 
+@pytest.mark.slow
 def test_the_search_writes_a_recipe_and_a_page(capsys):
     words = ["recipe=llama-1b", "cluster=h100-sxm", "--search"]
     found = json.loads(output(capsys, *words, "--write", "best.yaml", "--html", "s.html", "--json"))
@@ -206,6 +208,7 @@ def test_a_price_is_shown_with_every_layout(capsys):
     assert "cost" not in output(capsys, *H100, "parallel.tp=8", "--search").partition("\n- ")[0]
 
 
+@pytest.mark.slow
 def test_train_goes_on_by_force_and_keeps_its_plan(capsys):
     assert nanoscale(["train", *LARGE, "train.steps=2", "scheduler.warmup_steps=0", "--force"]) == 0
     shown = capsys.readouterr().out

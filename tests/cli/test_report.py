@@ -155,6 +155,7 @@ def test_no_spike_is_lost_where_curves_are_thinned():
     assert few[-1] == points[-1] and few == sorted(few, key=lambda point: point[0])
 
 
+@pytest.mark.slow
 def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     words = ["recipe=debug", "model.layers=1", "train.steps=2", "train.log_every=1", "logger=none"]
     words += ["launcher.device=cpu", "launcher.threads=1", "run.name=real"]

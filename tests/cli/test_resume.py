@@ -70,6 +70,7 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
     assert "zero" not in said and "optimizer" not in said
 
 
+@pytest.mark.slow
 def test_every_layout_is_open_to_a_run_with_checkpoints(run, capsys):
     save(run, 5)
     for words in (

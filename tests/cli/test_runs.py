@@ -213,6 +213,7 @@ def test_stop_gives_up_after_a_time(runs, hold, capsys):
     launcher.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_diverged_run_is_shown_as_such(tmp_path, monkeypatch, capsys):
     """Its last figures are null in metrics.jsonl, and no reader may trip over that."""
     monkeypatch.chdir(tmp_path)
@@ -341,6 +342,7 @@ def watch(run, screen, *words):
         return subprocess.Popen(command, env=SOURCES, stdout=output, stderr=output)
 
 
+@pytest.mark.slow
 def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_path):
     train, run = going_on
     screen = tmp_path / "watched"

@@ -30,6 +30,7 @@ def imported(commands: list[list[str]], folder: Path) -> str:
     return done.stderr.strip()
 
 
+@pytest.mark.slow
 def test_no_launcher_command_imports_a_heavy_package(tmp_path):
     commands = [
         ["--help"],

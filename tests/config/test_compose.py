@@ -298,6 +298,7 @@ def test_an_option_may_say_what_a_word_says():
     assert composed.config.launcher.nodes == 4
 
 
+@pytest.mark.slow
 def test_what_nobody_chose_was_not_asked_for():
     write("recipes/plain.yaml", "train: {steps: 3}\n")
     write("recipes/by-key.yaml", "launcher: {name: local}\n")

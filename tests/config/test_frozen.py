@@ -121,6 +121,7 @@ def test_lists_are_read_as_they_were_written(file):
     assert (wrong.key, wrong.source) == ("parallel.layers_per_stage", f"{file}:2")
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_taken_up_in_every_other_layout(file):
     frozen_ones = ["parallel=interleaved", "parallel=4d", "parallel=dp", "parallel=ulysses"]
     others = [

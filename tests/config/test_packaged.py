@@ -78,6 +78,7 @@ def _default(key: str) -> object:
     return defaults(sections()[section])[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_is_legal_and_complete(group, option):
     words = [*NEEDS.get((group, option), []), f"{group}={option}", "train.steps=10"]

@@ -165,6 +165,7 @@ def test_lists_and_mappings_where_a_value_belongs():
     assert compose(["model={layers: 3, hidden: 16}"]).config.model.hidden == 16
 
 
+@pytest.mark.slow
 def test_a_list_of_integers():
     key = "parallel.layers_per_stage"
     assert compose([f"{key}=[3,3,2]"]).config.parallel.layers_per_stage == [3, 3, 2]

@@ -96,6 +96,7 @@ def _words(count: int) -> str:
                        "added_tokens": []})  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 5])
 def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks, workers):
     write_jsonl(tmp_path / "a.jsonl", texts(80))
@@ -144,6 +145,7 @@ KILLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", KILLS)
 def test_killed_and_run_again_it_makes_the_same_bytes(tmp_path, small_chunks, when, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -262,6 +264,7 @@ def test_two_at_once_are_refused(tmp_path):
     prepared(tmp_path / "out", source, watcher=Second())
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, small_chunks):
     documents = texts(200)
     source = write_jsonl(tmp_path / "a.jsonl.zst", documents)
@@ -290,6 +293,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, name):
     """MiB at the peak, of the parent and of the largest worker, for 8 and for 40 MB of text."""

@@ -136,6 +136,7 @@ def launch(tmp_path):
                 os.kill(int(left.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_job_completes(launch):
     job = launch("short")
     assert job.end() == 0
@@ -148,6 +149,7 @@ def test_a_job_completes(launch):
     assert not (job.run / "failure.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "state"),
     [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 75, "preempted")],
@@ -165,6 +167,7 @@ def test_one_signal_stops_in_good_order(launch, number, code, state):
     assert not (job.run / "failure.json").exists()
 
 
+@pytest.mark.slow
 def test_a_local_job_listens_on_the_loopback_only(launch):
     job = launch("loop")
     job.wait_until_training()
@@ -198,6 +201,7 @@ def test_ctrl_c_ends_a_rank_that_floods(launch, tmp_path, monkeypatch):
     assert not rest or b"bytes are left out here" in rest[:100]
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_kills_even_stopped_ranks(launch):
     job = launch("loop")
     job.wait_until_training()
@@ -209,6 +213,7 @@ def test_a_second_interrupt_kills_even_stopped_ranks(launch):
     assert job.document("status.json")["state"] == "stopped"
 
 
+@pytest.mark.slow
 def test_a_stop_that_takes_too_long_is_forced(launch):
     job = launch("loop", grace_s=0.5)
     job.wait_until_training()
@@ -218,6 +223,7 @@ def test_a_stop_that_takes_too_long_is_forced(launch):
     assert "did not stop within 0.5 s" in job.document("failure.json")["diagnosis"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the ranks", "before the first step"])
 def test_a_signal_while_starting_ends_at_once(launch, moment):
     job = launch("slow_start")
@@ -231,6 +237,7 @@ def test_a_signal_while_starting_ends_at_once(launch, moment):
     assert "Traceback" not in job.text
 
 
+@pytest.mark.slow
 def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(launch):
     job = launch("explode")
     assert job.end() == 1
@@ -243,6 +250,7 @@ def test_the_rank_that_raised_is_shown_and_not_those_that_lost_it(launch):
     assert job.document("status.json")["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_cause(launch):
     job = launch("loop")
     job.wait_until_training()
@@ -256,6 +264,7 @@ def test_a_killed_rank_is_the_cause(launch):
     assert failure["log"].endswith("rank-1.err")
 
 
+@pytest.mark.slow
 def test_a_rank_with_a_wrong_request_exits_2_without_a_traceback(launch):
     job = launch("wrong_data")
     assert job.end() == 2
@@ -264,6 +273,7 @@ def test_a_rank_with_a_wrong_request_exits_2_without_a_traceback(launch):
     assert job.document("failure.json")["user_error"]["violations"][0]["key"] == "data.path"
 
 
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_ranks_along(launch):
     job = launch("loop")
     job.wait_until_training()
@@ -273,6 +283,7 @@ def test_a_killed_agent_takes_its_ranks_along(launch):
     assert "agent" in job.document("failure.json")["diagnosis"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["launcher", "launcher and agent", "launcher, agent and ranks"])
 def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed):
     """No process, not even in a session of its own, no temporary folder and no semaphore."""
@@ -299,6 +310,7 @@ def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed)
     }
 
 
+@pytest.mark.slow
 def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_nothing(launch):
     job = launch("loop")
     job.wait_until_training()

@@ -67,6 +67,7 @@ def test_loss_and_gradients(
     assert max(deviations(found, in_one(dtype))) < BOUNDS[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_what_is_between_the_products_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", TOKENS * VOCAB // 3)
@@ -140,6 +141,7 @@ def divided(rank: int, dtype: torch.dtype) -> list[list[float]]:
     return [part.double().tolist() for part in (loss, hidden.grad, mine.grad)]
 
 
+@pytest.mark.slow
 def test_a_divided_vocabulary_has_the_same_loss() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         first, second = (

@@ -227,6 +227,7 @@ def test_initial_weights_have_the_published_spread() -> None:
     assert torch.equal(draw("norm.weight", torch.Size((4,)), GPT2, 0, cpu), torch.ones(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", sorted(Library().options("model").keys() - {"hf"}))
 def test_the_counted_parameters_are_the_models(

@@ -118,6 +118,7 @@ def see(mode: str, offload: bool = False) -> Seen:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_bitwise_the_same(mode: str, offload: bool) -> None:
@@ -132,6 +133,7 @@ def test_blocks_are_computed_again(mode: str, offload: bool) -> None:
     assert see(mode, offload).blocks == LAYERS + RECOMPUTED.get(mode, LAYERS)
 
 
+@pytest.mark.slow
 def test_kept_memory_has_its_closed_form() -> None:
     """In residual streams. Of the blocks' inputs all but the first are kept for this, and the last output."""
     kv = SHAPE.kv_heads / SHAPE.heads
@@ -260,6 +262,7 @@ def measure_moves() -> Iterator[list[int]]:
 CASES = [("none", True), *((m, o) for m in ("full", "matmuls", "sqrt") for o in (False, True))]
 
 
+@pytest.mark.slow
 def test_blocks_in_shards() -> None:
     """FSDP2 around and, in groups, inside what is recomputed: nothing stale, nothing gathered more often."""
     for found in run_ranks(step_in_layout, 2, "fsdp", CASES):
@@ -271,6 +274,7 @@ def test_blocks_in_shards() -> None:
             assert found[mode, True]["moved"] == pytest.approx(see(mode).kept, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_blocks_in_tensor_parallel() -> None:
     """Products are kept and moved, and parts of weights are not; reduced results are not reduced again."""
     for found in run_ranks(step_in_layout, 2, "tp", CASES):

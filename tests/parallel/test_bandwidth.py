@@ -59,6 +59,7 @@ def _measure(rank):
     return reduced, pairs, time.perf_counter() - began
 
 
+@pytest.mark.slow
 def test_all_ranks_come_to_the_same_times_within_the_limit():
     first, *others = run_ranks(_measure, 3)
     reduced, pairs, seconds = first

@@ -71,10 +71,16 @@ def with_backend(name: str) -> Any:
     return patch.object(torch, "compile", partial(torch.compile, backend=name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "backend"),
     # The other backend does all but write code, which takes seconds for each.
-    [("none", "aot_eager"), ("full", "inductor"), ("matmuls", "inductor"), ("sqrt", "aot_eager")],
+    [
+        ("none", "aot_eager"),
+        ("full", "inductor"),
+        pytest.param("matmuls", "inductor", marks=pytest.mark.exhaustive),
+        ("sqrt", "aot_eager"),
+    ],
 )
 def test_compiled_blocks_give_the_same(mode: str, backend: str) -> None:
     expected = gradients(*make("none", "off"))
@@ -126,6 +132,7 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_blocks_in_shards() -> None:
     """Whether FSDP2 or tp divides their parameters: one compilation for all, and no part of it left out."""
     for found in run_ranks(compile_in_shards, 2):

@@ -139,6 +139,7 @@ def compared(degree: int) -> dict[Case, list[float]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("degree", "case"), RUNS, ids=str)
 def test_a_divided_sequence_equals_the_whole(degree: int, case: Case) -> None:
     found = compared(degree)[case]
@@ -343,6 +344,7 @@ def test_positions_cover_the_sequence_and_balance_the_work(method: str) -> None:
         assert parts[1].tolist() == [6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "flash-cuda"), ("float32", "portable")])
 def test_a_ring_on_gpus_is_compiled_as_a_whole(
     dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "degrees"), LAYOUTS, ids=str)
 def test_a_rank_holds_its_share_of_the_state(stage: int, degrees: dict[str, int]) -> None:
     config = make_config(stage, **degrees)
@@ -181,6 +182,7 @@ def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
     return last, max(size for _, size in memory_changes(recorded)) // 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
 def test_no_rank_ever_holds_whole_logits(degrees: dict[str, int]) -> None:
     config = make_config(0, TOKENS, WIDE, **degrees)

@@ -70,6 +70,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
         return kept, memory.peak - before - out.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(map(str, mode.values())))
 @pytest.mark.parametrize(
     ("shape", "precision"),

@@ -35,6 +35,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.name)
 def test_the_plan_is_within_five_percent(row: Row) -> None:
     config = config_of(row)

@@ -368,6 +368,7 @@ def test_only_stage_0_in_one_precision_holds_no_copy():
     assert divided > cast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "stage", "copied"),
     [
@@ -427,6 +428,7 @@ MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])
 def test_every_part_explains_itself(backend: str):
     for stage, mode, precision in product(range(4), MODES, ("fp32", "bf16")):

@@ -98,6 +98,7 @@ def test_experts_are_shared_out_as_the_rules_let_pass() -> None:
     assert {shape.parallel.ep for shape in shapes(held)} == {2}
 
 
+@pytest.mark.slow
 def test_what_is_proposed_can_be_typed_and_is_what_was_meant() -> None:
     words = (*MIDDLE, "parallel.pp=2")
     composed, result = found(*words)
@@ -155,6 +156,7 @@ def test_keys_are_held_with_deepspeed_too(more: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_host_memory_is_used_where_nothing_else_fits() -> None:
     """States of 16 bytes a parameter, 8 B of them, and eight devices of 16 GiB."""
     words = ("recipe=llama-8b", "cluster=v100", "cluster.hosts=1", "cluster.memory_gib=16")
@@ -214,6 +216,7 @@ def test_what_does_not_fit_anywhere_is_said_with_what_comes_nearest() -> None:
     assert reasons(result) == []
 
 
+@pytest.mark.slow
 def test_a_recipe_of_what_was_found_is_that_layout(tmp_path: Path) -> None:
     composed, result = found(*MIDDLE, "parallel.pp=2", "optimizer.lr=1e-4")
     assert result.best is not None

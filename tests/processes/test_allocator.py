@@ -64,11 +64,13 @@ def faults_of_a_step(*arguments: str | Path, **environment: str) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_a_step_frees_stays_with_a_rank(run):
     assert faults_of_a_step() > PAGES / 2
     assert faults_of_a_step(run) < PAGES / 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [

@@ -50,6 +50,7 @@ def test_the_wheel_carries_every_configuration_file(wheel: Path) -> None:
             assert f"nanoscale/{file.relative_to(ROOT)}" in packed
 
 
+@pytest.mark.slow
 def test_trains_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     where = [installed / "python", "-c", "import nanoscale; print(nanoscale.__file__)"]

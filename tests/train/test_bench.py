@@ -28,6 +28,7 @@ def _bench_rank(rank: int, path: Path) -> str:
     return bench.run(RankContext(run, config, rank, rank, world_size, "localhost", 1, StopFlag()))
 
 
+@pytest.mark.slow
 def test_deepspeed_and_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     """Its steps are taken apart as ours are, by the same events; the disk is no reason to lose the figures."""
     write_tokens(tmp_path)

@@ -59,6 +59,7 @@ def snapshot(run: RunDirectory) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=40)
@@ -119,6 +120,7 @@ def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
             assert evaluation.count_bytes(loader, samples, ByteTokenizer()) == expected
 
 
+@pytest.mark.slow
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

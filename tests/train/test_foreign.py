@@ -44,6 +44,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_neox", "falcon"])
 def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: str) -> None:
     write_tokens(tmp_path)
@@ -76,6 +77,7 @@ def begun_engine(config: Config, device: torch.device) -> Any:
     return engine
 
 
+@pytest.mark.slow
 def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     """From random weights: stage 3, stopped; resumed as it was, and by DeepSpeed in one process."""
     from transformers import AutoModelForCausalLM
@@ -128,6 +130,7 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
             assert float(drawn[f"transformer.{scaled}"].std()) == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.slow
 def test_narrow_compute_leaves_rotary_frequencies_alone(tmp_path: Path) -> None:
     """DeepSpeed casts whatever a module holds."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}

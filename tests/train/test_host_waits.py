@@ -93,6 +93,7 @@ TOGETHER: list[Job] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "jobs"), [(1, ALONE), (2, TOGETHER)])
 def test_no_step_waits(world_size: int, jobs: list[Job]) -> None:
     for found in run_ranks(ask, world_size, world_size, jobs):

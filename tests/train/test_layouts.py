@@ -25,10 +25,15 @@ def our_curve(config: Config) -> CURVE:
     return [tuple(record[name] for name in names) for record in read_metrics(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "stage", "dp_replicate", "precision"),
     [(*layout, "fp64") for layout in LAYOUTS]
-    + [(*layout, "fp32") for layout in LAYOUTS if layout[0] <= 2],
+    + [
+        pytest.param(*layout, "fp32", marks=pytest.mark.exhaustive)
+        for layout in LAYOUTS
+        if layout[0] <= 2
+    ],
 )
 def test_layout_equals_plain_loop(
     tmp_path: Path, dp: int, stage: int, dp_replicate: int, precision: str
@@ -43,6 +48,7 @@ def test_layout_equals_plain_loop(
     assert_equal_curves(our_curve(config), reference, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 3)])
 def test_sgd_equals_plain_loop(tmp_path: Path, dp: int, stage: int) -> None:
     write_tokens(tmp_path)
@@ -51,6 +57,7 @@ def test_sgd_equals_plain_loop(tmp_path: Path, dp: int, stage: int) -> None:
     assert_equal_curves(our_curve(config), plain_loop("fp64", "sgd"), "fp64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulation_changes_nothing(tmp_path: Path, micro_batch: int) -> None:
     write_tokens(tmp_path)
@@ -58,6 +65,7 @@ def test_accumulation_changes_nothing(tmp_path: Path, micro_batch: int) -> None:
     assert_equal_curves(our_curve(config), plain_loop("fp64", "adamw"), "fp64")
 
 
+@pytest.mark.slow
 def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
     """With a corpus of many global batches, where another order would give other losses."""
     write_tokens(tmp_path, samples=100)
@@ -71,6 +79,7 @@ def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
     assert_equal_curves(curves[2], curves[0], "fp64")
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     exact = our_curve(make_config(tmp_path, precision="fp32"))
@@ -81,6 +90,7 @@ def test_bf16_follows_fp32(tmp_path: Path) -> None:
         assert 1e-6 < loss < 0.01, "bf16 was not used, or is far off"
 
 
+@pytest.mark.slow
 def test_tied_embeddings_in_shards(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     tied = replace(SHAPE, tie_embeddings=True)

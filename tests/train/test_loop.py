@@ -90,6 +90,7 @@ def without_evaluation(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
     return figures(trained(config_for(folder, every={"eval_every": 0}), "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "stage", "dp_replicate"), [(1, 0, 1), (2, 0, 1), (2, 3, 1), (4, 2, 2)]
 )
@@ -142,6 +143,7 @@ class StopOneBefore(StopBefore):
         return raised and os.environ["RANK"] == "1"
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_asked_stops_all_at_the_same_step(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=SPLIT["samples"])
     config = config_for(tmp_path, every={}, dp=2, stage=1)

@@ -59,6 +59,7 @@ def _spoil(scale: Any, here: bool) -> Any:
     return spoiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "degrees"), LAYOUTS, ids=str)
 def test_one_overflow_skips_the_step_everywhere(
     tmp_path: Path, stage: int, degrees: dict[str, Any]
@@ -80,6 +81,7 @@ def test_one_overflow_skips_the_step_everywhere(
     assert losses[-1] < 0.8 * losses[0], "the training goes on"
 
 
+@pytest.mark.slow
 def test_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = make(tmp_path, 0, {}, checkpoint=Checkpoint())

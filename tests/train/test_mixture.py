@@ -61,6 +61,7 @@ def tokens(tmp_path: Path) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_resumed_in_another_layout(tmp_path: Path, tokens: dict[str, np.ndarray]) -> None:
     whole = never_stopped(tmp_path, mixture(tmp_path))
     run = make_run(mixture(tmp_path))
@@ -75,6 +76,7 @@ def test_resumed_in_another_layout(tmp_path: Path, tokens: dict[str, np.ndarray]
     assert f"eval_loss/{next(iter(SHARES))}" in shown
 
 
+@pytest.mark.slow
 def test_each_source_is_evaluated(tmp_path: Path, tokens: dict[str, np.ndarray]) -> None:
     run = make_run(mixture(tmp_path, dp=2))
     train(run, mixture(tmp_path, dp=2))

@@ -37,6 +37,7 @@ def moe_config(folder: Path, **changes: Any) -> Config:
     return saving_config(folder, model=MOE, **changes)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = moe_config(tmp_path, stage=3, precision="fp32", **EP)
@@ -52,6 +53,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     assert balance.dtype == torch.int64 and balance.any()
 
 
+@pytest.mark.slow
 def test_resumed_in_other_degrees(tmp_path: Path) -> None:
     """ep 4, then ep 2 · tp 2, then one process: the losses of a run that stayed in one."""
     write_tokens(tmp_path, samples=100)
@@ -67,6 +69,7 @@ def test_resumed_in_other_degrees(tmp_path: Path) -> None:
     assert_same_training(run, whole)
 
 
+@pytest.mark.slow
 def test_a_rank_without_tokens(tmp_path: Path) -> None:
     """Preferences so strong that one expert takes all: the other rank has nothing to compute."""
     write_tokens(tmp_path)
@@ -78,6 +81,7 @@ def test_a_rank_without_tokens(tmp_path: Path) -> None:
     assert_equal_curves(ours, plain_loop("fp64", shape=shape), "fp64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_narrow_precision_is_near(tmp_path: Path, precision: str) -> None:
     write_tokens(tmp_path)
