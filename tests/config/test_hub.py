@@ -99,6 +99,7 @@ def test_one_line_is_written_while_the_hub_is_waited_for(
     assert said.splitlines() == [
         "waiting for huggingface.co to answer for our/small (HF_HUB_OFFLINE=1 looks in its cache alone)"
     ]
+    monkeypatch.setattr(hub, "_PATIENCE_S", 60.0)
     with hub.asking("our/small"):
         pass
     assert not capsys.readouterr().err, "an answer that comes at once needs no line"
