@@ -264,6 +264,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         whole = render_manifest(manifest) == text
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST}: missing") from None
+    except PermissionError:
+        raise  # it may well be whole
+    except OSError as error:
+        raise DamagedCheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError):
         whole = False
     if not whole:

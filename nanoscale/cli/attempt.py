@@ -13,17 +13,19 @@ from nanoscale.cli.jobs import way_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.cli.refusals import Refusals
 from nanoscale.config.derive import derive
+from nanoscale.errors import UserError
 from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.command import here, plan_launch
 from nanoscale.launch.console import LiveView, number
 from nanoscale.launch.fleet import Fleet
 from nanoscale.launch.preflight import mixed_versions, require_ready
 from nanoscale.launch.prepare import Request
+from nanoscale.launch.report import prediction
 from nanoscale.launch.report_page import write_report
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status, submission
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.tail import read_end
@@ -78,7 +80,9 @@ def attempt(
     with LiveView(run, stream) as view:
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
-    with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+    with suppress(
+        OSError, UserError
+    ):  # a full disk or a damaged file is no reason to keep the outcome from the user
         write_report(run)
     report(run, outcome, stream)
     if as_json:
@@ -141,12 +145,16 @@ def reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
 
 def against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
     """What was predicted beside what the last logged step took; None where there is nothing to compare."""
-    try:
-        plan = read_json(run.plan)
-    except (OSError, ValueError):
-        return None
     if last is None:
         return None
+    try:
+        plan = prediction(run)
+        return None if plan is None else _beside(plan, last)
+    except (UserError, KeyError, TypeError):  # `runs report` names the damaged file
+        return None
+
+
+def _beside(plan: dict[str, Any], last: dict[str, Any]) -> str:
     speed = (
         f"{number(last['tokens_per_s'], ',.0f')} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
     )

@@ -43,17 +43,20 @@ def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
     """Write a file that `require_writable` has admitted, whole or not at all, in UTF-8.
 
     Raises:
-        UserError: the file exists by now.
-        OSError: it cannot be written.
+        UserError: the file exists by now, or cannot be written there.
+        OSError: the disk does not take it.
     """
     from nanoscale.runs.directory import write_atomically
 
     require_writable(option, file, overwrite=overwrite)
-    if file.exists() and not file.is_file():
-        with file.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-    else:
-        write_atomically(file.resolve(), text)  # what a link leads to, not the link
+    try:
+        if file.exists() and not file.is_file():
+            with file.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+        else:
+            write_atomically(file.resolve(), text)  # what a link leads to, not the link
+    except (FileNotFoundError, PermissionError) as error:  # /proc, which takes no files
+        raise UserError("usage", f"{option} {file}: {error.strerror}") from error
 
 
 def _free(file: Path) -> str:

@@ -117,7 +117,7 @@ def job_of(run: RunDirectory) -> Job | None:
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
     """The jobs of those runs that have one; SLURM is asked once, of runs that may wait or go on."""
-    handed = {run: one for run in runs if (one := submission.read(run)) is not None}
+    handed = {run: one for run in runs if (one := submission.find(run)) is not None}
     jobs = _ask([one for run, one in handed.items() if status.read(run).state in _UNSETTLED])
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
 

@@ -81,10 +81,14 @@ def run(arguments: list[str]) -> int:
         display.give_up(sys.stdout)
         return DONE
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            _show_fault()
-        else:
+        if error.errno in _DISK_ERRORS:
             display.note(f"error: the disk does not take what is written: {error}")
+            return FAILED
+        if error.filename is not None:  # a file of the user's that is not what it should be
+            file = UserError("usage", f"{error.filename}: {error.strerror}")
+            show_error(file, as_json=as_json)
+            return WRONG_REQUEST
+        _show_fault()
         return FAILED
     except Exception:
         _show_fault()

@@ -40,7 +40,7 @@ def list_runs(
 
     runs = RunDirectory.all(root)
     jobs = jobs_of(runs)
-    summaries = [summary(run, jobs.get(run)) for run in runs]
+    summaries = [_summary_or_problem(run, jobs.get(run)) for run in runs]
     if as_json:
         print_json(summaries)
         return
@@ -130,19 +130,31 @@ class _GoingOn:
         return self._queued
 
 
+def _summary_or_problem(run: RunDirectory, job: Job | None) -> dict[str, Any]:
+    """The summary, or what is wrong with a damaged file: the other runs are listed all the same."""
+    from nanoscale.errors import UserError
+
+    try:
+        return summary(run, job)
+    except UserError as error:
+        unknown = dict.fromkeys(_UNKNOWN)
+        return {"name": run.name, "path": str(run.path), "said": f"damaged: {error}", **unknown}
+
+
+_UNKNOWN = (
+    "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
+    "started", "ended",
+)  # fmt: skip
+"""of the summary of a run with a damaged file"""
+
+
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """One run in a few values."""
     from nanoscale.cli.jobs import in_words
     from nanoscale.config.frozen import load
-    from nanoscale.errors import UserError
     from nanoscale.runs import lock, metrics, status
 
-    now = status.read(run)
-    last = metrics.last(run)
-    try:
-        config = load(run.config)
-    except UserError:
-        config = None
+    now, last, config = status.require(run), metrics.last(run), load(run.config)
     going_on = lock.owner(run) is not None
     return {
         "name": run.name,
@@ -154,9 +166,9 @@ def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
         "attempt": now.attempt,
         "exit_code": now.exit_code,
         "step": last["step"] if last else 0,
-        "steps": config.train.steps if config else None,
-        "model": config.model.name if config else None,
-        "loss": last["loss"] if last else None,
+        "steps": config.train.steps,
+        "model": config.model.name,
+        "loss": last.get("loss") if last else None,
         "created": now.created,
         "started": now.started,
         "ended": now.ended,
@@ -175,10 +187,10 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
         table.add_row(
             entry["name"],
             entry["said"],
-            f"{entry['step']}/{steps}",
+            f"{'?' if entry['step'] is None else entry['step']}/{steps}",
             loss,
             entry["model"] or "?",
-            str(entry["attempt"]),
+            "?" if entry["attempt"] is None else str(entry["attempt"]),
             clock(entry["created"]),
         )
     screen = console()

@@ -113,7 +113,7 @@ def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: floa
         time.sleep(_LOOK_S)
         if job is not None and time.monotonic() - asked > ASK_S:
             job, asked = job_of(run), time.monotonic()
-    display.show(f"{run.name} is {status.read(run).state}")
+    display.show(f"{run.name} is {status.require(run).state}")
     return DONE
 
 

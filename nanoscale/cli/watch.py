@@ -107,7 +107,7 @@ def _outcome(run: RunDirectory) -> Outcome | None:
     from nanoscale.launch.attempt import Outcome
     from nanoscale.runs import failure, status
 
-    now = status.read(run)
+    now = status.require(run)
     if now.state not in status.ENDED or now.exit_code is None:
         return None
     cause = failure.read(run) if now.state == "failed" else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoscale.config.report import shown
 from nanoscale.config.schema import Config
+from nanoscale.errors import UserError, Violation
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,18 @@ class Derived:
 
 
 def derive(config: Config) -> Derived:
-    """Compute them; the configuration is one that `rules.check` has resolved."""
+    """Compute them.
+
+    Raises:
+        UserError: the configuration is not one that `rules.check` has resolved: a run's file was changed.
+    """
     layout, train, data = config.parallel, config.train, config.data
-    assert isinstance(layout.dp, int) and isinstance(train.micro_batch, int)
-    assert train.steps is not None
+    if not isinstance(layout.dp, int):
+        raise _unresolved("parallel.dp", layout.dp)
+    if not isinstance(train.micro_batch, int):
+        raise _unresolved("train.micro_batch", train.micro_batch)
+    if train.steps is None:
+        raise _unresolved("train.steps", train.steps)
     return Derived(
         world_size=layout.dp * layout.tp * layout.pp * layout.cp,
         dp=layout.dp,
@@ -40,3 +50,8 @@ def derive(config: Config) -> Derived:
         every_token_counts=not data.document_mask and data.loss_on != "answers",
         steps=train.steps,
     )
+
+
+def _unresolved(key: str, value: object) -> UserError:
+    why = "is open, and the configuration of a run has a number there"
+    return UserError("run", f"{key}={shown(value)} {why}", [Violation(key, value, "", why)])

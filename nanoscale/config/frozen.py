@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from nanoscale.config.convert import to_config
+from nanoscale.config import reference
+from nanoscale.config.convert import to_config, unknown_key
 from nanoscale.config.document import read, to_yaml
-from nanoscale.config.reopen import resolved
+from nanoscale.config.reopen import resolved, unknown_names
+from nanoscale.config.report import refuse
 from nanoscale.config.schema import Config
+from nanoscale.errors import Violation
 
 HEADER = """\
 # A resolved configuration of nanoscale, complete. It repeats the run with
@@ -43,5 +46,13 @@ def load(path: Path) -> Config:
         UserError: the file is damaged or was not written by this version; the line is named.
     """
     document = read(path)
+    sections = [name for name in reference.sections() if name and "." not in name]
+    missing = [name for name in sections if not isinstance(document.content.get(name), dict)]
+    if missing:
+        message = f"is no complete configuration: it has no {', '.join(missing)}"
+        refuse([Violation("", str(path), document.name, message)], kind="run")
+    if unknown := unknown_names(document.content):
+        sources = {name: document.source(f"resolved.{name}") for name in unknown}
+        refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
     content = {name: value for name, value in document.content.items() if name != "resolved"}
     return to_config(content, document.source)

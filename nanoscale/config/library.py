@@ -16,7 +16,7 @@ from typing import Any
 from nanoscale.config import reference
 from nanoscale.config.convert import unknown_key
 from nanoscale.config.document import Document, read
-from nanoscale.config.reopen import reopen
+from nanoscale.config.reopen import reopen, unknown_names
 from nanoscale.config.report import refuse, shown
 from nanoscale.config.suggest import nearest
 from nanoscale.errors import Violation
@@ -176,6 +176,9 @@ class Library:
         if config == ROOT:
             return self._root(document)
         if group == RECIPE:
+            for name, value in unknown_names(document.content).items():
+                source = document.source(f"resolved.{name}")
+                self.violations.append(unknown_key(name, value, source))
             document = replace(document, content=reopen(document.content, self.touched))
         defaults = self._defaults(document, group, path)
         section = "" if group == RECIPE else group

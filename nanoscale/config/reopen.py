@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nanoscale.config import reference
 from nanoscale.config.nodes import elastic
 
 _HOSTS = (
@@ -55,6 +56,13 @@ def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str
         for name in values
         if requested[section][name] != values[name]
     }
+
+
+def unknown_names(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a frozen file lists as open under names that are no keys, with the values."""
+    opened = content.get("resolved")
+    listed = opened if isinstance(opened, dict) else {}
+    return {name: value for name, value in listed.items() if name not in reference.declared()}
 
 
 def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from nanoscale.config.rules.case import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch import transport
 from nanoscale.launch.mesh import Mesh, Place, arrange
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.documents import damaged, read_document
 
 _PASSED_ON = (
     "CUDA",
@@ -86,15 +87,21 @@ class LaunchPlan:
 
 
 def read_plan(run: RunDirectory) -> LaunchPlan | None:
-    """The plan of the newest attempt, from launch.json; None where there is none that can be read."""
+    """The plan of the newest attempt, from launch.json; None where there is none.
+
+    Raises:
+        UserError: launch.json is damaged.
+    """
     try:
-        document = read_json(run.launch)
+        document = read_document(run.launch)
         hosts = tuple(HostPlan(**_tuples(host)) for host in document.pop("hosts"))
         mesh = document.pop("mesh")
         places = tuple(Place(**place) for place in mesh["ranks"])
         return LaunchPlan(hosts=hosts, mesh=Mesh(mesh["axes"], places), **_tuples(document))
-    except (OSError, ValueError, TypeError, KeyError):
+    except FileNotFoundError:
         return None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise damaged(run.launch, "is no plan of an attempt") from error
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -182,15 +182,17 @@ class LiveView:
 def figures(record: Object) -> dict[str, str]:
     """A logged step's figures as they are shown, by their labels."""
     shown = {
-        "loss": number(record["loss"], ".4f"),
-        "lr": f"{record['lr']:.2e}",
-        "grad norm": number(record["grad_norm"], ".3f"),
-        "tokens/s": f"{record['tokens_per_s']:,.0f}",
+        "loss": number(record.get("loss"), ".4f"),
+        "lr": number(record.get("lr"), ".2e"),
+        "grad norm": number(record.get("grad_norm"), ".3f"),
+        "tokens/s": number(record.get("tokens_per_s"), ",.0f"),
     }
     if record.get("mfu") is not None:
         shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
-    shown["memory"] = byte_size(GIB * record["memory_gib"])
-    shown["step time"] = duration(record["step_time_s"])
+    if record.get("memory_gib") is not None:
+        shown["memory"] = byte_size(GIB * record["memory_gib"])
+    if record.get("step_time_s") is not None:
+        shown["step time"] = duration(record["step_time_s"])
     if record.get("loss_scale") is not None:
         shown["loss scale"] = f"{record['loss_scale']:g}"
         shown["skipped"] = _steps(record.get("skipped_steps") or 0)

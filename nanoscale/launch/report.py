@@ -8,11 +8,11 @@ from typing import Any
 from nanoscale.config.derive import derive
 from nanoscale.config.frozen import load
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
 from nanoscale.launch.command import read_plan
 from nanoscale.plan.model_math import parameters
 from nanoscale.runs import events, failure, metrics, status
-from nanoscale.runs.directory import RunDirectory, read_json
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.steady import Steady, steady
 
@@ -24,12 +24,8 @@ Document = dict[str, Any]
 
 def document(run: RunDirectory) -> Document:
     """Everything; what is not known is null. Times are UNIX seconds, sizes GiB."""
-    now, records, happened = status.read(run), metrics.read(run), events.read(run)
-    cause = failure.read(run)
-    try:
-        config = load(run.config)
-    except UserError:
-        config = None
+    now, records, happened = status.require(run), metrics.read(run), events.read(run)
+    cause, config = failure.read(run), load(run.config)
     return {
         "run": run.name,
         "path": str(run.path),
@@ -38,15 +34,15 @@ def document(run: RunDirectory) -> Document:
         "created": now.created,
         "started": now.started,
         "ended": now.ended,
-        "what": what(config) if config is not None else None,
+        "what": what(config),
         "hosts": _hosts(run),
         "attempts": list(_attempts(happened)),
         "failure": failure.document(cause) if cause else None,
         "step": max((int(record["step"]) for record in records), default=0),
-        "steps": derive(config).steps if config is not None else None,
+        "steps": derive(config).steps,
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
-        "against_plan": against_plan(run, config, steady(run)) if config is not None else [],
+        "against_plan": against_plan(run, config, steady(run)),
         "checkpoints": _checkpoints(run, happened),
         "curves": {name: thinned(curve(records, name)) for name in CURVES},
     }
@@ -80,8 +76,10 @@ def what(config: Config) -> Document:
 
 def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Document]:
     """Prediction beside measurement, of steady steps; empty where this layout was not planned."""
+    plan = prediction(run)
+    if plan is None:
+        return []
     try:
-        plan = read_json(run.plan)
         if any(getattr(config.parallel, name) != degree for name, degree in plan["layout"].items()):
             return []
         on_cpu = plan["hardware"]["device"] == "cpu"
@@ -98,8 +96,8 @@ def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Docume
         ]
         if on_cpu:  # there a process and its libraries are measured, which nobody predicts
             rows.append(("memory of a process", "GiB", None, seen.memory_gib))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(run.plan, "is no plan of nanoscale") from error
     return [
         {
             "what": name,
@@ -110,6 +108,18 @@ def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Docume
         }
         for name, unit, predicted, measured in rows
     ]
+
+
+def prediction(run: RunDirectory) -> Document | None:
+    """Return what was predicted before the run; None where nothing was.
+
+    Raises:
+        UserError: plan.json is damaged.
+    """
+    try:
+        return read_document(run.plan)
+    except FileNotFoundError:
+        return None
 
 
 def _per_second(config: Config, seen: Steady) -> float | None:

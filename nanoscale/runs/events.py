@@ -21,8 +21,30 @@ def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
 
 
 def read(run: RunDirectory) -> list[Object]:
-    """All events so far, the oldest first."""
-    return jsonlines.read(run.events)
+    """All events so far, the oldest first, each with a `time`, a `kind` and a `message`.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return [_whole(event) for event in jsonlines.read(run.events)]
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], Any]] = {
+    "time": ((int, float), 0.0),
+    "kind": ((str,), "?"),
+    "message": ((str,), ""),
+}
+"""types of what every event has, and what stands for one that is missing"""
+
+
+def _whole(event: Object) -> Object:
+    """An event in which nothing that readers rely on is missing or of another type."""
+    counted = {name: event[name] for name in ("step", "attempt") if type(event.get(name)) is int}
+    others = {name: value for name, value in event.items() if name not in ("step", "attempt")}
+    return {**others, **counted} | {
+        name: event[name] if isinstance(event.get(name), kinds) else usual
+        for name, (kinds, usual) in _TYPES.items()
+    }
 
 
 def follow(run: RunDirectory) -> Tail:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.errors import UserError, Violation
-from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.documents import read_record
 from nanoscale.units import GIB, byte_size
 
 Document = dict[str, Any]
@@ -366,8 +367,8 @@ def write_rank_failure(path: Path, failure: RankFailure) -> None:
 def read_rank_failure(path: Path) -> RankFailure | None:
     """A rank's own word; None where it left none."""
     try:
-        return RankFailure(**read_json(path))
-    except (OSError, ValueError, TypeError):
+        return read_record(RankFailure, path)
+    except (FileNotFoundError, UserError):
         return None
 
 
@@ -382,11 +383,14 @@ def write(run: RunDirectory, failure: Failure) -> None:
 
 
 def read(run: RunDirectory) -> Failure | None:
-    """Read failure.json; None where there is none."""
+    """Read failure.json; None where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
     try:
-        content = read_json(run.failure)
-        return Failure(**{**content, "also_failed": tuple(content["also_failed"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_record(Failure, run.failure)
+    except FileNotFoundError:
         return None
 
 

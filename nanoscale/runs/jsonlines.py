@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.runs import tail
+from nanoscale.runs.documents import damaged
 
 Object = dict[str, Any]
 
@@ -35,16 +36,36 @@ def append(path: Path, value: Object) -> None:
 
 
 def read(path: Path) -> list[Object]:
-    """All whole lines; none where there is no such file. Damaged lines are left out."""
-    return Tail(path).poll()
+    """All whole lines; none where there is no such file. What a killed writer left unfinished is left out.
+
+    Raises:
+        UserError: it cannot be read, or holds other lines than objects.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error
+    return _only_objects(path, content.split(b"\n"))
 
 
 def read_end(path: Path) -> list[Object]:
-    """The last few lines of a file that may be long."""
+    """The last few lines of a file that may be long. Raises UserError as `read` does."""
     try:
-        return list(_objects(tail.read_end(path, _END_BYTES).split(b"\n")[:-1]))
+        content = tail.read_end(path, _END_BYTES)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error
+    return _only_objects(path, content.split(b"\n"))
+
+
+def _only_objects(path: Path, lines: list[bytes]) -> list[Object]:
+    """The objects of lines; a torn one begins as an object does, and a crash may leave zeros."""
+    if any(line.strip(b"\0 \t\r")[:1] not in (b"{", b"") for line in lines):
+        raise damaged(path, "holds something else than one JSON object a line")
+    return list(_objects(lines[:-1]))
 
 
 class Tail:
@@ -62,7 +83,7 @@ def _objects(lines: list[bytes]) -> Iterator[Object]:
     for line in lines:
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield value

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from nanoscale.runs import jsonlines
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.documents import damaged
 from nanoscale.runs.jsonlines import Object, Tail
 
 
 def read(run: RunDirectory) -> list[Object]:
-    """Every whole line so far; a torn last line is not one."""
-    return jsonlines.read(run.metrics)
+    """Every whole line so far; a torn last line is not one.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    return [_checked(run, record) for record in jsonlines.read(run.metrics)]
 
 
 def follow(run: RunDirectory) -> Tail:
@@ -20,4 +25,15 @@ def follow(run: RunDirectory) -> Tail:
 def last(run: RunDirectory) -> Object | None:
     """The newest logged step."""
     records = jsonlines.read_end(run.metrics)
-    return records[-1] if records else None
+    return _checked(run, records[-1]) if records else None
+
+
+def _checked(run: RunDirectory, record: Object) -> Object:
+    """A record of numbers; null stands for what is no finite number."""
+    if type(record.get("step")) is not int:
+        raise damaged(run.metrics, "has a record without a `step`")
+    return {name: value if _is_number(value) else None for name, value in record.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

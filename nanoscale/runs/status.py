@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
-from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.errors import UserError
+from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.documents import damaged, read_record
 
 State = Literal["prepared", "starting", "running", "completed", "failed", "stopped", "preempted"]
 
@@ -46,9 +48,20 @@ def write(run: RunDirectory, status: Status) -> None:
 
 
 def read(run: RunDirectory) -> Status:
-    """Where the run stands; `prepared` where it cannot be read."""
+    """Where the run stands; `prepared` where it cannot be read, so that a launcher goes on all the same."""
     try:
-        status = Status(**read_json(run.status))
-    except (OSError, ValueError, TypeError):
+        return require(run)
+    except UserError:
         return Status("prepared", attempt=0, created=0.0)
-    return status if status.state in get_args(State) else replace(status, state="prepared")
+
+
+def require(run: RunDirectory) -> Status:
+    """Return where the run stands, to show it.
+
+    Raises:
+        UserError: status.json is missing or damaged.
+    """
+    try:
+        return read_record(Status, run.status)
+    except FileNotFoundError:
+        raise damaged(run.status, "is missing") from None

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.errors import UserError
+from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.documents import read_record
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,22 @@ def write(run: RunDirectory, submission: Submission) -> None:
 
 
 def read(run: RunDirectory) -> Submission | None:
-    """The newest job of the run; None where it was never handed to SLURM."""
+    """The newest job of the run; None where it was never handed to SLURM.
+
+    Raises:
+        UserError: slurm.json is damaged.
+    """
     try:
-        return Submission(**read_json(run.submission))
-    except (OSError, ValueError, TypeError):
+        return read_record(Submission, run.submission)
+    except FileNotFoundError:
+        return None
+
+
+def find(run: RunDirectory) -> Submission | None:
+    """Return the same, None also where slurm.json is damaged."""
+    try:
+        return read(run)
+    except UserError:
         return None
 
 
@@ -51,7 +65,7 @@ def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None
     job = environment.get("SLURM_JOB_ID")
     if job is None or environment.get("NANOSCALE_BATCH") != job:
         return
-    before = read(run)
+    before = find(run)
     script = before.script if before is not None else None
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if task is None:

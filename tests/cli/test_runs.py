@@ -100,7 +100,8 @@ def test_a_launcher_that_was_killed_is_seen(runs, capsys):
 def test_a_damaged_configuration_does_not_hide_the_run(runs, capsys):
     runs[0].config.write_text("train: [")
     assert nanoscale(["runs", "ls"]) == 0
-    assert "7/?" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "damaged: " in shown and "config.yaml" in shown and len(shown.splitlines()) == 3
 
 
 def test_show_tells_what_happened(runs, capsys):

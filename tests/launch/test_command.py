@@ -14,6 +14,7 @@ import pytest
 import nanoscale
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
+from nanoscale.errors import UserError
 from nanoscale.launch import transport
 from nanoscale.launch.command import passed_on, plan_launch, read_plan
 from nanoscale.runs.directory import RunDirectory, write_json
@@ -66,7 +67,8 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     write_json(run.launch, made.document())
     assert read_plan(run) == made
     run.launch.write_text('{"hosts": []}')
-    assert read_plan(run) is None
+    with pytest.raises(UserError, match=r"launch.json is no plan"):
+        read_plan(run)
 
 
 def test_the_port_is_the_runs_own_until_the_first_host_has_reserved_one():

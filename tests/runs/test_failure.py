@@ -114,10 +114,11 @@ def test_a_users_error_comes_out_as_it_went_in(tmp_path):
     assert failure.user_error(failure.read(run)) == error
 
 
-def test_damaged_files_are_no_failure(tmp_path):
+def test_a_damaged_file_is_named_and_is_no_failure_of_a_rank(tmp_path):
     run = RunDirectory.create(tmp_path, "x")
     run.failure.write_text("{")
-    assert failure.read(run) is None
+    with pytest.raises(UserError, match=r"failure.json is not JSON"):
+        failure.read(run)
     assert failure.read_rank_failure(run.failure) is None
 
 

@@ -61,5 +61,5 @@ def test_what_was_trained_in_another_configuration_is_another_matter(run):
 
 def test_nothing_logged_and_no_numbers(run):
     assert (steady(run).steps, steady(run).seconds) == (0, None)
-    log(run, (None, 1.0, 1.0), (10, None, None), (20, None, None))
+    log(run, (10, None, None), (20, None, None))
     assert (steady(run).steps, steady(run).seconds, steady(run).memory_gib) == (0, None, None)

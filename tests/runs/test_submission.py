@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.errors import UserError
 from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
@@ -28,7 +29,9 @@ def test_what_is_written_is_read(run: RunDirectory) -> None:
     submission.write(run, job)
     assert submission.read(run) == job
     run.submission.write_text("{")
-    assert submission.read(run) is None
+    assert submission.find(run) is None
+    with pytest.raises(UserError, match=r"slurm.json is not JSON"):
+        submission.read(run)
 
 
 def test_a_job_and_a_task_are_called_as_slurm_does() -> None:

@@ -1,0 +1,90 @@
+"""JSON files of a run directory, read as what they should hold: a damaged one is a UserError that names it."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from nanoscale.errors import UserError, Violation
+
+T = TypeVar("T")
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds one mapping.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error
+    if not data.strip():
+        raise damaged(path, "is empty")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, "is not JSON") from error
+    if not isinstance(value, dict):
+        raise damaged(path, "holds no mapping")
+    return value
+
+
+def read_record(kind: type[T], path: Path) -> T:
+    """Read a JSON file that holds the fields of a dataclass; names that it does not have are left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: it is damaged, or a field is missing or of another type.
+    """
+    values = read_document(path)
+    problem = next(_problems(kind, values), None)
+    if problem is not None:
+        raise damaged(path, problem)
+    hints = get_type_hints(kind)
+    known = {name: values[name] for name in hints if name in values}
+    return kind(**{name: _as_tuple(hints[name], value) for name, value in known.items()})
+
+
+def damaged(path: Path, why: str) -> UserError:
+    """Return the error of a file of a run that is not what nanoscale wrote."""
+    return UserError("run", f"{path} {why}", [Violation(path.name, None, "", why)])
+
+
+def fits_type(hint: Any, value: object) -> bool:
+    """True if a JSON value is one of a type annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(fits_type(choice, value) for choice in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        return isinstance(value, list) and all(fits_type(arguments[0], it) for it in value)
+    if hint in (int, float):
+        numbers = (int, float) if hint is float else int
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    return isinstance(value, origin or hint)
+
+
+def _problems(kind: Any, values: dict[str, Any]) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        if field.name in values:
+            if not fits_type(hints[field.name], values[field.name]):
+                yield f"has a `{field.name}` of another type than expected"
+        elif field.default is MISSING and field.default_factory is MISSING:
+            yield f"has no `{field.name}`"
+
+
+def _as_tuple(hint: Any, value: Any) -> Any:
+    return tuple(value) if get_origin(hint) is tuple else value
