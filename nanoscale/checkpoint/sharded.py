@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,18 +35,14 @@ from nanoscale.runs.fence import FencedError
 State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
+Report = Callable[[str], None]
+"""takes a sentence that the user must see"""
 
 _BYTES_A_SHARD = 2048
 """what torch's archive, its metadata and our manifest take beside the data of one tensor on one rank"""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What was loaded, and what had to be passed over."""
-
-    manifest: dict[str, Any]
-    damaged: list[str]
-    """one sentence for each newer checkpoint that was found damaged and set aside"""
+def _ignore(_: str) -> None: ...
 
 
 def save(
@@ -123,37 +119,57 @@ class _Files(FileSystem):
 
             stream.write = noted
             yield stream
-            if (
-                not stream.closed
-            ):  # torch's index: it was synchronised before its last bytes were flushed
+            # torch synchronises its index before the last bytes of it are flushed.
+            if not stream.closed:
                 stream.flush()
                 os.fsync(stream.fileno())
 
 
-def load_newest(workspace: Path, state: State) -> Loaded | None:
-    """Fill `state` in place from the newest whole checkpoint; None where there are none.
+def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict[str, Any] | None:
+    """Fill `state` in place from the newest whole checkpoint; its manifest, None where there are none.
 
-    Damaged ones are set aside on the way.
+    Damaged ones that are newer are set aside once a whole one was found, each with a `report`.
 
     Raises:
-        UserError: there are checkpoints, and none is whole or none fits the model.
+        UserError: there are checkpoints, and none is whole or none fits the model; nothing was renamed.
         FencedError: the run has gone on without this attempt.
     """
-    folder = workspace.parent
-    damaged: list[str] = []
-    for candidate in reversed(ranks.from_first(store.list_checkpoints(folder))):
+    damaged: list[tuple[StoredCheckpoint, list[str]]] = []
+    for candidate in reversed(ranks.from_first(store.list_checkpoints(workspace.parent))):
         damage = _find_damage(candidate)
-        if not damage:
-            manifest = candidate.manifest
-            there = _drop_absent(state, manifest["tensors"])
-            _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
-            _read(candidate, there)
-            return Loaded(manifest, damaged)
-        _together(lambda: store.set_aside(workspace, candidate), _is_first())  # noqa: B023
-        damaged.append(f"{candidate.path.name} is damaged: {'; '.join(damage)}")
+        if damage:
+            damaged.append((candidate, damage))
+            continue
+        manifest = candidate.manifest
+        there = _drop_absent(state, manifest["tensors"])
+        _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
+        for newer, why in damaged:
+            _set_aside(workspace, newer, why, report)
+        _read(candidate, there)
+        return manifest
     if damaged:
-        raise UserError("checkpoint", f"no checkpoint in {folder} is whole: {' · '.join(damaged)}")
+        raise _none_is_whole(workspace, damaged)
     return None
+
+
+def _set_aside(
+    workspace: Path, checkpoint: StoredCheckpoint, why: list[str], report: Report
+) -> None:
+    aside = _together(lambda: store.set_aside(workspace, checkpoint), _is_first())[0]
+    assert aside is not None
+    report(
+        f"{checkpoint.path.name} is damaged ({'; '.join(why)}) and is now {aside.name}; the run resumes from "
+        f"an earlier checkpoint. To undo that, stop the run and type: {store.undo(aside)}"
+    )
+
+
+def _none_is_whole(workspace: Path, damaged: list[tuple[StoredCheckpoint, list[str]]]) -> UserError:
+    folder = workspace.parent
+    each = " · ".join(f"{it.path.name}: {'; '.join(why)}" for it, why in damaged)
+    begin = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
+    return UserError(
+        "checkpoint", f"no checkpoint in {folder} is whole: {each}. To begin anew: {begin}"
+    )
 
 
 def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:

@@ -9,14 +9,18 @@ enough.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Iterable
+import stat
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import MetadataError
@@ -29,7 +33,20 @@ FORMAT = 1
 BY_TIME = "by_time"
 """key of a manifest; true in a checkpoint that was saved because of checkpoint.every_minutes alone"""
 _NAME = re.compile(r"step-(\d{8,})")
+_SET_ASIDE = re.compile(r"damaged-(step-(\d{8,}))(?:-\d+)?")
 _READ_BYTES = 1 << 20
+_PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "ENOTCONN", "ESHUTDOWN"),
+        *("ECONNRESET", "ECONNABORTED", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+    )
+    if hasattr(errno, name)
+)
+"""errors of a read from a network disk that another attempt may not meet"""
+RETRY_AFTER_S = (1.0, 3.0, 10.0)
+"""how long to wait before each further attempt"""
+T = TypeVar("T")
 
 
 class DamagedCheckpointError(Exception):
@@ -68,6 +85,19 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
     )
 
 
+def list_set_aside(folder: Path) -> list[StoredCheckpoint]:
+    """Checkpoints that were found damaged and renamed, by name."""
+    matches = ((path, _SET_ASIDE.fullmatch(path.name)) for path in sorted(folder.glob("damaged-*")))
+    return [StoredCheckpoint(path, int(match[2])) for path, match in matches if match]
+
+
+def undo(aside: Path) -> str:
+    """The command that makes a checkpoint that was set aside one of the run again."""
+    match = _SET_ASIDE.fullmatch(aside.name)
+    assert match is not None, aside
+    return f"mv {shlex.quote(str(aside))} {shlex.quote(str(aside.with_name(match[1])))}"
+
+
 def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
     """The checkpoint of a step, or the newest.
 
@@ -82,6 +112,9 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
             return candidate
     message = "there is no checkpoint" + ("" if step is None else f" of step {step}")
     steps = tuple(f"--step {candidate.step}" for candidate in stored)
+    aside = [it.path for it in list_set_aside(folder) if step in (None, it.step)]
+    if aside:
+        message += f" ({aside[-1].name} was set aside as damaged; to undo that: {undo(aside[-1])})"
     violation = Violation(str(folder), step, "command line", message, steps)
     raise UserError("checkpoint", f"{message} in {folder}", [violation])
 
@@ -204,7 +237,7 @@ def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = Tru
     """What is wrong with a checkpoint, one sentence a file; empty: it is whole.
 
     Several processes can divide the reading: each names its share of the files. Without `sums` files are not
-    read, and a flipped bit is not found.
+    read, and a flipped bit is not found. A read error that may pass is met again before it counts.
     """
     try:
         manifest = read_manifest(path)
@@ -215,13 +248,15 @@ def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = Tru
     if share == 0:
         present = {file.name for file in path.iterdir()} - {MANIFEST}
         damage += [f"{name}: not in the manifest" for name in sorted(present - set(files))]
-        if checkpoint_path(path.parent, manifest["step"]).name != path.name:
+        aside = _SET_ASIDE.fullmatch(path.name)
+        name = aside[1] if aside else path.name
+        if checkpoint_path(path.parent, manifest["step"]).name != name:
             damage.append(f"{MANIFEST}: belongs to step {manifest['step']}")
     for name in sorted(files)[share::shares]:
-        found = _file_damage(path / name, files[name], sums)
-        if name == metadata.FILE and not found:
-            found = _index_damage(path, files)
-        damage += found
+        if Path(name).name != name:
+            damage.append(f"{MANIFEST}: names {name!r}, which is not in the checkpoint's folder")
+            continue
+        damage += _file_damage(path / name, files, sums, patient=not damage)
     return damage
 
 
@@ -258,10 +293,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        text = _retried(lambda: file.read_text(encoding="utf-8"))
         manifest = json.loads(text)
         manifest.pop("sum")
         whole = render_manifest(manifest) == text
+        whole = whole and type(manifest["step"]) is int and type(manifest["files"]) is dict
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST}: missing") from None
     except PermissionError:
@@ -272,27 +308,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
         whole = False
     if not whole:
         raise DamagedCheckpointError(f"{MANIFEST}: its sum differs from its content")
-    if manifest["format"] != FORMAT:
-        raise DamagedCheckpointError(f"{MANIFEST}: format {manifest['format']} is not {FORMAT}")
+    if manifest.get("format") != FORMAT:
+        raise DamagedCheckpointError(f"{MANIFEST}: format {manifest.get('format')} is not {FORMAT}")
     return dict(manifest)
 
 
-def _index_damage(path: Path, files: dict[str, Any]) -> list[str]:
+def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
     """What is wrong with the index of tensors, whose bytes are those that were recorded."""
     try:
-        shards = [
-            it for tensor in metadata.read(path / metadata.FILE).values() for it in tensor.shards
-        ]
+        tensors = metadata.read(file).values()
     except MetadataError as error:
-        return [f"{metadata.FILE}: {error}"]
-    outside = {
-        shard.file
-        for shard in shards
-        if shard.start + shard.length > files.get(shard.file, {"bytes": -1})["bytes"]
-    }
-    return [
-        f"{metadata.FILE}: names bytes of {name!r} that are not there" for name in sorted(outside)
-    ]
+        return str(error)
+    for shard in (shard for tensor in tensors for shard in tensor.shards):
+        if shard.start + shard.length > files.get(shard.file, {"bytes": -1})["bytes"]:
+            return f"names bytes of {shard.file!r} that are not there"
+    return None
 
 
 def sync_folder(path: Path) -> None:
@@ -303,17 +333,38 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _file_damage(file: Path, recorded: dict[str, Any], sums: bool) -> list[str]:
+def _file_damage(file: Path, files: dict[str, Any], sums: bool, patient: bool) -> list[str]:
+    """`patient`: a read error that may pass is met again before it counts."""
     try:
-        size = file.stat().st_size
-        if size != recorded["bytes"]:
-            return [f"{file.name}: {size} bytes, written were {recorded['bytes']}"]
-        if sums and file_sum(file) != recorded["xxh3_128"]:
-            return [f"{file.name}: its sum differs from the one recorded when it was written"]
+        problem = _retried(lambda: _problem(file, files, sums), patient)
     except FileNotFoundError:
-        return [f"{file.name}: missing"]
+        problem = "missing"
     except PermissionError:
         raise  # it may well be whole
     except OSError as error:
-        return [f"{file.name}: cannot be read: {error.strerror}"]
-    return []
+        problem = f"cannot be read: {error.strerror}"
+    return [f"{file.name}: {problem}"] if problem else []
+
+
+def _problem(file: Path, files: dict[str, Any], sums: bool) -> str | None:
+    """What is wrong with a file, which is read if `sums` is true; the index of tensors always is."""
+    recorded, status = files[file.name], file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file"
+    if status.st_size != recorded["bytes"]:
+        return f"{status.st_size} bytes, written were {recorded['bytes']}"
+    if sums and file_sum(file) != recorded["xxh3_128"]:
+        return "its sum differs from the one recorded when it was written"
+    return _index_problem(file, files) if file.name == metadata.FILE else None
+
+
+def _retried(read: Callable[[], T], patient: bool = True) -> T:
+    """Read, and after an error that a network disk may recover from, again."""
+    for pause_s in RETRY_AFTER_S if patient else ():
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+        time.sleep(pause_s)
+    return read()

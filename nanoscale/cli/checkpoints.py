@@ -37,6 +37,7 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
 
     directory = _open(run)
     rows = [_summary(stored) for stored in list_checkpoints(directory.checkpoints)]
+    rows += _set_aside(directory.checkpoints).values()
     if as_json:
         print_json(rows)
         return
@@ -70,26 +71,53 @@ def inspect_checkpoint(run: Run, step: Step = None, as_json: AsJson = False) -> 
 def verify_checkpoints(run: Run, step: Step = None, as_json: AsJson = False) -> None:
     """Read every byte of a run's checkpoints, or of one, and hold it against the recorded sums.
 
-    Exit code 1 if one is damaged; the files that are not what was written are named.
+    Exit code 1 if one is damaged; the files that are not what was written are named. Those that a run set aside
+    as damaged are read too, and do not count.
     """
     from nanoscale.checkpoint.store import find_checkpoint, find_damage, list_checkpoints
 
     folder = _open(run).checkpoints
-    newest = find_checkpoint(folder, step)
-    chosen = [newest] if step is not None else list_checkpoints(folder)
-    damage = {stored.path.name: find_damage(stored.path) for stored in chosen}
+    aside = _set_aside(folder) if step is None else {}
+    if step is None and aside:
+        chosen = list_checkpoints(folder)
+    else:
+        newest = find_checkpoint(folder, step)
+        chosen = [newest] if step is not None else list_checkpoints(folder)
+    damage = {stored.path: find_damage(stored.path) for stored in chosen}
+    damage |= {path: find_damage(path) for path in aside}
     if as_json:
-        rows = [
-            {"name": name, "whole": not found, "damage": found} for name, found in damage.items()
+        rows: list[dict[str, Any]] = [
+            {"name": path.name, "whole": not found, "damage": found, **aside.get(path, {})}
+            for path, found in damage.items()
         ]
         print_json(rows)
     else:
-        for name, found in damage.items():
-            display.show(f"{name}  {'damaged' if found else 'whole'}")
-            for sentence in found:
+        for path, found in damage.items():
+            display.show(f"{path.name}  {'damaged' if found else 'whole'}")
+            for sentence in [*found, *([_how_to_undo(aside[path])] if path in aside else [])]:
                 display.show(f"  {sentence}")
-    if any(damage.values()):
+    if any(found for path, found in damage.items() if path not in aside):
         raise typer.Exit(FAILED)
+
+
+def _set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Return a row for each checkpoint that a run set aside as damaged, by its path."""
+    from nanoscale.checkpoint.store import list_set_aside, undo
+
+    return {
+        it.path: {
+            "name": it.path.name,
+            "path": str(it.path),
+            "step": it.step,
+            "set_aside": True,
+            "undo": undo(it.path),
+        }
+        for it in list_set_aside(folder)
+    }
+
+
+def _how_to_undo(row: dict[str, Any]) -> str:
+    return f"set aside as damaged when the run was resumed; to undo that: {row['undo']}"
 
 
 class Format(StrEnum):
@@ -248,17 +276,21 @@ def _summary(stored: StoredCheckpoint) -> dict[str, Any]:
     except DamagedCheckpointError as error:
         return row | {"error": str(error)}
     size = sum(file["bytes"] for file in manifest["files"].values())
-    kept = {name: manifest[name] for name in ("consumed_samples", "tokens", "world_size", "time")}
+    kept = {
+        name: manifest.get(name) for name in ("consumed_samples", "tokens", "world_size", "time")
+    }
     return row | kept | {"bytes": size, "files": len(manifest["files"])}
 
 
 def _line(row: dict[str, Any]) -> str:
     from nanoscale.config.rules.case import counted
 
+    if "set_aside" in row:
+        return f"{row['name']}  {_how_to_undo(row)}"
     if "error" in row:
         return f"{row['name']}  damaged: {row['error']}"
     size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
-    return f"{row['name']}  {_when(row['time'])}  {row['tokens']:,} tokens  {size}"
+    return f"{row['name']}  {_when(row['time'])}  {row['tokens'] or 0:,} tokens  {size}"
 
 
 def _print_tensors(tensors: dict[str, Any]) -> None:

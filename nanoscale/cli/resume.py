@@ -263,10 +263,13 @@ def _say_where_from(run: RunDirectory) -> None:
     Raises:
         UserError: there are checkpoints, and all of them are damaged.
     """
-    from nanoscale.checkpoint.store import find_damage, list_checkpoints
+    from nanoscale.checkpoint.store import find_damage, list_checkpoints, list_set_aside, undo
     from nanoscale.errors import UserError
 
-    damaged = [f"{path.name} was set aside" for path in sorted(run.checkpoints.glob("damaged-*"))]
+    damaged = [
+        f"{it.path.name} was set aside as damaged (to undo that: {undo(it.path)})"
+        for it in list_set_aside(run.checkpoints)
+    ]
     for stored in reversed(list_checkpoints(run.checkpoints)):
         try:
             damage = find_damage(stored.path, sums=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,23 +98,21 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         # before any optimizer state is made
         return Progress(base=base_of(context.config, context.rank))
     state = engine.empty_state()
-    loaded = sharded.load_newest(context.workspace, state)
-    assert loaded is not None, "an unreadable one raises"
+    manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
+    assert manifest is not None, "an unreadable one raises"
     engine.take(state)
-    for sentence in loaded.damaged:
-        note("fallback", f"{sentence}; it was set aside, going on from the one before")
-    if loaded.manifest["data"] != data.fingerprint:
+    if manifest["data"] != data.fingerprint:
         raise UserError(
             "data",
-            f"step-{loaded.manifest['step']:08d} was trained on other tokens than those of "
+            f"step-{manifest['step']:08d} was trained on other tokens than those of "
             f"{data.description}; a resumed run must go on with the same sources and weights",
         )
     base = None
     if context.config.lora.rank:  # the checkpoint has the adapters alone
         begin(engine, context.config, note)
         base = base_of(context.config, context.rank)
-        require_same_base(context.config, base, loaded.manifest)
-    step, consumed = loaded.manifest["step"], loaded.manifest["consumed_samples"]
+        require_same_base(context.config, base, manifest)
+    step, consumed = manifest["step"], manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
     return Progress(step, consumed, base)
 

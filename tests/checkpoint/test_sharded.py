@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nanoscale.checkpoint import sharded, store
+from nanoscale.errors import UserError
 from nanoscale.parallel import ranks
 from tests.support.ranks import run_ranks
 
@@ -52,7 +53,7 @@ def load_rank(rank: int, workspace: Path, world: int) -> Any:
     loaded = sharded.load_newest(workspace, state)
     assert loaded is not None
     values = [state["sharded"].full_tensor(), state["replicated"].full_tensor(), state["plain"]]
-    return loaded.manifest["step"], [value.tolist() for value in values]
+    return loaded["step"], [value.tolist() for value in values]
 
 
 def test_saved_by_three_loaded_by_two(workspace: Path) -> None:
@@ -93,3 +94,39 @@ def test_every_rank_learns_that_the_disk_is_full(workspace: Path) -> None:
 
 def test_loading_from_nothing(workspace: Path) -> None:
     assert sharded.load_newest(workspace, {}) is None
+
+
+def damage(path: Path) -> None:
+    file = path / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_is_reported_with_the_way_back(workspace: Path) -> None:
+    paths = [
+        sharded.save(workspace, {"a": torch.ones(3) * step}, {"step": step}) for step in (1, 2, 3)
+    ]
+    for path in paths[1:]:
+        damage(path)
+    state, said = {"a": torch.zeros(3)}, list[str]()
+    loaded = sharded.load_newest(workspace, state, said.append)
+    assert loaded is not None and loaded["step"] == 1 and state["a"].tolist() == [1.0] * 3
+    assert [it.path.name for it in store.list_set_aside(workspace.parent)] == [
+        "damaged-step-00000002",
+        "damaged-step-00000003",
+    ]
+    for path, sentence in zip(reversed(paths[1:]), said, strict=True):
+        assert f"{path.name} is damaged (__0_0.distcp: " in sentence
+        assert sentence.endswith(f"type: mv {path.with_name(f'damaged-{path.name}')} {path}")
+
+
+def test_nothing_is_renamed_where_nothing_is_whole(workspace: Path) -> None:
+    paths = [sharded.save(workspace, {"a": torch.ones(3)}, {"step": step}) for step in (1, 2)]
+    for path in paths:
+        damage(path)
+    said: list[str] = []
+    with pytest.raises(UserError, match="no checkpoint in .* is whole") as caught:
+        sharded.load_newest(workspace, {"a": torch.zeros(3)}, said.append)
+    assert all(f"{path.name}: __0_0.distcp: " in str(caught.value) for path in paths)
+    assert ". To begin anew: nanoscale train --config /" in str(caught.value)
+    assert [it.path for it in store.list_checkpoints(workspace.parent)] == paths
+    assert (workspace.parent / "latest").resolve() == paths[-1] and said == []

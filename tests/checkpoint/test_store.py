@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +315,81 @@ def test_every_file_is_on_disk_before_the_checkpoint_is_visible(
     files = {file.name for file in path.iterdir()}
     assert "__0_0.distcp" in files
     assert files <= {name.removesuffix(".tmp") for name in synced}  # torch renames .metadata
+
+
+class Passing:
+    """The first reads of a file fail as those of a network disk do that comes back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> None:
+        self.left, self.waited = times, list[float]()
+        opened = Path.open
+
+        def fail(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name == name and self.left > 0:
+                self.left -= 1
+                raise OSError(number, os.strerror(number))
+            return opened(path, *args, **options)
+
+        monkeypatch.setattr(Path, "open", fail)
+        monkeypatch.setattr(time, "sleep", self.waited.append)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+@pytest.mark.parametrize("name", ["__1_0.distcp", store.MANIFEST])
+def test_a_read_error_that_passes_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    path = publish(folder, 1)
+    disk = Passing(monkeypatch, name, number, times=3)
+    assert store.find_damage(path) == [] and disk.waited == list(store.RETRY_AFTER_S)
+
+
+def test_a_read_error_that_stays_is_met_again_for_one_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = publish(folder, 1)
+    for name in ("__1_0.distcp", store.MANIFEST):
+        with monkeypatch.context() as broken:
+            disk = Passing(broken, name, errno.EIO, times=10**6)
+            assert store.find_damage(path) == [f"{name}: cannot be read: Input/output error"]
+            assert disk.waited == list(store.RETRY_AFTER_S)
+
+
+def test_what_is_set_aside_is_named_where_nothing_is_left(folder: Path) -> None:
+    publish(folder, 7)
+    aside = store.set_aside(workspace(folder), store.list_checkpoints(folder)[0])
+    assert store.find_damage(aside) == []
+    command = f"mv {aside} {folder / 'step-00000007'}"
+    assert [store.undo(it.path) for it in store.list_set_aside(folder)] == [command]
+    with pytest.raises(
+        UserError, match=r"damaged-step-00000007 was set aside .* to undo that: mv "
+    ):
+        store.find_checkpoint(folder, None)
+    subprocess.run(command, shell=True, check=True)
+    assert store.find_damage(store.find_checkpoint(folder, 7).path) == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "outside"])
+def test_no_file_is_waited_for_for_ever(folder: Path, kind: str) -> None:
+    """A checkpoint may be somebody else's: a pipe or a device would be read without an end."""
+    path = publish(folder, 1)
+    file = path / "__1_0.distcp"
+    file.unlink()
+    about = store.read_manifest(path)
+    about["files"][file.name]["bytes"] = 0
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        about["files"]["../../../../../../../../dev/zero"] = about["files"].pop(file.name)
+    (path / store.MANIFEST).write_text(store.render_manifest(about))
+    (damage,) = store.find_damage(path)
+    assert "is no regular file" in damage or "not in the checkpoint's folder" in damage
+
+
+def test_a_manifest_without_its_fields_is_damaged(folder: Path) -> None:
+    path = publish(folder, 1)
+    for about in ({}, {"step": "1", "files": {}}, {"step": 1, "files": []}, {"step": 1}):
+        (path / store.MANIFEST).write_text(store.render_manifest(about))
+        assert len(store.find_damage(path)) == 1

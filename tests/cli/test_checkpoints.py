@@ -75,3 +75,24 @@ def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture
     assert nanoscale(["checkpoints", "ls", str(directory.path)]) == 0
     assert "no checkpoints" in capsys.readouterr().out
     assert nanoscale(["checkpoints", "verify", str(directory.path)]) == 2
+
+
+def test_what_a_run_set_aside_is_listed_and_verified(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for stored in reversed(store.list_checkpoints(run.checkpoints)):
+        aside = store.set_aside(run.workspace(1), stored)
+        undo = f"to undo that: mv {aside} {stored.path}"
+        assert nanoscale(["checkpoints", "ls", str(run.path)]) == 0
+        said = capsys.readouterr().out
+        assert f"{aside.name}  set aside as damaged" in said and undo in said
+        assert nanoscale(["checkpoints", "verify", str(run.path)]) == 0
+        said = capsys.readouterr().out
+        assert f"{aside.name}  whole\n" in said and undo in said
+    assert nanoscale(["checkpoints", "ls", str(run.path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["set_aside"]) for row in rows] == [(5, True), (10, True)]
+    victim = aside / "__0_0.distcp"
+    victim.write_bytes(b"")
+    assert nanoscale(["checkpoints", "verify", str(run.path), "--json"]) == 0
+    assert [row["whole"] for row in json.loads(capsys.readouterr().out)] == [False, True]

@@ -34,7 +34,7 @@ STEP_S = 0.05
 def job(context: RankContext) -> str:
     ranks.join(context.world_size, torch.device("cpu"), 600.0)
     loaded = sharded.load_newest(context.workspace, STATE)
-    step = loaded.manifest["step"] if loaded else 0
+    step = loaded["step"] if loaded else 0
     sinks = sinks_of(context, step)
     note = noter(context)
     note("running", f"training from step {step + 1}")
