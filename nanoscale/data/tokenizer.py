@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -126,7 +127,7 @@ def find(name: str, key: str) -> Path:
     if path.is_file():
         return path
     if missing_path(name) is not None or path.suffix == ".json":
-        instead = tuple(f"{key} {similar}" for similar in similar_paths(name))
+        instead = tuple(f"{key} {shlex.quote(similar)}" for similar in similar_paths(name))
         raise _wrong(path, "there is no such file", key, instead)
     with asking(name) as cache_only:
         from huggingface_hub import hf_hub_download

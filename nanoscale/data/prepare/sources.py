@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ def dataset(name: str) -> Any:
     if folder.exists():
         return load_dataset(str(folder), config, split=split or "train")
     if missing_path(path) is not None:
-        instead = [":".join([f"{DATASET}{similar}", *rest]) for similar in similar_paths(path)]
+        similar = [":".join([f"{DATASET}{it}", *rest]) for it in similar_paths(path)]
+        instead = map(shlex.quote, similar)
         raise _UnusableError("there is no such folder", *instead)
     with asking(path) as cache_only, _looking_in_cache(cache_only):
         return load_dataset(path, config, split=split or "train")
@@ -135,18 +137,18 @@ def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
     named = f"{DATASET}{folder}"
     if config is not None:
         what = f"has no configuration {config}: it was written by save_to_disk, which keeps none"
-        raise _UnusableError(what, f"{named}:{split}")
+        raise _UnusableError(what, shlex.quote(f"{named}:{split}"))
     if not (folder / _SPLITS).is_file():
         own = json.loads((folder / _ONE_SPLIT).read_bytes()).get("_split")
         if split not in (None, own):
             only = f"its only split is {own}" if own else "it is one split, without a name"
-            raise _UnusableError(f"has no split {split}: {only}", named)
+            raise _UnusableError(f"has no split {split}: {only}", shlex.quote(named))
         return folder
     splits = json.loads((folder / _SPLITS).read_bytes())["splits"]
     wanted = split or "train"
     if wanted not in splits:
         what = f"has no split {wanted}: it holds {', '.join(splits)}"
-        raise _UnusableError(what, *(f"{named}:{name}" for name in splits))
+        raise _UnusableError(what, *(shlex.quote(f"{named}:{name}") for name in splits))
     return folder / wanted
 
 
@@ -154,6 +156,7 @@ class _UnusableError(Exception):
     def __init__(self, what: str, *instead: str) -> None:
         super().__init__(what)
         self.instead = instead
+        """words for the command line, quoted where the shell needs it"""
 
 
 def _named(word: str) -> Iterator[Source]:
