@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanoscale.config.prepared import TEMPLATE
+from nanoscale.data.prepare.render import Chat, Template
+from nanoscale.data.prepare.renderer import Renderer, TemplateProblem
 from nanoscale.data.tokenizer import CONFIG, END
 from nanoscale.data.vocabulary import bytes_native
 from nanoscale.errors import UserError, Violation
@@ -27,8 +27,6 @@ PLAIN = (
 )
 """for tokenizers that have none: `User: …`, then `Assistant: …` and the token that ends a document"""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant"}
 _NAMED = (
     "bos_token",
     "eos_token",
@@ -39,65 +37,6 @@ _NAMED = (
     "mask_token",
 )
 _BATCH = 64
-
-
-class ChatError(Exception):
-    """A record that is no chat, or none that the template can render."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation as a text."""
-
-    text: str
-    answers: tuple[tuple[int, int], ...]
-    """where in the text each answer begins and ends"""
-
-
-@dataclass(frozen=True)
-class Template:
-    """How a conversation becomes a text."""
-
-    source: str
-    """Jinja"""
-    named: tuple[tuple[str, str], ...]
-    """`eos_token` and other names that the template may use, with their tokens"""
-    special: tuple[str, ...]
-    """the special tokens"""
-
-    def chat(self, messages: Sequence[dict[str, Any]]) -> Chat:
-        """Raises ChatError where the template refuses the messages, or has no place for their answers."""
-        forged = {token for m in messages for token in self.special if token in m["content"]}
-        if forged:
-            raise ChatError(f"has the special token {min(forged)} in a message's text")
-        whole = self._render(messages)
-        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        return Chat(whole, tuple(self._answer(whole, messages, number) for number in numbers))
-
-    def _answer(
-        self, whole: str, messages: Sequence[dict[str, Any]], number: int
-    ) -> tuple[int, int]:
-        before = self._render(messages[:number], asks=True)
-        after = self._render(messages[: number + 1])
-        if not (after.startswith(before) and whole.startswith(after)):
-            raise ChatError(
-                f"has its answers in message {number + 1} at no certain place: the chat template writes the"
-                " messages before it differently with and without it (--chat-template FILE for another)"
-            )
-        kept = after[len(before) :].rstrip()
-        ended = kept.endswith(self.special)
-        return len(before), len(before) + len(kept) if ended else len(after)
-
-    def _render(self, messages: Sequence[dict[str, Any]], asks: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text: str = compiled(self.source).render(
-                messages=messages, add_generation_prompt=asks, **dict(self.named)
-            )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ChatError(f"cannot be rendered by the chat template: {error}") from error
-        return text
 
 
 def find_template(tokenizer: Path | None, chosen: Path | None, eos: str = END) -> Template:
@@ -120,9 +59,11 @@ def find_template(tokenizer: Path | None, chosen: Path | None, eos: str = END) -
 class ChatTokenizer:
     """Rendered chats to tokens, in which special tokens are what they say."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, renderer: Renderer) -> None:
         """`path`: a tokenizer.json; None for bytes."""
         self._native = _native(path)
+        self.renderer = renderer
+        """makes texts of the chats"""
 
     def encode(self, chats: Sequence[Chat]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Of each chat the ids and, uint8, which of them are of an answer, both `[tokens]`."""
@@ -137,77 +78,6 @@ class ChatTokenizer:
                 for begin, end in chat.answers:
                     answers[(begins < end) & (ends > begin)] = 1
                 yield np.array(found.ids, dtype=np.int64), answers
-
-
-def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
-    """The messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
-
-    ShareGPT's `conversations` of `from` and `value` are taken too. Raises ChatError.
-    """
-    found = record
-    if isinstance(record, dict):
-        name = next((name for name in (field, "conversations") if name in record), None)
-        if name is None:
-            names = ", ".join(list(record)[:8]) or "none"
-            raise ChatError(f"has no field {field!r} (--field); its fields: {names}")
-        found = record[name]
-    if not isinstance(found, list) or not found:
-        raise ChatError("has no list of messages, or an empty one")
-    messages = [_message(number, one) for number, one in enumerate(found, 1)]
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        raise ChatError("has no answer: no message is an assistant's")
-    if roles[0] == "assistant":
-        raise ChatError("begins with an answer: its first message is an assistant's")
-    return messages
-
-
-def _message(number: int, one: Any) -> dict[str, Any]:
-    if not isinstance(one, dict):
-        raise ChatError(f"message {number} is no object with a role and a content")
-    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
-    role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
-    if role not in _ROLES:
-        raise ChatError(f"message {number} has the role {role!r}, not {', '.join(_ROLES)}")
-    if not isinstance(content, str):
-        raise ChatError(f"message {number} has a content that is not text")
-    return {**one, "role": role, "content": content}
-
-
-@lru_cache(8)
-def compiled(source: str) -> Any:
-    """A template in a sandbox, with what transformers' templates may use, but the date.
-
-    The date would make other tokens every day; templates that know a date to fall back on take that.
-    """
-    from jinja2 import ext, nodes, parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(ext.Extension):
-        """`{% generation %}` … `{% endgeneration %}`, which are around an answer: only what is within."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: parser.Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
-
-
-def _json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False} | options)
-
-
-def _refuse(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 def _native(tokenizer: Path | None) -> Any:
@@ -243,15 +113,13 @@ def _own(tokenizer: Path | None, config: dict[str, Any]) -> str | None:
 
 
 def _check(template: Template, chosen: Path | None) -> None:
-    from jinja2 import TemplateSyntaxError
-
+    renderer = Renderer(template, "")
     try:
-        compiled(template.source)
-    except TemplateSyntaxError as error:
-        where = chosen or Path("the tokenizer's own")
-        raise _wrong(
-            where, f"is no Jinja template: line {error.lineno}: {error.message}"
-        ) from error
+        renderer.check()
+    except TemplateProblem as problem:
+        raise _wrong(chosen or Path("the tokenizer's own"), str(problem)) from problem
+    finally:
+        renderer.close()
 
 
 def _wrong(path: Path, what: str) -> UserError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +10,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from nanoscale.data.prepare.bad import Bad
-from nanoscale.data.prepare.chat import Chat, ChatError, ChatTokenizer, Template, messages_of
+from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
+from nanoscale.data.prepare.render import Chat, RecordError, Template, parsed
+from nanoscale.data.prepare.renderer import Outcome, Renderer
 from nanoscale.data.prepare.sources import Source
 from nanoscale.data.tokenizer import Tokenizer
 
@@ -69,9 +70,11 @@ class Encoded:
 class Documents:
     """The texts of a chunk, and what could not be one."""
 
-    def __init__(self, chunk: Chunk, reading: Reading) -> None:
+    def __init__(self, chunk: Chunk, reading: Reading, renderer: Renderer | None = None) -> None:
+        """`renderer`: where records are chats."""
         self._chunk = chunk
         self._reading = reading
+        self._renderer = renderer
         self._source = reading.sources[chunk.source]
         self.bad = list(chunk.bad)
         self.empty = 0
@@ -79,23 +82,23 @@ class Documents:
 
     def __iter__(self) -> Iterator[Document]:
         border = self._reading.validation * 2.0**64
-        for record, raw in self._records():
+        for record, result in self._read():
+            if isinstance(result, RecordError):
+                self.bad.append(Bad(self._source.place(record), str(result)))
+                continue
             try:
-                text, answers = self._read(raw)
-                encoded = text.encode()
-            except (_BadError, ChatError) as error:
-                self.bad.append(Bad(self._source.place(record), str(error)))
+                encoded = result.text.encode()
             except UnicodeEncodeError:
                 what = "holds half of a surrogate pair, which is no text"
                 self.bad.append(Bad(self._source.place(record), what))
-            else:
-                if not text.strip():
-                    self.empty += 1
-                    continue
-                self.text_bytes += len(encoded)
-                # by the text alone, so that a copy of a document is never in the other split
-                held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
-                yield Document(text, held_out, answers)
+                continue
+            if not result.text.strip():
+                self.empty += 1
+                continue
+            self.text_bytes += len(encoded)
+            # by the text alone, so that a copy of a document is never in the other split
+            held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
+            yield Document(result.text, held_out, result.answers)
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
@@ -108,53 +111,57 @@ class Documents:
                 yield record + _leading_lines(raw, self._source), raw
             record += raw.count(b"\n") + (separator.count(b"\n") if separator else 0)
 
-    def _read(self, raw: bytes | None) -> tuple[str, tuple[tuple[int, int], ...]]:
-        """The text of a record, and of a chat where its answers are."""
-        text, template = self._text(raw), self._reading.template
-        if template is None:
-            return (self._from_json(text) if self._source.kind == "jsonl" else text), ()
-        chat = template.chat(messages_of(_parsed(text), self._reading.field))
-        return chat.text, chat.answers
+    def _read(self) -> Iterator[tuple[int, Outcome]]:
+        """Each record's text, and of a chat where its answers are; or why it has none."""
+        if self._renderer is None:
+            for record, raw in self._records():
+                yield record, self._plain(raw)
+            return
+        records = [(record, raw, self._problem(raw)) for record, raw in self._records()]
+        chats = [raw for _, raw, problem in records if raw is not None and problem is None]
+        rendered = self._renderer.render(chats)
+        for record, _, problem in records:
+            yield record, problem or next(rendered)
 
-    def _text(self, raw: bytes | None) -> str:
-        if raw is None:
-            raise _BadError("is null, not text")
-        if len(raw) > LONGEST:
-            separated = self._source.kind != "text" or self._reading.separator is not None
-            raise _BadError(too_long(separated))
+    def _plain(self, raw: bytes | None) -> Outcome:
+        problem = self._problem(raw)
+        if problem is not None or raw is None:
+            return problem or RecordError("is null, not text")
         try:
             text = raw.decode()
+            return Chat(self._from_json(text) if self._source.kind == "jsonl" else text, ())
+        except RecordError as error:
+            return error
+
+    def _problem(self, raw: bytes | None) -> RecordError | None:
+        """Why these bytes are no text; None: they are."""
+        if raw is None:
+            return RecordError("is null, not text")
+        if len(raw) > LONGEST:
+            separated = self._source.kind != "text" or self._reading.separator is not None
+            return RecordError(too_long(separated))
+        try:
+            raw.decode()
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start)
             where = f" in line {line + 1} of it" if line else ""
-            raise _BadError(f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}") from error
-        return text
+            return RecordError(f"is not UTF-8: byte 0x{raw[error.start]:02x}{where}")
+        return None
 
     def _from_json(self, line: str) -> str:
-        found = _parsed(line)
+        found = parsed(line)
         if not isinstance(found, dict):
-            raise _BadError("is JSON, but no object")
+            raise RecordError("is JSON, but no object")
         field = self._reading.field
         if field not in found:
             names = ", ".join(list(found)[:8]) or "none"
             chats = "messages" in found or "conversations" in found
             hint = "; chats are prepared with --chat" if chats else ""
-            raise _BadError(f"has no field {field!r} (--field); its fields: {names}{hint}")
+            raise RecordError(f"has no field {field!r} (--field); its fields: {names}{hint}")
         text = found[field]
         if not isinstance(text, str):
-            raise _BadError(f"its field {field!r} holds {_name(text)}, not text")
+            raise RecordError(f"its field {field!r} holds {_name(text)}, not text")
         return text
-
-
-class _BadError(Exception):
-    pass
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _BadError(f"is no JSON: {error}") from error
 
 
 def encode(
@@ -164,7 +171,8 @@ def encode(
     dtype: np.dtype[Any],
 ) -> Encoded:
     """The tokens of a chunk's documents in their order; texts with the end token, chats as they are."""
-    documents = Documents(chunk, reading)
+    renderer = tokenizer.renderer if isinstance(tokenizer, ChatTokenizer) else None
+    documents = Documents(chunk, reading, renderer)
     both = list(documents)
     train, valid = (
         _tokens([document for document in both if document.is_held_out is side], tokenizer, dtype)

@@ -18,10 +18,11 @@ from nanoscale.config.prepared import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import refused
-from nanoscale.data.prepare.chat import Template, find_template
+from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Reading
 from nanoscale.data.prepare.folder import Part, Progress
+from nanoscale.data.prepare.render import Template
 from nanoscale.data.prepare.sources import Source, find_sources, problem
 from nanoscale.data.prepare.workers import Setup, Workers, encode_here
 from nanoscale.data.tokenizer import (

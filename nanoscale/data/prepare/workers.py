@@ -26,6 +26,7 @@ import numpy as np
 from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import Chunk
 from nanoscale.data.prepare.encode import Encoded, Reading, encode
+from nanoscale.data.prepare.renderer import Renderer
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 
 _LOOK_S = 0.2
@@ -47,7 +48,9 @@ class Setup:
 
     def load(self) -> Tokenizer | ChatTokenizer:
         if self.reading.template is not None:
-            return ChatTokenizer(self.tokenizer)
+            return ChatTokenizer(
+                self.tokenizer, Renderer(self.reading.template, self.reading.field)
+            )
         return load(self.tokenizer) if self.tokenizer else ByteTokenizer()
 
 
@@ -68,6 +71,8 @@ def encode_here(
             del os.environ[_THREADS]
         else:
             os.environ[_THREADS] = before
+        if isinstance(tokenizer, ChatTokenizer):
+            tokenizer.renderer.close()
 
 
 class LostWorkerError(Exception):

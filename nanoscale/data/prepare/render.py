@@ -1,0 +1,261 @@
+"""Chats to texts by a model's own template, in a process that may use little memory and time.
+
+A template is a program that comes with a model. Jinja's sandbox keeps it from files and from the interpreter,
+but not from `{{ 'a' * 10**10 }}` or from nested loops. So `renderer` runs this file as a process of its own,
+which imports the standard library and Jinja alone, and the kernel bounds its memory and its processor time.
+
+What goes in and out is data: the template as a line of JSON, then batches of records as they stand in the
+source; for each record one answer, a line of JSON and the text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SECONDS, SECONDS_A_MIB = 10.0, 10.0
+"""processor time that one record may take, and more for each MiB of it"""
+MEMORY_MIB, MEMORY_A_BYTE = 256, 40
+"""memory that the process may take, and more for each byte of the records that it is given at a time"""
+LONGEST, LONGEST_A_BYTE = 1 << 16, 32
+"""characters of a text, at most, and more for each byte of its record"""
+OUT_OF_MEMORY = 3
+"""exit code"""
+_MOST_SAID = 500
+_STARTED_WITH = 0
+"""bytes of address space that the process had before it was given anything"""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+class RecordError(Exception):
+    """A record that cannot become a text."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    """where in the text each answer begins and ends"""
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a conversation becomes a text."""
+
+    source: str
+    """Jinja"""
+    named: tuple[tuple[str, str], ...]
+    """`eos_token` and other names that the template may use, with their tokens"""
+    special: tuple[str, ...]
+    """the special tokens"""
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> Chat:
+        """Raises RecordError where the template refuses the messages, or has no place for their answers."""
+        forged = {token for m in messages for token in self.special if token in m["content"]}
+        if forged:
+            raise RecordError(f"has the special token {min(forged)} in a message's text")
+        whole = self._render(messages)
+        numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return Chat(whole, tuple(self._answer(whole, messages, number) for number in numbers))
+
+    def _answer(
+        self, whole: str, messages: Sequence[dict[str, Any]], number: int
+    ) -> tuple[int, int]:
+        before = self._render(messages[:number], asks=True)
+        after = self._render(messages[: number + 1])
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise RecordError(
+                f"has its answers in message {number + 1} at no certain place: the chat template writes the"
+                " messages before it differently with and without it (--chat-template FILE for another)"
+            )
+        kept = after[len(before) :].rstrip()
+        ended = kept.endswith(self.special)
+        return len(before), len(before) + len(kept) if ended else len(after)
+
+    def _render(self, messages: Sequence[dict[str, Any]], asks: bool = False) -> str:
+        try:
+            text: str = compiled(self.source).render(
+                messages=messages, add_generation_prompt=asks, **dict(self.named)
+            )
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise RecordError(f"cannot be rendered by the chat template: {_said(error)}") from error
+        return text
+
+
+@lru_cache(8)
+def compiled(source: str) -> Any:
+    """A template in a sandbox, with what transformers' templates may use, but the date.
+
+    The date would make other tokens every day; templates that know a date to fall back on take that.
+    """
+    from jinja2 import ext, nodes, parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):
+        """`{% generation %}` … `{% endgeneration %}`, which are around an answer: only what is within."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
+
+
+def _json(value: Any, **options: Any) -> str:
+    return json.dumps(value, **{"ensure_ascii": False} | options)
+
+
+def _refuse(message: str) -> None:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _said(error: BaseException) -> str:
+    """An exception's own text in one line, or its name."""
+    return " ".join(str(error).split())[:_MOST_SAID] or type(error).__name__
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON document. Raises RecordError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"is no JSON: {error}") from error
+
+
+def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
+    """The messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
+
+    ShareGPT's `conversations` of `from` and `value` are taken too. Raises RecordError.
+    """
+    found = record
+    if isinstance(record, dict):
+        name = next((name for name in (field, "conversations") if name in record), None)
+        if name is None:
+            names = ", ".join(list(record)[:8]) or "none"
+            raise RecordError(f"has no field {field!r} (--field); its fields: {names}")
+        found = record[name]
+    if not isinstance(found, list) or not found:
+        raise RecordError("has no list of messages, or an empty one")
+    messages = [_message(number, one) for number, one in enumerate(found, 1)]
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise RecordError("has no answer: no message is an assistant's")
+    if roles[0] == "assistant":
+        raise RecordError("begins with an answer: its first message is an assistant's")
+    return messages
+
+
+def _message(number: int, one: Any) -> dict[str, Any]:
+    if not isinstance(one, dict):
+        raise RecordError(f"message {number} is no object with a role and a content")
+    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
+    role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+    if role not in _ROLES:
+        raise RecordError(f"message {number} has the role {role!r}, not {', '.join(_ROLES)}")
+    if not isinstance(content, str):
+        raise RecordError(f"message {number} has a content that is not text")
+    return {**one, "role": role, "content": content}
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until there are no more requests: first whether the template can be compiled, then records."""
+    first = json.loads(requests.readline())
+    named = tuple((name, token) for name, token in first["named"])
+    template = Template(first["source"], named, tuple(first["special"]))
+    _limit_memory(len(template.source))
+    _limit_time(len(template.source))
+    try:
+        compiled(template.source)
+        problem = None
+    except MemoryError:
+        raise
+    except Exception as error:
+        line = getattr(error, "lineno", None)
+        problem = f"line {line}: {_said(error)}" if line else _said(error)
+    _write(answers, {"problem": problem})
+    while header := requests.readline():
+        sizes = json.loads(header)
+        _limit_memory(sum(sizes))
+        for record in [requests.read(size) for size in sizes]:
+            _limit_time(len(record))
+            _answer(answers, template, record, first["field"])
+        answers.flush()
+
+
+def _answer(answers: BinaryIO, template: Template, record: bytes, field: str) -> None:
+    try:
+        chat = template.chat(messages_of(parsed(record.decode()), field))
+        most = LONGEST + LONGEST_A_BYTE * len(record)
+        if len(chat.text) > most:
+            raise RecordError(
+                f"becomes {len(chat.text):,} characters by the chat template; at most {most:,} are admitted"
+            )
+    except RecordError as error:
+        _write(answers, {"error": str(error)})
+        return
+    text = chat.text.encode(errors="surrogatepass")
+    answers.write(json.dumps({"bytes": len(text), "answers": chat.answers}).encode() + b"\n" + text)
+
+
+def _write(answers: BinaryIO, document: dict[str, Any]) -> None:
+    answers.write(json.dumps(document).encode() + b"\n")
+    answers.flush()
+
+
+def _limit_memory(given: int) -> None:
+    """Let an allocation fail that goes beyond what this process had, and what `given` bytes of records need."""
+    most = _STARTED_WITH + (MEMORY_MIB << 20) + MEMORY_A_BYTE * given
+    with suppress(ValueError, OSError):  # not every system can
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _limit_time(given: int) -> None:
+    """Let the kernel end this process after so much processor time from now on."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_A_MIB * given / 2**20)
+
+
+def _virtual_bytes() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+if __name__ == "__main__":
+    _STARTED_WITH = _virtual_bytes()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
