@@ -9,7 +9,8 @@ from signal import SIGINT
 from typing import Any, TextIO
 
 from nanoscale import display
-from nanoscale.cli.jobs import way_on
+from nanoscale.cli.fit import saving_lines, saving_of
+from nanoscale.cli.jobs import ways_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.cli.refusals import Refusals
 from nanoscale.config.derive import derive
@@ -78,6 +79,8 @@ def attempt(
     stream = sys.stderr if as_json else sys.stdout
     submission.note(run)
     with LiveView(run, stream) as view:
+        for line in saving_lines(request):
+            view.line(line)
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
     with suppress(
@@ -115,11 +118,12 @@ def show_plan(
     derived = derive(config)
     plan = plan_launch(config, run, number, derived.world_size, request.hosts)
     size = parameters(config.model)
+    saving = saving_of(request)
     if as_json:
-        shown = document(plan, config, derived, size, run, request.plan)
+        shown = document(plan, config, derived, size, run, request.plan, saving)
         print_json(shown | refusals.document())
     else:
-        print_plan(console(), plan, config, derived, size, run, request.plan)
+        print_plan(console(), plan, config, derived, size, run, request.plan, saving)
     return refusals.show()
 
 
@@ -226,6 +230,6 @@ def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
     if compared:
         lines.append(f"  plan        {compared}")
     if outcome.state != "completed":
-        lines.append(f"  go on       {way_on(run)}")
+        lines += ways_on(run)
     with display.surviving(stream):
         display.show("\n".join(lines), stream=stream)

@@ -11,6 +11,7 @@ from nanoscale.cli.refusals import Refusals
 
 if TYPE_CHECKING:
     from nanoscale.launch.prepare import Request
+    from nanoscale.plan.saving import SavingPlan
 
 Force = Annotated[
     bool, typer.Option("--force", help="Launch it even if the plan says that it does not fit.")
@@ -39,3 +40,29 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
         with refusals.gather():
             require_fit(request.composed, plan, request.devices)
     return replace(request, plan=document(plan))
+
+
+def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:
+    """Let pass a job whose checkpoints have room on the disk.
+
+    Raises:
+        UserError: of kind `plan`, there is no room for a single one, and nobody insists.
+    """
+    if not force:
+        with refusals.gather():
+            saving_of(request).require_disk()
+
+
+def saving_of(request: Request) -> SavingPlan:
+    """Return when the job saves checkpoints, and what they need on the disk."""
+    from nanoscale.plan.saving import plan_saving
+
+    step_s = request.plan["step_time_s"] if request.plan else None
+    return plan_saving(request.config, step_s, len(request.run.checkpoint_steps()))
+
+
+def saving_lines(request: Request) -> list[str]:
+    """Return the same as lines to show, warnings included."""
+    saving = saving_of(request)
+    lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
+    return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]

@@ -109,6 +109,16 @@ def way_on(run: RunDirectory) -> str:
     return shlex.join(["sbatch", *task, one.script])
 
 
+def ways_on(run: RunDirectory) -> list[str]:
+    """The last lines about a run that has ended early: what to type, and whether that starts from step 1."""
+    if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
+        return [f"  go on       {way_on(run)}"]
+    return [
+        "  checkpoint  none was saved: the training would start again from step 1",
+        f"  start over  {way_on(run)}",
+    ]
+
+
 def job_of(run: RunDirectory) -> Job | None:
     """The newest job of a run; None where it was never handed to SLURM."""
     one = submission.read(run)

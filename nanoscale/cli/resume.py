@@ -65,7 +65,7 @@ def resume(
 ) -> int:
     """Go on from the newest whole checkpoint, with the same or a changed configuration."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
-    from nanoscale.cli.fit import planned
+    from nanoscale.cli.fit import planned, require_disk
     from nanoscale.config.compose import compose
     from nanoscale.config.frozen import load
     from nanoscale.launch.allocation import require_one_launcher
@@ -90,6 +90,7 @@ def resume(
         previous = load(directory.config)
         complete = _is_complete(directory, previous, request.config)
         _say_what_differs(previous, request.config)
+        require_disk(request, refusals, force=force or complete)
         force = force or complete or not differences(previous, request.config)
         request = planned(request, refusals, force=force)
         if complete:
@@ -106,6 +107,7 @@ def resume(
             return DONE
         _say_what_differs(previous, request.config)
         # What went before goes on as it was, whatever is predicted.
+        require_disk(request, refusals, force=force)
         force = force or not differences(previous, request.config)
         request = planned(request, refusals, force=force)
         _say_where_from(directory)

@@ -69,7 +69,7 @@ def submit(
     as_json: AsJson = False,
 ) -> int:
     """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
-    from nanoscale.cli.fit import planned
+    from nanoscale.cli.fit import planned, require_disk
     from nanoscale.config.sweep import expand
     from nanoscale.launch.allocation import require_one_launcher
     from nanoscale.launch.slurm import SlurmError
@@ -86,6 +86,8 @@ def submit(
         )
     refusals = Refusals(postponed=dry_run)
     requests = [planned(request, refusals, force=force) for request in requests]
+    for request in requests:
+        require_disk(request, refusals, force=force)
     batch = _batch(requests, at_once, refusals)
     if dry_run:
         _show(batch, variants, refusals, as_json)
@@ -247,6 +249,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
     """`--dry-run`."""
     import shutil
 
+    from nanoscale.cli.fit import saving_lines, saving_of
     from nanoscale.config.derive import derive
     from nanoscale.config.rules.case import counted
     from nanoscale.launch.show import derived_values, settings
@@ -262,6 +265,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
             "settings": settings(config),
             "derived": derived_values(derived, parameters(config.model)),
             "text": batch.script,
+            "checkpoints": saving_of(batch.requests[0]).document(),
         }
         print_json({**document, **_document(batch, variants), **refusals.document()})
         return
@@ -273,10 +277,14 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
         _print_runs(batch, variants)
     if shutil.which("sbatch") is None:
         display.note("sbatch is not installed here: submit from a login node")
+    for line in saving_lines(batch.requests[0]):
+        display.note(line)
     display.note(f"this would be {batch.path}; nothing was written or submitted")
 
 
 def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
+    from nanoscale.cli.fit import saving_lines
+
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"
     display.show(f"{what} queued as job {job}")
@@ -285,6 +293,8 @@ def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
+    for line in saving_lines(batch.requests[0]):
+        display.show(f"  {line}")
     display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
 

@@ -56,7 +56,7 @@ def train(
 ) -> int:
     """Compose, check, plan, prepare, launch and follow a job until its end."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
-    from nanoscale.cli.fit import planned
+    from nanoscale.cli.fit import planned, require_disk
     from nanoscale.launch.prepare import new_run
     from nanoscale.launch.signals import Signals
 
@@ -66,6 +66,7 @@ def train(
         overrides or [], config, config_dir, options, refusals, fetch=not dry_run, trust=trust
     )
     request = planned(request, refusals, force=force)
+    require_disk(request, refusals, force=force)
     if dry_run:
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:

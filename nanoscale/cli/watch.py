@@ -116,7 +116,7 @@ def _outcome(run: RunDirectory) -> Outcome | None:
 
 def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
     """Nobody wrote down how the run ended, or it never began."""
-    from nanoscale.cli.jobs import in_words, output_of, way_on
+    from nanoscale.cli.jobs import in_words, output_of, ways_on
     from nanoscale.runs import status
 
     lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
@@ -124,6 +124,6 @@ def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
         lines.append(f"  job         {job.sentence()}")
         output = output_of(run, job.submission)
         lines += [] if output is None else [f"  its output  {output}"]
-    lines.append(f"  go on       {way_on(run)}")
+    lines += ways_on(run)
     display.show("\n".join(lines), stream=stream)
     return FAILED

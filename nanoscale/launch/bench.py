@@ -75,7 +75,10 @@ def document(config: Config, measured: Document, plan: Document | None) -> Docum
     each = speed / sizes.world_size
     checkpoint = measured["checkpoint"]
     if checkpoint and "stall_s" in checkpoint:
-        lost = checkpoint["stall_s"] / (config.checkpoint.every * seconds)
+        between = config.checkpoint.every * seconds
+        if config.checkpoint.every_minutes:
+            between = min(between, 60 * config.checkpoint.every_minutes)
+        lost = checkpoint["stall_s"] / between
         checkpoint = {**checkpoint, "every": config.checkpoint.every, "share": lost}
     return {
         "model": config.model.name,

@@ -12,6 +12,7 @@ from nanoscale.config.schema import Config, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
 from nanoscale.plan.model_math import describe_adapters
+from nanoscale.plan.saving import SavingPlan
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.units import GIB, duration, share
 
@@ -29,6 +30,7 @@ def document(
     parameters: int,
     run: RunDirectory,
     predicted: dict[str, Any] | None,
+    saving: SavingPlan,
 ) -> dict[str, Any]:
     """`train --dry-run --json`."""
     return {
@@ -51,6 +53,7 @@ def document(
         "derived": derived_values(derived, parameters),
         "run_dir": str(run.path),
         "plan": predicted,
+        "checkpoints": saving.document(),
     }
 
 
@@ -174,6 +177,7 @@ def print_plan(
     parameters: int,
     run: RunDirectory,
     predicted: dict[str, Any] | None,
+    saving: SavingPlan,
 ) -> None:
     """`train --dry-run`. `predicted`: plan.json, where the devices are known."""
     from rich.table import Table
@@ -195,6 +199,7 @@ def print_plan(
         values.add_row(name, text)
     for name, text in forecast(predicted).items() if predicted else ():
         values.add_row(name, text)
+    values.add_row("checkpoints", "\n".join(saving.sentences()))
     console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
     console.print(values)
 
@@ -219,4 +224,6 @@ def print_plan(
     for entry in plan.hosts:
         line = f"  {entry.host}: {shlex.join(entry.command)}"
         console.print(line, markup=False, soft_wrap=True)
+    for warning in saving.warnings():
+        console.print(f"\nwarning: {warning}", markup=False, soft_wrap=True)
     console.print("\nnothing was written or started")

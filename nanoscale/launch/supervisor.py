@@ -150,7 +150,11 @@ class Supervisor:
         cause = outcome.failure
         why = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
         further = counted(left, "more restart") if left else "no more restart"
-        text = f"{why}; starting again from the newest checkpoint ({further} after this)"
+        saved = self.run.checkpoint_steps()
+        start = (
+            f"the checkpoint of step {saved[-1]}" if saved else "step 1: no checkpoint was saved"
+        )
+        text = f"{why}; starting again from {start} ({further} after this)"
         events.append(self.run, "restart", text, left=left)
         self.view.poll()
 

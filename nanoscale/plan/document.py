@@ -8,6 +8,7 @@ from typing import Any
 from nanoscale.plan.memory import RankMemory
 from nanoscale.plan.model_math import active_parameters, parameters
 from nanoscale.plan.predict import Prediction
+from nanoscale.plan.saving import plan_saving
 from nanoscale.units import GIB
 
 
@@ -27,6 +28,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "hfu": time.hfu,
         "pipeline_utilisation": plan.timeline.utilisation if plan.timeline is not None else None,
         "training": asdict(plan.training),
+        "checkpoints": plan_saving(plan.config, time.seconds).document(),
         "parameters": parameters(plan.config.model),
         "active_parameters": active_parameters(plan.config.model),
         "layout": {

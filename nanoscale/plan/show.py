@@ -9,6 +9,7 @@ from nanoscale.plan.how import how
 from nanoscale.plan.memory_text import bars
 from nanoscale.plan.model_math import active_parameters, parameters
 from nanoscale.plan.predict import Prediction
+from nanoscale.plan.saving import plan_saving
 from nanoscale.units import byte_size, duration, share, three_digits
 
 if TYPE_CHECKING:
@@ -91,14 +92,21 @@ def verdict(plan: Prediction) -> str:
 
 
 def outcome(plan: Prediction) -> list[str]:
-    """Speed, and what the whole training takes."""
+    """Speed, what the whole training takes, and when checkpoints are saved."""
     time, run = plan.time, plan.training
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"
     length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
-    return [speed, shares, length]
+    saving = plan_saving(plan.config, time.seconds)
+    return [
+        speed,
+        shares,
+        length,
+        *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
+        *(f"warning: {warning}" for warning in saving.warnings()),
+    ]
 
 
 def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.cli.attempt import report
 from nanoscale.cli.jobs import Job, in_words, way_on
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.compose import compose
 from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, check
+from nanoscale.launch.attempt import Outcome
 from nanoscale.launch.slurm import JobState
 from nanoscale.runs import events, failure, lock, status, submission
 from nanoscale.runs.directory import RunDirectory
@@ -306,6 +309,20 @@ def test_how_to_go_on(runs):
     assert way_on(runs[0]) == "nanoscale resume b"
     submission.write(runs[0], Submission("12", 3, "/a b/submit.sbatch"))
     assert way_on(runs[0]) == "sbatch --array=3 '/a b/submit.sbatch'"
+
+
+def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
+    before = io.StringIO()
+    report(runs[0], Outcome("stopped", 130), before)
+    assert (
+        "checkpoint  none was saved: the training would start again from step 1"
+        in before.getvalue()
+    )
+    assert "start over  nanoscale resume b" in before.getvalue()
+    runs[0].checkpoint(3).mkdir()
+    after = io.StringIO()
+    report(runs[0], Outcome("stopped", 130), after)
+    assert "go on       nanoscale resume b" in after.getvalue() and "step 1" not in after.getvalue()
 
 
 # --- watching -------------------------------------------------------------------------------------

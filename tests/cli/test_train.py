@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -251,3 +252,16 @@ def test_nothing_is_left_where_the_launch_itself_breaks(folder, monkeypatch, cap
     assert nanoscale(["train", *words(folder, "run.name=x")]) == 1
     assert "Too many open files" in capsys.readouterr().err
     assert status.read(RunDirectory(folder / "runs" / "x")).state == "failed"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(folder, capsys, monkeypatch):
+    usage = shutil.disk_usage(folder)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert nanoscale(["train", *words(folder)]) == 3
+    assert "a checkpoint takes 3.86 MiB, and 1 MiB are free" in capsys.readouterr().err
+    assert not (folder / "runs").exists()
+    assert nanoscale(["train", *words(folder), "--dry-run", "--json"]) == 3
+    saving = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (saving["every_minutes"], saving["keep_last"], saving["most_at_once"]) == (15, 2, 1)
+    assert saving["needed_bytes"] == saving["bytes"] > saving["free_bytes"] == 2**20
+    assert "checkpoints will fill the disk" in saving["warnings"][0]

@@ -156,6 +156,6 @@ def _why(code: int, given: Sequence[bytes]) -> str:
         return f"needs more than {byte_size(most)} of memory"
     if code == -signal.SIGPROF:
         most_s = render.SECONDS + render.SECONDS_A_MIB * size / 2**20
-        return f"takes more than {most_s:.3g} s of processor time"
+        return f"takes more than {round(most_s, 1):g} s of processor time"
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"ended its process ({how})"

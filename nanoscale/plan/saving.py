@@ -1,0 +1,199 @@
+"""When checkpoints are saved, how large they are, and whether the disk holds them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config import lora
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.errors import UserError, Violation
+from nanoscale.plan.model_math import parameters
+from nanoscale.plan.states import BYTES, moments
+from nanoscale.units import byte_size
+
+_EIGHT_BIT_MOMENTS = 8.0
+"""bytes a parameter of two moments of 8 bits, which a checkpoint holds in fp32"""
+
+
+@dataclass(frozen=True)
+class SavingPlan:
+    """When a job saves checkpoints, and what they need on the disk."""
+
+    config: Checkpoint
+    restarts: int
+    """launcher.max_restarts"""
+    steps: int
+    """of the whole training"""
+    minutes_in_steps: int | None
+    """checkpoint.every_minutes in steps, by the predicted time of one; None: unknown, or not saved by time"""
+    bytes: int
+    """size of one checkpoint; 0: unknown"""
+    root: str
+    """folder of runs"""
+    free: int | None
+    """free bytes of its disk, seen from this machine; None: unknown"""
+    present: int = 0
+    """checkpoints that the run has already"""
+
+    @property
+    def during(self) -> bool:
+        """True if checkpoints are saved before the training ends."""
+        return bool(self.config.every or self.config.every_minutes)
+
+    @property
+    def most(self) -> int:
+        """Checkpoints of the run that lie on the disk at the same time, one that is being written included."""
+        saving = self.config
+        by_number = self.steps // saving.every if saving.every else 0
+        if saving.keep_last is None:
+            kept = self.present + by_number + 1
+        else:
+            kept = saving.keep_last + (self.steps // saving.keep_every if saving.keep_every else 0)
+        if saving.every_minutes and self.minutes_in_steps is None:
+            return max(self.present, kept + 1)
+        by_time = self.steps // self.minutes_in_steps if self.minutes_in_steps else 0
+        return max(self.present, min(kept + 1, self.present + by_number + by_time + 1))
+
+    @property
+    def needed(self) -> int:
+        """Bytes that checkpoints take up beside those that the run has already."""
+        return max(1, self.most - self.present) * self.bytes
+
+    @property
+    def saves(self) -> bool:
+        """True if anything is saved at all, a stop by the user included."""
+        return self.during or self.config.at_end or self.config.at_stop
+
+    def sentences(self) -> list[str]:
+        """When they are saved, how large one is and how many are kept; what the disk has."""
+        saving = self.config
+        when = [f"every {saving.every:,} steps"] if saving.every else []
+        when += [self._by_time()] if saving.every_minutes else []
+        when += ["at the end"] if saving.at_end else []
+        when += ["when it is stopped"] if saving.at_stop else []
+        if not when:
+            return ["none is saved"]
+        if not self.bytes:
+            return [_listed(when)]
+        return [
+            f"{_listed(when)}; {byte_size(self.bytes)} each, {self._kept()}",
+            f"{byte_size(self.needed)} needed{self._free()}",
+        ]
+
+    def warnings(self) -> list[str]:
+        """What may cost somebody a night."""
+        return [*self._full_disk(), *self._restarts_from_the_beginning()]
+
+    def require_disk(self) -> None:
+        """Raise a UserError of kind `plan` if the disk has no room for a single checkpoint."""
+        if self.free is None or not self.saves or self.bytes <= self.free:
+            return
+        sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
+        message = f"a checkpoint takes {sizes}"
+        remedy = "free some space, or run.root=FOLDER on another disk"
+        found = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
+        raise UserError("plan", f"{message}. Go on with --force", [found])
+
+    def document(self) -> dict[str, Any]:
+        """The entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
+        return {
+            **asdict(self.config),
+            "every_minutes_in_steps": self.minutes_in_steps,
+            "bytes": self.bytes or None,
+            "most_at_once": self.most if self.saves else 0,
+            "needed_bytes": self.needed if self.bytes and self.saves else None,
+            "free_bytes": self.free,
+            "root": self.root,
+            "warnings": self.warnings(),
+        }
+
+    def _by_time(self) -> str:
+        text = f"every {self.config.every_minutes:g} min"
+        if self.minutes_in_steps is None:
+            return text
+        if self.minutes_in_steps >= self.steps:
+            return f"{text} (the plan expects the training to take less)"
+        steps = "step" if self.minutes_in_steps == 1 else f"{self.minutes_in_steps:,} steps"
+        return f"{text} (about every {steps})"
+
+    def _kept(self) -> str:
+        saving = self.config
+        if saving.keep_last is None:
+            return "all are kept, but of those saved by time only the newest"
+        newest = (
+            "the newest is kept"
+            if saving.keep_last == 1
+            else f"the newest {saving.keep_last} are kept"
+        )
+        return newest + (f", and every {saving.keep_every:,}th step" if saving.keep_every else "")
+
+    def _free(self) -> str:
+        return "" if self.free is None else f", {byte_size(self.free)} free in {self.root}"
+
+    def _full_disk(self) -> list[str]:
+        if self.free is None or not self.saves or self.needed <= self.free:
+            return []
+        fewer = {None: " or checkpoint.keep_last=2", 1: ""}
+        instead = f"run.root=FOLDER{fewer.get(self.config.keep_last, ' or checkpoint.keep_last=1')}"
+        return [
+            f"checkpoints will fill the disk: up to {self.most} are kept or being written, which needs "
+            f"{byte_size(self.needed)}, and {byte_size(self.free)} are free in {self.root}. Free some space, "
+            f"or set {instead}"
+        ]
+
+    def _restarts_from_the_beginning(self) -> list[str]:
+        if not self.restarts or self.during:
+            return []
+        return [
+            f"with launcher.max_restarts={self.restarts} the training would restart from step 1: no checkpoint "
+            "is saved before the end. Set checkpoint.every_minutes=15"
+        ]
+
+
+def plan_saving(config: Config, step_s: float | None, present: int = 0) -> SavingPlan:
+    """Plan the checkpoints of a resolved configuration.
+
+    Args:
+        step_s: seconds of a step; None: unknown.
+        present: checkpoints that the run has already.
+    """
+    minutes = config.checkpoint.every_minutes
+    root = Path(config.run.root).absolute()
+    return SavingPlan(
+        config=config.checkpoint,
+        restarts=config.launcher.max_restarts,
+        steps=derive(config).steps,
+        minutes_in_steps=max(1, round(60 * minutes / step_s)) if minutes and step_s else None,
+        bytes=checkpoint_bytes(config),
+        root=str(root),
+        free=_free_bytes(root),
+        present=present,
+    )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the bytes of what is trained and of its moments, in any layout; 0 if nobody counted them."""
+    trained = lora.parameters(config) if config.lora.rank else parameters(config.model)
+    width = BYTES[config.precision.params]
+    narrow = config.optimizer.name == "adamw8bit"
+    return int(
+        trained * (width + (_EIGHT_BIT_MOMENTS if narrow else moments(config.optimizer, width)))
+    )
+
+
+def _free_bytes(root: Path) -> int | None:
+    existing = next(path for path in (root, *root.parents) if path.exists())
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return None
+    return usage.free if usage.total else None  # /proc and its like are no disks
+
+
+def _listed(parts: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

@@ -1,0 +1,129 @@
+"""When checkpoints come, how large they are, and whether the disk holds them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.config.compose import compose
+from nanoscale.config.rules import Devices, check
+from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer
+from nanoscale.errors import UserError
+from nanoscale.plan.saving import checkpoint_bytes, plan_saving
+from tests.support.jobs import make_config, make_run, train, write_tokens
+
+MIB = 2**20
+Usage = namedtuple("Usage", "total used free")
+
+
+def job(*words: str) -> Config:
+    return check(compose(["recipe=debug", *words]), Devices("cpu", 1))
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with 5 MiB free; a checkpoint of the recipe `debug` takes almost 4."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10 * MIB, 5 * MIB, 5 * MIB))
+
+
+ALWAYS = "at the end and when it is stopped"
+
+
+@pytest.mark.parametrize(
+    ("words", "step_s", "expected"),
+    [
+        ((), 0.1, f"every 15 min (the plan expects the training to take less), {ALWAYS}"),
+        (("train.steps=1e6",), 0.1, f"every 15 min (about every 9,000 steps), {ALWAYS}"),
+        (("train.steps=1e6",), None, f"every 15 min, {ALWAYS}"),
+        (("train.steps=1e6",), 3600.0, f"every 15 min (about every step), {ALWAYS}"),
+        (
+            ("checkpoint=periodic", "checkpoint.every_minutes=0"),
+            1.0,
+            f"every 1,000 steps, {ALWAYS}",
+        ),
+        (("checkpoint=none",), 1.0, "none is saved"),
+    ],
+)
+def test_when_they_come(words: tuple[str, ...], step_s: float | None, expected: str) -> None:
+    first = plan_saving(job(*words), step_s).sentences()[0]
+    assert first.partition(";")[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "step_s", "most"),
+    [
+        ((), 1.0, 1),  # the training takes 20 s: the last one alone
+        ((), None, 3),
+        (("checkpoint.every=10",), 1.0, 3),
+        (("checkpoint.every=1",), 1.0, 3),
+        (("checkpoint.every=1", "checkpoint.keep_every=5"), 1.0, 7),
+    ],
+)
+def test_how_many_lie_on_the_disk(words: tuple[str, ...], step_s: float | None, most: int) -> None:
+    saving = plan_saving(job(*words), step_s)
+    assert saving.most == most and saving.needed == most * saving.bytes
+    assert plan_saving(job(*words), step_s, present=1).needed == max(1, most - 1) * saving.bytes
+
+
+def test_all_are_kept_but_of_those_saved_by_time_only_the_newest() -> None:
+    words = ("checkpoint.keep_last=null", "train.steps=1000")
+    assert plan_saving(job(*words), 60.0).most == 2
+    saving = plan_saving(job(*words, "checkpoint.every=100"), 60.0, present=3)
+    assert saving.most == 3 + 10 + 1 + 1 and saving.needed == 12 * saving.bytes
+
+
+def test_a_disk_that_will_be_full_is_warned_of(full: None) -> None:
+    (warning,) = plan_saving(job("train.steps=1000"), 60.0).warnings()
+    assert "up to 3 are kept or being written" in warning and "checkpoint.keep_last=1" in warning
+    assert plan_saving(job(), 0.1).warnings() == []
+
+
+def test_a_disk_without_room_for_one_is_refused(full: None) -> None:
+    saving = plan_saving(job("model.hidden=128"), 0.1)
+    with pytest.raises(UserError, match="a checkpoint takes .* 5 MiB are free") as caught:
+        saving.require_disk()
+    assert caught.value.kind == "plan"
+    plan_saving(job(), 0.1).require_disk()
+    plan_saving(job("model.hidden=128", "checkpoint=none"), 0.1).require_disk()
+
+
+def test_restarts_that_would_begin_anew_are_warned_of() -> None:
+    words = ("launcher.max_restarts=3", "checkpoint.every_minutes=0")
+    (warning,) = plan_saving(job(*words), 0.1).warnings()
+    assert "restart from step 1" in warning and "checkpoint.every_minutes=15" in warning
+    for more in ("checkpoint.every=5", "checkpoint.every_minutes=1", "launcher.max_restarts=0"):
+        assert plan_saving(job(*words, more), 0.1).warnings() == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bf16", "optimizer": Optimizer(name="sgd")},
+        {"precision": "fp32", "optimizer": Optimizer(name="adamw8bit")},
+    ],
+    ids=str,
+)
+def test_the_size_is_that_of_a_real_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_tokens(tmp_path)
+    config = make_config(tmp_path, checkpoint=Checkpoint(), **changes)
+    config = replace(config, train=replace(config.train, steps=1))
+    run = make_run(config)
+    train(run, config)
+    (stored,) = list_checkpoints(run.checkpoints)
+    tensors = stored.manifest["tensors"].values()
+    width = {"float64": 8, "float32": 4}
+    numbers = [(math.prod(it["shape"]), width[it["dtype"]]) for it in tensors if it["shape"]]
+    assert checkpoint_bytes(config) == sum(count * each for count, each in numbers)
+
+
+def test_adapters_are_all_that_is_saved_of_a_frozen_model() -> None:
+    whole = job()
+    assert checkpoint_bytes(replace(whole, lora=Lora(rank=2))) < checkpoint_bytes(whole) / 5
