@@ -13,6 +13,7 @@ from nanoscale.launch.slurm import JobState, SlurmError, job_states
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
+from nanoscale.runs.trust import is_own
 
 ASK_S = 2.0
 """between two questions to SLURM, which answers many people"""
@@ -101,9 +102,9 @@ def output_of(run: RunDirectory, one: Submission) -> Path | None:
 
 
 def way_on(run: RunDirectory) -> str:
-    """What to type to go on with a run that has ended."""
+    """Return what to type to continue a run that has ended: no script that somebody else's folder names."""
     one = submission.read(run)
-    if one is None or one.script is None:
+    if one is None or one.script is None or not is_own(run):
         return shlex.join(["nanoscale", "resume", run.reference])
     task = [] if one.task is None else [f"--array={one.task}"]
     return shlex.join(["sbatch", *task, one.script])

@@ -59,6 +59,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
     from nanoscale.launch.slurm import cancel
     from nanoscale.runs import events, submission
 
+    _require_own(run, job)
     with _refused(run, job):
         cancel(job.submission, only_waiting=True)
     after = job_of(run)
@@ -81,10 +82,29 @@ def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
         display.note(f"asked {owner} to stop")
         return
     assert job is not None
+    _require_own(run, job)
     with _refused(run, job):
         _note(run)
         signal_batch(job.submission, "TERM")
     display.note(f"asked {job} to stop")
+
+
+def _require_own(run: RunDirectory, job: Job) -> None:
+    """Raise a UserError where slurm.json may name the job of another run, since somebody else wrote it."""
+    import re
+    import shlex
+
+    from nanoscale.errors import UserError, Violation
+    from nanoscale.runs.trust import is_own
+
+    if is_own(run):
+        return
+    number = str(job.submission)
+    command = shlex.join(["scancel", "--batch", "--signal=TERM", number])
+    command = f"scancel {number}" if job.waits else command
+    suggestions = (command,) if re.fullmatch(r"[0-9]+(_[0-9]+)?", number) else ()
+    message = f"{run.path} was not made by your own runs, and {job} may be another run's"
+    raise UserError("slurm", message, [Violation("RUN", run.name, "", message, suggestions)])
 
 
 def _note(run: RunDirectory) -> None:

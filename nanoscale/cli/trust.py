@@ -47,10 +47,11 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     found = list(_violations(values, compose(), file))
     if not found:
         return
-    what = f"{file} was not made by your own runs, and names code or programs to run"
-    if sys.stdin.isatty() and sys.stderr.isatty() and _is_confirmed(what, found):
-        return
-    raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
+    what = f"{file} names code or programs to run, and was not made by your own runs, or was changed since"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
+    if not _is_confirmed(what, found):
+        raise UserError("trust", "nothing was started; --trust says yes without a question")
 
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:

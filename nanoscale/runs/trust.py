@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.cache import user_settings
+from nanoscale.config.frozen import load
 from nanoscale.config.reference import declared
 from nanoscale.config.schema import Config
+from nanoscale.errors import UserError
 from nanoscale.runs.directory import SIGNATURE, RunDirectory, write_atomically
 
 _BYTES = 32
@@ -54,6 +56,14 @@ def is_signed(folder: Path, config: Config) -> bool:
     except (OSError, ValueError):
         return False
     return secret is not None and hmac.compare_digest(found, _signature(secret, config))
+
+
+def is_own(run: RunDirectory) -> bool:
+    """Return True if a run of this user made the run folder."""
+    try:
+        return is_signed(run.path, load(run.config))
+    except UserError:
+        return False
 
 
 def _takes_effect(config: Config, name: str) -> bool:

@@ -21,7 +21,7 @@ from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.attempt import Outcome
 from nanoscale.launch.slurm import JobState
-from nanoscale.runs import events, failure, lock, status, submission
+from nanoscale.runs import events, failure, lock, status, submission, trust
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.runs.lock import RunLock
@@ -59,7 +59,9 @@ with RunLock(RunDirectory(Path(sys.argv[1]))):
 def make(root, name, state, created):
     composed = compose(["recipe=debug", f"run.name={name}"])
     run = RunDirectory.create(root, name)
-    run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))
+    config = check(composed, Devices("cpu", 2))
+    run.config.write_text(dump(config, composed.config))
+    trust.sign(run, config)
     status.write(run, status.Status("prepared", 0, created).starting(1).ending(state, 0))
     run.metrics.write_text(json.dumps(RECORD) + "\n")
     return run
@@ -207,6 +209,29 @@ def test_stop_ends_no_process_that_a_forged_lock_names(runs, capsys):
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_stop_ends_no_job_that_a_forged_file_names(runs, tmp_path, monkeypatch, capsys, state):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    answers = {
+        "squeue": f"echo '12|{state}|None|node|N/A|0|'",
+        "scancel": f"touch {programs}/called",
+    }
+    for name, answer in answers.items():
+        (programs / name).write_text(f"#!/bin/sh\n{answer}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    submission.write(runs[0], Submission("12", script=str(runs[0].script)))
+    assert way_on(runs[0]).startswith("sbatch ")
+    runs[0].signature.write_text("0" * 64)
+    assert nanoscale(["runs", "stop", "b"]) == 2
+    said = capsys.readouterr().err
+    assert "was not made by your own runs" in said
+    assert ("scancel 12" if state == "PENDING" else "scancel --batch --signal=TERM 12") in said
+    assert not (programs / "called").exists()
+    assert way_on(runs[0]) == "nanoscale resume b"
 
 
 def test_stop_gives_up_after_a_time(runs, hold, capsys):

@@ -58,7 +58,7 @@ def test_nothing_is_started_or_written_before_somebody_was_asked(command, capsys
     before = tree(tmp_path)
     assert nanoscale(command) == 2
     said = capsys.readouterr().err
-    assert "--trust" in said and "was not made by your own runs" in said
+    assert "add --trust" in said and "was not made by your own runs" in said
     assert "launcher.env.LD_PRELOAD=./theirs.so" in said and "launcher.env.A=one" in said
     assert tree(tmp_path) == before
 
