@@ -100,8 +100,8 @@ def _require_own(run: RunDirectory, job: Job) -> None:
     if is_own(run):
         return
     number = str(job.submission)
-    command = shlex.join(["scancel", "--batch", "--signal=TERM", number])
-    command = f"scancel {number}" if job.waits else command
+    signal = [] if job.waits else ["--batch", "--signal=TERM"]
+    command = shlex.join(["scancel", *signal, number])
     suggestions = (command,) if re.fullmatch(r"[0-9]+(_[0-9]+)?", number) else ()
     message = f"{run.path} was not made by your own runs, and {job} may be another run's"
     raise UserError("slurm", message, [Violation("RUN", run.name, "", message, suggestions)])
