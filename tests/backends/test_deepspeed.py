@@ -143,6 +143,7 @@ def test_layout_equals_plain_loop(
     assert_equal_curves(ours, reference, "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "degrees"),
     [
@@ -182,6 +183,7 @@ LORA: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "zero", "changes"), LORA)
 def test_adapters_alone_equal_plain_loop(
     tmp_path: Path, stage: int, zero: dict[str, Any], changes: dict[str, Any]
@@ -192,6 +194,7 @@ def test_adapters_alone_equal_plain_loop(
     assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW, lora=ADAPTERS), "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
@@ -221,6 +224,7 @@ def test_narrow_precision_is_near(
     assert [loss for loss, *_ in ours] != [loss for loss, *_ in reference]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "parallel", "compute"),
     [
@@ -287,6 +291,7 @@ SGD = Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)
 RESUMED = [(*stage, ADAMW) for stage in STAGES] + [(0, {}, SGD), (1, {}, SGD), (3, EVERYTHING, SGD)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "zero", "optimizer"), RESUMED)
 def test_stopped_and_resumed_bit_for_bit(
     tmp_path: Path, stage: int, zero: dict[str, Any], optimizer: Optimizer
@@ -301,6 +306,7 @@ def test_stopped_and_resumed_bit_for_bit(
     assert curve(run) == curve(whole)
 
 
+@pytest.mark.slow
 def test_resumed_across_backends(tmp_path: Path) -> None:
     """native, deepspeed in three layouts and stages, native: the losses of a run that never stopped."""
     write_tokens(tmp_path, samples=100)
@@ -350,6 +356,7 @@ def test_offload_to_a_disk_is_the_same_training(
     assert curve(run) == curve(whole)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_are_the_same_training(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, 2, dp=2)
@@ -358,6 +365,7 @@ def test_compiled_blocks_are_the_same_training(tmp_path: Path) -> None:
     assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
 
 
+@pytest.mark.slow
 def test_a_second_closer_sharding_is_the_same_training(tmp_path: Path) -> None:
     """ZeRO++'s hpZ."""
     write_tokens(tmp_path)
@@ -374,6 +382,7 @@ CHECKPOINTING: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "parallel"), CHECKPOINTING)
 def test_activation_checkpointing_equals_plain_loop(
     tmp_path: Path, stage: int, parallel: dict[str, Any]
@@ -385,6 +394,7 @@ def test_activation_checkpointing_equals_plain_loop(
     assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     saving = Checkpoint(every=3, keep_last=None)

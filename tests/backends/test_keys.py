@@ -48,6 +48,7 @@ ONLY_NATIVE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])
 def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
     write_tokens(tmp_path)

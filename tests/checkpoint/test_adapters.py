@@ -65,6 +65,7 @@ def newest(run: RunDirectory) -> store.StoredCheckpoint:
     return store.list_checkpoints(run.checkpoints)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout"),
     [("qwen3", {"dp": 2, "tp": 2, "stage": 3}), ("gpt2", {})],

@@ -265,6 +265,7 @@ def write_documents(folder: Path) -> None:
         writer.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "layout", "deepspeed"),
     [

@@ -88,6 +88,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "layout"), LAYOUTS, ids=str)
 def test_every_layout_begins_with_the_same_model(
     family: str, layout: dict[str, Any], tmp_path: Path

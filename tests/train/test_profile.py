@@ -35,6 +35,7 @@ def figures(run: RunDirectory) -> list[tuple[float, float]]:
     return [(record["loss"], record["grad_norm"]) for record in read_metrics(run)]
 
 
+@pytest.mark.slow
 def test_the_chosen_steps_of_the_chosen_ranks(tmp_path: Path) -> None:
     write_documents(tmp_path)
     config = make_config(

@@ -33,6 +33,7 @@ SGD = {"optimizer": Optimizer(name="sgd", lr=1e-2, clip_norm=0.5)}
 HSDP = {"dp_replicate": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "stage", "precision", "changes"),
     [
@@ -61,6 +62,7 @@ def test_stopped_and_resumed_bit_for_bit(
     assert_same_weights(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "stage"), [(1, 0), (2, 0), (2, 3)])
 def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> None:
     write_tokens(tmp_path, samples=100)
@@ -76,6 +78,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path, dp: int, stage: int) -> 
     assert_same_weights(run, whole)
 
 
+@pytest.mark.slow
 def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=2, stage=2, precision="fp32")
@@ -111,6 +114,7 @@ def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     assert_same_weights(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -136,6 +140,7 @@ def test_resumed_in_other_layouts(
     assert_same_training(run, whole)
 
 
+@pytest.mark.slow
 def test_resumed_along_every_axis(tmp_path: Path) -> None:
     """dp 4, then tp 2 · pp 2, then cp 4, then one process: the losses of a run that stayed in one."""
     write_tokens(tmp_path, samples=100)
@@ -155,6 +160,7 @@ def test_resumed_along_every_axis(tmp_path: Path) -> None:
     assert_same_training(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "degrees"),
     [
@@ -179,6 +185,7 @@ def test_killed_in_a_layout_and_resumed_bit_for_bit(
     assert_same_weights(run, whole)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, dp=2, stage=3, precision="fp32")

@@ -108,6 +108,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) -> None:
     write_tokens(tmp_path)
@@ -129,6 +130,7 @@ def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) 
     assert saved[0]["stall_s"] < saved[0]["seconds"]
 
 
+@pytest.mark.slow
 def test_killed_while_one_is_written(tmp_path: Path) -> None:
     """The one before is there, and the training goes on from it bit for bit."""
     write_tokens(tmp_path)

@@ -118,6 +118,7 @@ def test_all_that_are_kept_are_not_those_saved_by_time(tmp_path: Path) -> None:
     assert saved(tmp_path, every=7, keep_last=None, dp=2) == [7, 14, 19]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_run_continues_from_it_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
     write_tokens(tmp_path)
