@@ -54,7 +54,7 @@ def clear_up(group: int, *, lost: bool = False) -> None:
     if mark := os.environ.get(MARK):
         orphans.end_strays(mark, group)
     if lost and (folder := os.environ.get(SCRATCH)):
-        scratch.remove(Path(folder))
+        scratch.remove(Path(folder), semaphores=not _has_tracker(group))
     if enclosure := os.environ.get(CGROUP):
         cgroup.kill(Path(enclosure))
         cgroup.remove(Path(enclosure))
@@ -77,14 +77,19 @@ def end_group(group: int) -> None:
 
 def _members(group: int) -> Iterator[int]:
     """The living processes of a group, without the resource tracker."""
+    return (pid for pid in _living(group) if not is_tracker(pid))
+
+
+def _has_tracker(group: int) -> bool:
+    return any(map(is_tracker, _living(group)))
+
+
+def _living(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _parent, number = (
-                (folder / "stat").read_text("ascii", "replace").rpartition(")")[2].split()[:3]
-            )
-            if state in ("Z", "X") or int(number) != group:
-                continue
-            if not is_tracker(int(folder.name)):
+            stat = (folder / "stat").read_text("ascii", "replace")
+            state, _parent, number = stat.rpartition(")")[2].split()[:3]
+            if state not in ("Z", "X") and int(number) == group:
                 yield int(folder.name)
 
 

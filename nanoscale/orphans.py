@@ -53,7 +53,6 @@ def _group(pid: int) -> int | None:
 def lives(pid: int) -> bool:
     """Return True if a process has not ended; one that nobody has reaped has."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[
-            0
-        ] not in ("Z", "X")
+        stat = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
     return False

@@ -34,10 +34,11 @@ def semaphore_prefix(folder: Path) -> str:
     return f"/{folder.name}"
 
 
-def remove(folder: Path) -> None:
-    """Remove a folder, and the semaphores that were named for it."""
-    for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
-        semaphore.unlink(missing_ok=True)
+def remove(folder: Path, *, semaphores: bool = True) -> None:
+    """Remove a folder, and the semaphores that were named for it unless somebody else does."""
+    if semaphores:
+        for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
+            semaphore.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -32,8 +32,20 @@ decides, waits for a better explanation only while ranks say nothing but that th
 has all agents end their ranks. Launcher and agents hear each other every second. Who hears nothing for
 `launcher.lost_after_s` (5 s) takes the other for lost: the launcher ends the job on the other hosts, an agent
 ends its own ranks, so nothing lives on behind a network that is down. Where an agent was lost and its host
-still answers, a second short command over the same way ends what the agent may have left there. After that
-the run goes on from its newest whole checkpoint: by `nanoscale resume RUN`, or by itself with
+still answers, a second short command over the same way ends what the agent may have left there.
+
+A process that a rank has started ends with the job even if it has left the rank's session or process group
+(`setsid`, a daemon), as long as it still carries the job's mark, `NANOSCALE_JOB`, in its environment. Agents
+end such processes when they end; ranks and their fork server do so when their agent was killed. A process that
+has cleared its environment and left the session as well ends with the job only where the agent may make a
+cgroup: on Linux 5.14 or later, with a cgroup (version 2) that is delegated to the user, as under
+`systemd-run --user --scope -p Delegate=yes`. Processes of other users are never touched. If launcher, agent,
+ranks and the fork server of a host are all killed at the same moment, nothing is left there that could end a
+process in another session. Temporary files and semaphores of an agent that was killed are removed by its ranks,
+or by the next agent on that host. `python scripts/kills.py` kills a training at random instants and shows that
+nothing of it is left, that no checkpoint is lost, and that the resumed run ends with the same weights.
+
+After that the run goes on from its newest whole checkpoint: by `nanoscale resume RUN`, or by itself with
 `launcher.max_restarts=N`.
 
 Measured by `make faults` on {date}: two nodes with a rank each and a login node, all of them network

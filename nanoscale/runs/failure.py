@@ -307,6 +307,11 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
         return failure.message, ""
+    if failure.type.endswith("MissingFolderError"):
+        return (
+            failure.message,
+            "if it was renamed, rename it back; then `nanoscale resume` goes on from the newest checkpoint",
+        )
     if failure.type.endswith("FencedError"):
         return (
             f"{failure.message}; what it had not saved is trained again there",

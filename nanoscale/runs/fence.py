@@ -28,6 +28,10 @@ class FencedError(OSError):
     """The run has gone on without this rank's attempt, which can change nothing there any more."""
 
 
+class MissingFolderError(FencedError):
+    """The run's folder, or that of its checkpoints, was deleted or renamed while the run was going on."""
+
+
 def begin(run: RunDirectory, attempt: int) -> None:
     """Let an attempt change the checkpoints, and no other one any more. For launchers."""
     end(run)
@@ -50,6 +54,8 @@ def end(run: RunDirectory) -> None:
 def require(workspace: Path) -> None:
     """Raise a FencedError where the run has gone on without the attempt that has this workspace.
 
+    That is a MissingFolderError where nobody has taken the run, and its folder is not there any more.
+
     The folder is touched, not looked at: a client of a network file system would answer a look from memory.
     """
     try:
@@ -57,6 +63,11 @@ def require(workspace: Path) -> None:
     except OSError as error:
         if error.errno not in _GONE:
             raise
+        for folder in (workspace.parents[1], workspace.parent):
+            if not folder.exists():
+                raise MissingFolderError(
+                    f"{folder} was deleted or renamed while the run was going on"
+                ) from None
         raise FencedError(_explain(workspace)) from None
 
 

@@ -92,7 +92,7 @@ class Owner:
 
 
 class TakenOverError(UserError):
-    """Another launcher has the run now."""
+    """Another launcher has the run now, or its folder is not in its place any more."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ class RunLock:
         self._folder = self._handle = -1
         self._beaten = 0.0
         self._lost = False
+        self._was_in_place = False
+        """False also until a folder that is being prepared has been moved to its place"""
         self._closing = threading.Event()
 
     def __enter__(self) -> RunLock:
@@ -161,14 +163,16 @@ class RunLock:
 
     @property
     def lost(self) -> bool:
-        """Whether another launcher has taken the run."""
+        """Whether another launcher has taken the run, or its folder is not in its place any more."""
         # Nobody takes it within PATIENCE_BEATS of our last beat.
         if not self._lost and _now() - self._beaten > 1.5 * BEAT_S:
             self._beat()
         return self._lost
 
     def require(self) -> None:
-        """Raise a TakenOverError where another launcher has taken the run."""
+        """Raise a TakenOverError where another launcher has taken the run, or its folder is gone."""
+        if not self._is_in_place():
+            raise _missing_folder(self.run, self._folder)
         if self.lost:
             raise _taken_over(self.run, owner(self.run))
 
@@ -244,9 +248,20 @@ class RunLock:
         try:
             os.utime(self._name, dir_fd=self._folder)
             self._beaten = now
+            in_place = self._is_in_place()
+            self._lost = self._lost or (self._was_in_place and not in_place)
+            self._was_in_place = in_place
         except OSError as error:
             # Where the file server does not answer, nobody else gets the run either.
             self._lost = self._lost or error.errno in _GONE
+
+    def _is_in_place(self) -> bool:
+        """Return True if the folder that this lock is in is found where the run is."""
+        try:
+            present, own = self.run.path.stat(), os.fstat(self._folder)
+        except OSError as error:
+            return error.errno not in _GONE
+        return (present.st_dev, present.st_ino) == (own.st_dev, own.st_ino)
 
 
 def owner(run: RunDirectory) -> Owner | None:
@@ -464,6 +479,28 @@ def _held(run: RunDirectory, owner: Owner) -> UserError:
                 "",
                 "has one launcher at a time",
                 (_command("logs", run, "--follow"), _command("stop", run)),
+            )
+        ],
+    )
+
+
+def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
+    """The error for a run whose folder was deleted or renamed; `folder`: a descriptor of it."""
+    path = ""
+    with suppress(OSError):
+        if os.fstat(folder).st_nlink:  # none: it was deleted
+            path = str(Path(f"/proc/self/fd/{folder}").readlink())
+    what = f"renamed to {path}" if path else "deleted"
+    return TakenOverError(
+        "run",
+        f"the folder of the run {run.name!r} was {what} while the run was going on; its ranks were ended",
+        [
+            Violation(
+                "RUN",
+                str(run.path),
+                "",
+                "must stay in its place while a launcher has it",
+                (f"nanoscale resume {shlex.quote(path)}",) if path else (),
             )
         ],
     )

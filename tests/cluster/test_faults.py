@@ -51,6 +51,14 @@ print("listening", flush=True)
 time.sleep(1000)
 """
 
+DAEMON = """
+import os, subprocess
+if "NANOSCALE_JOB" in os.environ:  # a process of the job on a node
+    silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    subprocess.Popen(["setsid", "--fork", "sleep", "1000"], **silent)
+"""
+"""what every job here starts on its nodes, in sessions of their own: it must end with the job as well"""
+
 CTRL_C, HANG_UP = "Ctrl-C", "terminal hang-up (SIGHUP)"
 LAUNCHER_KILLED = {"ssh": "launcher SIGKILL", "pdsh": "launcher SIGKILL, pdsh"}
 FULL_DISK = "full disk in a checkpoint write"
@@ -193,7 +201,8 @@ def test_a_training_that_is_struck(
 
 
 def start(nodes: Nodes, folder: Path, hosts: Path, *words: object, **options: object) -> Launch:
-    environment = nodes.pdsh_environment
+    (folder / "sitecustomize.py").write_text(DAEMON)
+    environment = nodes.pdsh_environment | {"PYTHONPATH": f"{folder}:{SOURCE}"}
     line = ("train", *JOB, "--hostfile", hosts, *words)
     return Launch(nodes, folder, *line, environment=environment, **options)
 

@@ -6,6 +6,7 @@ import getpass
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -326,6 +327,25 @@ def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_noth
     assert "was taken over by process" in job.text and "on elsewhere since" in job.text
     assert written(job.run) == before
     assert [path.name for path in job.run.glob("lock*")] == ["lock.thief"]
+
+
+@pytest.mark.parametrize("what", ["renamed", "deleted"])
+def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
+    """The old launcher said that another one had the run, or failed with a traceback."""
+    job = launch("loop")
+    job.wait_until_training()
+    elsewhere = job.run.with_name("elsewhere")
+    job.run.rename(elsewhere)
+    if what == "deleted":
+        # Or it would go on writing there.
+        os.kill(int((elsewhere / "pid-0").read_text()), signal.SIGSTOP)
+        shutil.rmtree(elsewhere)
+    assert job.end() == 1
+    said = f"renamed to {elsewhere}" if what == "renamed" else "deleted"
+    assert f"the folder of the run 'run' was {said} while the run was going on" in job.text
+    assert "Traceback" not in job.text and "taken over" not in job.text
+    if what == "renamed":
+        assert (elsewhere / "lock").exists()  # `resume` can take it there
 
 
 def written(run):

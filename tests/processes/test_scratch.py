@@ -1,0 +1,62 @@
+"""Temporary folders of processes that were killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from nanoscale import cgroup, orphans, scratch
+from nanoscale.channel import MARK
+
+KILLED = """
+import os, signal, sys
+from nanoscale import scratch
+print(scratch.make(sys.argv[1]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    stale = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    semaphore = Path(f"/dev/shm/sem.{stale.name}-abc")
+    semaphore.touch()
+    foreign = tmp_path / "nanoscale-of-somebody-else"
+    foreign.mkdir()
+    assert stale.is_dir()
+    first = scratch.make(str(tmp_path))
+    second = scratch.make(str(tmp_path))
+    assert first.is_dir() and second.is_dir() and foreign.is_dir()
+    assert not stale.exists() and not semaphore.exists()
+    scratch.remove(first)
+    assert not first.exists()
+
+
+def test_what_left_its_group_is_found_by_its_mark() -> None:
+    mark = uuid.uuid4().hex
+    words = ["setsid", "sleep", "1000"]
+    process = subprocess.Popen(words, env={MARK: mark, "PATH": "/usr/bin:/bin"})
+    assert list(orphans.marked(mark)) == [process.pid]
+    orphans.end_strays(mark, group=1)
+    assert process.wait(10) == -9
+
+
+def test_a_delegated_cgroup_ends_what_has_nothing_of_the_job() -> None:
+    mark = uuid.uuid4().hex
+    folder = cgroup.create(mark)
+    if folder is None:
+        pytest.skip("needs a delegated cgroup of version 2")
+    shell = subprocess.Popen(["sh", "-c", "read _; exec env -i setsid --wait sleep 1000"], stdin=-1)
+    assert cgroup.add(folder, shell.pid)
+    assert shell.stdin is not None
+    shell.stdin.write(b"go\n")
+    shell.stdin.close()
+    assert shell.pid in orphans.marked(mark)
+    cgroup.kill(folder)
+    assert shell.wait(10) == -9
+    cgroup.remove(folder)
+    assert not folder.exists()

@@ -1,0 +1,33 @@
+"""What a rank is told when its workspace is not there any more."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from nanoscale.runs import fence
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Evidence, RankFailure, diagnose
+from nanoscale.runs.fence import FencedError, MissingFolderError
+
+
+def test_a_folder_that_is_gone_is_no_other_attempt(tmp_path: Path) -> None:
+    """Both were diagnosed as a run that has gone on without the rank."""
+    run = RunDirectory.create(tmp_path, "x")
+    fence.begin(run, 1)
+    fence.begin(run, 2)
+    with pytest.raises(FencedError, match="attempt 2 is running") as fenced:
+        fence.require(run.workspace(1))
+    assert type(fenced.value) is FencedError
+    for folder in (run.checkpoints, run.path):
+        shutil.rmtree(folder)
+        with pytest.raises(MissingFolderError) as missing:
+            fence.require(run.workspace(2))
+        one = RankFailure.of(missing.value, rank=0, local_rank=0, host="h")
+        diagnosis, remedy = diagnose(one, Evidence())
+        assert diagnosis == f"{folder} was deleted or renamed while the run was going on"
+        assert "rename it back" in remedy
+    assert one.time <= time.time()
