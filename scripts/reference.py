@@ -13,12 +13,19 @@ HEAD = """# Configuration reference
 
 Written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` says the same of
 one key, and who set it. Defaults are the schema's; groups and recipes set others.
+
+A value may refer to another key, as in `${{train.seq_len}}`. Keys that name files or folders may also refer
+to an environment variable, as in `data.path='${{oc.env:DATA}}/tokens'` or `'${{oc.env:DATA,/data}}'` with a
+default: {paths}.
+The value is written to config.yaml and the variable's name to provenance.json; names that look like secrets
+are refused. `\\${{` stands for `${{` itself.
 """
 
 
 def render() -> str:
     """The whole page."""
-    parts = [HEAD]
+    named = (f"`{key.name}`" for key in reference.declared().values() if key.path)
+    parts = [HEAD.format(paths=", ".join(named))]
     for section in filter(None, reference.sections()):
         keys = [k for k in reference.declared().values() if k.name.rpartition(".")[0] == section]
         parts.append(f"\n## {section}\n\n{reference.meaning(section)}\n")

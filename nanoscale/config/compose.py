@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from nanoscale.config import foreign, pretrained, reference
-from nanoscale.config.convert import convert, fits
+from nanoscale.config import foreign, pretrained
+from nanoscale.config.convert import convert
+from nanoscale.config.interpolation import escape, resolve
 from nanoscale.config.library import RECIPE, ROOT, Library, is_path, misplaced
 from nanoscale.config.provenance import (
     COMMAND_LINE,
@@ -29,7 +29,6 @@ from nanoscale.config.provenance import (
 )
 from nanoscale.config.report import refuse, shown
 from nanoscale.config.schema import Config, RopeScaling
-from nanoscale.config.suggest import nearest_key
 from nanoscale.errors import Violation
 
 if TYPE_CHECKING:
@@ -113,11 +112,13 @@ def compose(
         library.choices, library.touched = asked.choices, asked.touched()
         merged, layers = _merge(library, asked)
     history = trace(layers, settings)
-    raw, broken = _resolve(merged, history)
+    for key, setting in settings:
+        _set(merged, key, setting.value)
     unasked = library.unasked() | {DEFAULT}
     composed = Composed(
         Config(), history, _recipe_name(library), tuple(words), unasked, asked.typed
     )
+    raw, broken = resolve(merged, composed.source)
     config, mistyped = convert(raw, composed.source)
     if violations := [*asked.violations, *library.violations, *broken, *mistyped]:
         refuse([with_good_advice(violation, asked, library) for violation in violations])
@@ -133,21 +134,18 @@ def compose(
     return _with_shape(composed, merged, str(found.folder / "config.json"), values)
 
 
-def _with_shape(composed: Composed, merged: Any, source: str, values: dict[str, Any]) -> Composed:
+def _with_shape(
+    composed: Composed, merged: dict[str, Any], source: str, values: dict[str, Any]
+) -> Composed:
     """The same with a model's shape, which the values of other keys may refer to."""
-    from omegaconf import open_dict
-
-    with open_dict(merged):
-        for name, value in values.items():
-            plain = asdict(value) if isinstance(value, RopeScaling) else value
-            if value != getattr(composed.config.model, name):
-                leaves = (
-                    {f".{k}": v for k, v in plain.items()} if plain is not value else {"": value}
-                )
-                for path, leaf in leaves.items():
-                    record(composed.history, f"model.{name}{path}", Setting(leaf, source))
-            merged["model"][name] = plain
-    raw, _ = _resolve(merged, composed.history)
+    for name, value in values.items():
+        plain = asdict(value) if isinstance(value, RopeScaling) else value
+        if value != getattr(composed.config.model, name):
+            leaves = {f".{k}": v for k, v in plain.items()} if plain is not value else {"": value}
+            for path, leaf in leaves.items():
+                record(composed.history, f"model.{name}{path}", Setting(leaf, source))
+        merged["model"][name] = escape(f"model.{name}", plain)
+    raw, _ = resolve(merged, composed.source)
     config, violations = convert(raw, composed.source)
     if violations:
         refuse(violations)
@@ -181,21 +179,21 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
     return violations
 
 
-def _merge(library: Library, asked: Words) -> tuple[Any, list[Layer]]:
-    """Hydra's result, and the files in the order in which it merged them."""
+def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]:
+    """Merge the files that the choices name; also return them, in the order in which they were merged."""
     from hydra import compose as hydra_compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    from nanoscale.config.search import without_values
+    from nanoscale.config.search import revealed, without_values
 
     words = asked.for_hydra()
     try:
         merged = hydra_compose(ROOT, words)
         with without_values():
             loader = GlobalHydra.instance().config_loader()
-            order = loader.compute_defaults_list(ROOT, asked.choices_for_hydra(), RunMode.RUN)
+            order = loader.compute_defaults_list(ROOT, words, RunMode.RUN)
     except RecursionError:
         name = library.circle()
         refuse([Violation("defaults", None, name, "lead back to the file itself")])
@@ -206,47 +204,24 @@ def _merge(library: Library, asked: Words) -> tuple[Any, list[Layer]]:
         for entry in order.defaults
         if entry.config_path is not None and not entry.config_path.startswith("hydra/")
     ]
-    return merged, layers
+    return revealed(merged), layers
 
 
-def _references(raw: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """The keys whose values refer to another key."""
-    for name, value in raw.items():
-        if isinstance(value, dict):
-            yield from _references(value, f"{prefix}{name}.")
-        elif isinstance(value, str) and "${" in value:
-            yield f"{prefix}{name}"
+def _set(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key as the command line does: a mapping is merged into the one that is there."""
+    *sections, leaf = key.split(".")
+    values = raw
+    for section in sections:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[leaf] = _merged(values.get(leaf), value)
 
 
-def _resolve(merged: Any, history: History) -> tuple[dict[str, Any], list[Violation]]:
-    """The merged configuration as plain data, with `${section.key}` replaced by its value."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    raw = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=False))
-    violations = []
-    for key in list(_references(raw)):
-        section, _, name = key.rpartition(".")
-        values = reduce(getitem, section.split("."), raw)
-        text = values.pop(name)
-        try:
-            values[name] = OmegaConf.select(merged, key)
-        except (OmegaConfBaseException, RecursionError):
-            violations.append(_broken(key, text, history[key][-1].source))
-    return raw, violations
-
-
-def _broken(key: str, text: str, source: str) -> Violation:
-    """A reference that leads to no value: its key does not exist, or refers back to this one."""
-    target = text.partition("${")[2].partition("}")[0]
-    if target in reference.declared():
-        message = f"refers to itself, through {target}"
-        remedy = f"give {target if target != key else key} a value of its own"
-        return Violation(key, text, source, message, remedy=remedy)
-    near = (other for other in nearest_key(target, reference.declared()) if other != key)
-    usable = (other for other in near if fits(key, reference.example(other)))
-    proposals = tuple(f"'{key}=${{{other}}}'" for other in usable)
-    return Violation(key, text, source, f"refers to {target}, which is no key", proposals)
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return deepcopy(new)
+    return old | {name: _merged(old.get(name), entry) for name, entry in new.items()}
 
 
 def _recipe_name(library: Library) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from nanoscale.config import reference
 from nanoscale.config.convert import to_config, unknown_key
 from nanoscale.config.document import read, to_yaml
+from nanoscale.config.interpolation import escape, escaped, unescaped
 from nanoscale.config.reopen import resolved, unknown_names
 from nanoscale.config.report import refuse
 from nanoscale.config.schema import Config
@@ -34,8 +35,9 @@ def dump(config: Config, requested: Config | None = None) -> str:
             open can be resolved anew when the file is taken up with other devices or degrees.
     """
     final = asdict(config)
-    text = HEADER + to_yaml(final)
+    text = HEADER + to_yaml(escaped(final))
     opened = resolved(asdict(requested), final) if requested is not None else {}
+    opened = {key: escape(key, value) for key, value in opened.items()}
     return text + (RESOLVED + to_yaml({"resolved": opened}) if opened else "")
 
 
@@ -55,4 +57,4 @@ def load(path: Path) -> Config:
         sources = {name: document.source(f"resolved.{name}") for name in unknown}
         refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
     content = {name: value for name, value in document.content.items() if name != "resolved"}
-    return to_config(content, document.source)
+    return to_config(unescaped(content), document.source)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config import reference
+from nanoscale.config import interpolation, reference
 from nanoscale.config.convert import unknown_key
 from nanoscale.config.document import Document, read
 from nanoscale.config.reopen import reopen, unknown_names
@@ -26,8 +26,6 @@ ROOT = "config"
 """conf/config.yaml: the order in which everything is merged"""
 SCHEMA = "schema"
 """no file: the defaults of the schema; `schema/model` are those of one section"""
-
-_INTERPOLATION = re.compile(r"[^$]*\$\{[a-z_][a-z0-9_.]*\}[^$]*")
 
 
 @cache
@@ -323,12 +321,7 @@ def misplaced(key: str, value: object) -> str:
         return "takes no list"
     if isinstance(value, dict) and not reference.is_mapping(key):
         return "takes one value, no mapping"
-    if isinstance(value, str) and "${" in value and not _INTERPOLATION.fullmatch(value):
-        return (
-            "may refer to one other key, as in ${train.seq_len}; environment variables and "
-            "other resolvers are not read (what they hold would be written to the run directory)"
-        )
-    return ""
+    return interpolation.problem(key, value)
 
 
 def is_path(name: str) -> bool:

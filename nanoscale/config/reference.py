@@ -29,6 +29,8 @@ class Key:
     """`no`, `decimal` or `binary`: which suffixes an integer may carry"""
     executes: bool | str
     """True if the value is code or a program; the name of the key that makes it so; else False"""
+    path: bool
+    """True if its texts name files or folders, and so may refer to environment variables"""
 
     @property
     def type(self) -> str:
@@ -184,6 +186,7 @@ def _key(name: str, annotation: Any, field: Field[Any]) -> Key:
         at_most=about["at_most"],
         scaled=about["scaled"],
         executes=about["executes"],
+        path=about["path"],
     )
 
 

@@ -19,6 +19,7 @@ def key(
     at_most: float | None = None,
     scaled: Literal["no", "decimal", "binary"] = "no",
     executes: bool | str = False,
+    path: bool = False,
 ) -> Any:
     """Declare a key. The bounds are inclusive.
 
@@ -28,6 +29,9 @@ def key(
     `executes` marks a key whose value is code or a program, or an argument or variable of one: a run folder
     that somebody else made is asked about before it takes effect (`runs/trust.py`). The name of another key
     says that it does so only while that key is true.
+
+    `path` marks a key whose texts name files or folders: they may hold environment variables, as in
+    `${oc.env:DATA}/tokens`.
     """
     metadata = {
         "meaning": meaning,
@@ -36,6 +40,7 @@ def key(
         "at_most": at_most,
         "scaled": scaled,
         "executes": executes,
+        "path": path,
     }
     if isinstance(default, (list, dict)):
         # What can change has no hash; a section has one all the same, from its other keys.
@@ -50,7 +55,7 @@ class Run:
     name: str | None = key(
         None, "name of the run and of its directory; null: the recipe's name and the time"
     )
-    root: str = key("runs", "folder that holds the run directories")
+    root: str = key("runs", "folder that holds the run directories", path=True)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Model:
         "custom",
         "what to call it in tables and logs; hf: folder of a model, or its name at Hugging Face",
         executes="model.trust_remote_code",
+        path=True,
     )
     layers: int = key(8, "transformer blocks", at_least=1)
     hidden: int = key(64, "width of the residual stream", at_least=1)
@@ -125,6 +131,7 @@ class Model:
         None,
         "folder of a Hugging Face model, or its name there: its weights and its shape to begin with; null: "
         "random weights",
+        path=True,
     )
     trust_remote_code: bool = key(
         False, "hf: run the Python code that comes with the model", executes=True
@@ -249,7 +256,7 @@ class Zero:
     offload_param: Literal["none", "cpu", "nvme"] = key(
         "none", "deepspeed, stage 3: where shards of parameters wait"
     )
-    nvme_path: str | None = key(None, "deepspeed: folder for what is offloaded to nvme")
+    nvme_path: str | None = key(None, "deepspeed: folder for what is offloaded to nvme", path=True)
     hpz: int = key(
         1,
         "deepspeed, stage 3: ranks of a second, closer sharding of parameters (ZeRO++); 1: none",
@@ -351,17 +358,21 @@ class Data:
         None,
         "megatron: path of the .bin and .idx, without the ending, or of a prepared folder, which also "
         "says valid_path and tokenizer · datatrove: path of the .ds",
+        path=True,
     )
     valid_path: str | None = key(
-        None, "files like those of path to validate on; then nothing of path is held out"
+        None, "files like those of path to validate on; then nothing of path is held out", path=True
     )
     mixture: dict[str, Any] = key(
         {},
         "several sources in place of path, by names of yours, each {path, weight, valid_path}: a weight is "
         "its part of the samples; none at all: as the sources are large",
+        path=True,
     )
     tokenizer: str = key(
-        "byte", "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples"
+        "byte",
+        "byte · bpe (trained on the corpus) · path of a tokenizer.json, to print samples",
+        path=True,
     )
     bpe_vocab: int = key(4096, "tokens of a trained BPE, at most", unit="tokens", at_least=257)
     valid_fraction: float = key(
@@ -382,7 +393,7 @@ class Data:
         "`nanoscale data prepare --chat` does",
     )
     cache_dir: str | None = key(
-        None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder"
+        None, "folder of prepared corpora; null: nanoscale/ in the user's cache folder", path=True
     )
 
 
@@ -501,14 +512,16 @@ class Cluster:
     efficiency: str | None = key(
         None,
         "file of efficiencies that `nanoscale plan --calibrate` has learned; null: those assumed",
+        path=True,
     )
     python: str | None = key(
         None,
         "interpreter on the other hosts, with nanoscale installed; null: the path of this one",
         executes=True,
+        path=True,
     )
     pythons: dict[str, Any] = key(
-        {}, "interpreters of single hosts, by their names, before python", executes=True
+        {}, "interpreters of single hosts, by their names, before python", executes=True, path=True
     )
 
 
@@ -525,10 +538,10 @@ class Slurm:
     gpus: str | None = key(
         None, "what to ask for in --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
     )
-    container: str | None = key(None, "image that the agents run in", executes=True)
+    container: str | None = key(None, "image that the agents run in", executes=True, path=True)
     container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "what runs the image")
     container_mounts: list[str] = key(
-        [], "folders to mount in the container, each HOST:INSIDE", executes=True
+        [], "folders to mount in the container, each HOST:INSIDE", executes=True, path=True
     )
     setup: list[str] = key(
         [], "shell lines to run first in the batch script, as in `module load`", executes=True
@@ -566,6 +579,7 @@ class Launcher:
         None,
         "file of hosts, each line `HOST slots=N`; it means ssh where no launcher was chosen",
         executes=True,
+        path=True,
     )
     include: str | None = key(
         None, "use these hosts or slots only: `h1@h2:0,2`, without users, IPv6 in brackets"

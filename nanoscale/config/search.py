@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
@@ -24,6 +25,23 @@ from nanoscale.config.library import RECIPE, ROOT, SCHEMA, Library
 
 _library: ContextVar[Library | None] = ContextVar("library", default=None)
 _values: ContextVar[bool] = ContextVar("values", default=True)
+
+
+_HIDDEN = "\ufdd0{"
+"""stands for `${` in what Hydra merges: references are resolved afterwards, by nanoscale's own rule"""
+
+
+def revealed(merged: Any) -> Any:
+    """Return what Hydra has merged as plain data."""
+    return _renamed(OmegaConf.to_container(merged, resolve=False), _HIDDEN, "${")
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {name: _renamed(entry, old, new) for name, entry in value.items()}
+    return [_renamed(entry, old, new) for entry in value] if isinstance(value, list) else value
 
 
 @contextmanager
@@ -99,7 +117,7 @@ class LibrarySource(ConfigSource):
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),
-            config=OmegaConf.create(content),
+            config=OmegaConf.create(_renamed(content, "${", _HIDDEN)),
             header={"package": "_global_" if group in (ROOT, SCHEMA, RECIPE) else None},
         )
 

@@ -45,13 +45,7 @@ class Words:
     violations: list[Violation] = field(default_factory=list)
 
     def for_hydra(self) -> list[str]:
-        """The same as overrides of Hydra that cannot fail."""
-        return self.choices_for_hydra() + [
-            f"++{key}={quoted(value)}" for key, value in self.settings
-        ]
-
-    def choices_for_hydra(self) -> list[str]:
-        """The choices of groups alone, which decide what is merged, and in which order."""
+        """The choices of groups, which decide what is merged, and in which order."""
         return [
             f"~{group}" if option is None else f"{group}={quoted(option)}"
             for group, option in self.choices.items()
@@ -111,7 +105,7 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
     """Add one parsed word to `into`, or say why not."""
     key = override.key_or_group
     text = override.input_line or key
-    value = None if override.is_sweep_override() else override.value()
+    value = None if override.is_sweep_override() else _with_text_keys(override.value())
     if override.is_sweep_override():
         yield _sweep(override, text)
     elif key == "hydra" or override.is_hydra_override():
@@ -128,6 +122,16 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
         yield from _choose(key, value, library, into)
     else:
         yield from _set(key, value, library, into)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The value with mappings as YAML files have them here, whose keys are always texts."""
+    if isinstance(value, dict):
+        return {
+            name if isinstance(name, str) else shown(name): _with_text_keys(entry)
+            for name, entry in value.items()
+        }
+    return [_with_text_keys(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _choose(group: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
@@ -156,8 +160,11 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
 
 
 def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
-    if reference.mapping_around(key) is not None:
-        into.settings.append((key, value))
+    if (mapping := reference.mapping_around(key)) is not None:
+        if problem := misplaced(mapping, {key: value}):
+            yield Violation(key, value, COMMAND_LINE, problem)
+        else:
+            into.settings.append((key, value))
     elif key not in reference.declared() and key not in reference.sections():
         yield _unknown(key, value, library)
     elif isinstance(value, dict) and key in reference.sections():

@@ -19,6 +19,7 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.document import read
 from nanoscale.config.frozen import dump
+from nanoscale.config.interpolation import unescape, variables
 from nanoscale.config.report import override
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import Config
@@ -72,7 +73,7 @@ class Request:
         for key, value in (opened or {}).items():
             if not self.composed.by_hand(key):
                 section, name = key.split(".")
-                changed = replace(getattr(config, section), **{name: value})
+                changed = replace(getattr(config, section), **{name: unescape(key, value)})
                 config = replace(config, **{section: changed})
         return config
 
@@ -231,6 +232,8 @@ def _version(package: str) -> str | None:
 
 def _plain(setting: Any) -> dict[str, Any]:
     entry = asdict(setting)
+    if names := variables(entry["value"]):
+        entry["environment"] = names
     if not isinstance(entry["value"], (str, int, float, bool, list, type(None))):
         entry["value"] = str(entry["value"])
     return entry

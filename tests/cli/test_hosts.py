@@ -120,10 +120,13 @@ def test_an_option_and_another_value_of_its_key_are_refused(capsys):
     assert "launcher.hostfile=other" in wrong["message"]
 
 
-def test_an_option_reads_no_environment_variable(capsys):
-    words = ["train", "recipe=debug", "--hostfile", "${oc.env:HOME}/hosts"]
+def test_an_option_that_names_a_path_reads_environment_variables(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CLUSTER", str(tmp_path / "cluster"))
+    words = ["train", "recipe=debug", "--hostfile", "${oc.env:CLUSTER}/hosts"]
     (wrong,) = error(capsys, *words)["violations"]
-    assert "resolvers are not read" in wrong["message"]
+    assert wrong["value"] == str(tmp_path / "cluster" / "hosts")
+    (wrong,) = error(capsys, *words[:2], "--include", "${oc.env:CLUSTER}")["violations"]
+    assert "keys that name paths only" in wrong["message"]
 
 
 def test_deepspeeds_spelling_is_understood_as_a_slip(capsys):

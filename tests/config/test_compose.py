@@ -187,7 +187,7 @@ def test_everything_wrong_in_all_files_and_words_comes_at_once():
         "launcher: 3\n"
         "_target_: os.system\n"
         "data:\n"
-        "  path: ${oc.env:HOME}\n"
+        "  path: ${oc.env:API_TOKEN}\n"
         "  cache_dir: [a]\n"
         "parallel:\n"
         "  layers_per_stage: [a, 3]\n",

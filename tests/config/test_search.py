@@ -28,6 +28,6 @@ def test_the_order_of_merging_follows_from_the_lists_of_defaults(words):
         loader = GlobalHydra.instance().config_loader()
         whole = loader.compute_defaults_list(ROOT, asked.for_hydra(), RunMode.RUN).defaults
         with without_values():
-            order = loader.compute_defaults_list(ROOT, asked.choices_for_hydra(), RunMode.RUN)
+            order = loader.compute_defaults_list(ROOT, asked.for_hydra(), RunMode.RUN)
     assert order.defaults == whole
     assert len(whole) > 10

@@ -189,13 +189,6 @@ def test_words_that_are_too_short_or_too_far_off_suggest_nothing(word):
     assert violation(word).suggestions == ()
 
 
-def test_environment_variables_are_not_read(monkeypatch):
-    monkeypatch.setenv("API_TOKEN", "secret")
-    found = violation("data.path='${oc.env:API_TOKEN}'")
-    assert "environment" in found.message
-    assert "secret" not in str(found)
-
-
 def test_a_reference_to_nothing_or_to_itself_is_refused():
     assert violation("data.path='${run.rot}'").suggestions == ("'data.path=${run.root}'",)
     assert "itself" in violation("data.path='${data.path}'").message

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from nanoscale.config.interpolation import SECRET
 from nanoscale.config.rules.case import Case
 from nanoscale.errors import Violation
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
-_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
 _OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|NANOSCALE)_.*"
 )
@@ -40,7 +40,7 @@ def _wrong(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "is decided by the launcher for every rank", ()
     elif name == "OMP_NUM_THREADS":
         yield "is decided by launcher.threads", (f"launcher.threads={value}",)
-    elif _SECRET.search(name):
+    elif SECRET.search(name):
         message = (
             "looks like a secret, and would be written to the run directory; set it in your shell "
             "and pass it on"
