@@ -188,9 +188,14 @@ def _of_folder(
 ) -> tuple[Config, tuple[Host, ...]]:
     """A configuration that begins with the weights of a Hugging Face folder."""
     from nanoscale.config.compose import compose
+    from nanoscale.config.report import override
     from nanoscale.launch.weights import with_weights
 
-    composed = compose([f"model.init_from='{folder}'", *words], options=options)
+    composed = compose([override("model.init_from", str(folder)), *words], options=options)
+    train = composed.config.train
+    if train.steps is None and train.tokens is None:  # nothing is trained
+        told = replace(composed.config, train=replace(train, steps=1))
+        composed = replace(composed, config=told)
     config, hosts = _checked(composed)
     return with_weights(composed, config, fetch=True), hosts
 

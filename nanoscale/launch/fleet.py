@@ -361,7 +361,7 @@ class Fleet:
             if isinstance(message, str):
                 self._note(member, message.encode() + b"\n")
             elif message["kind"] == "hello":
-                member.nanoscale = message["nanoscale"]
+                member.nanoscale = str(message.get("nanoscale", "of an unknown version"))
             elif message["kind"] == "facts":
                 member.facts = {**message, "heard_at": time.time()}
             elif message["kind"] == "bye":

@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from nanoscale.config.compose import compose
 from nanoscale.config.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.command import plan_launch
+from nanoscale.launch.fleet import Fleet
 from nanoscale.plan.document import document as plan_document
 from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, fence, status
@@ -189,3 +192,9 @@ def test_a_page_that_cannot_be_written_is_one_line(
         assert nanoscale(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and "/proc/x.html" in line
+
+
+def test_a_hello_without_a_version_is_one_of_an_unknown_version() -> None:
+    member: Any = SimpleNamespace(unpacker=SimpleNamespace(feed=lambda _: [{"kind": "hello"}]))
+    assert Fleet.__new__(Fleet)._heard(member, b"") == []
+    assert member.nanoscale == "of an unknown version"

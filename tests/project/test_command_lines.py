@@ -1,0 +1,230 @@
+"""Every command line of README and docs runs as it is written, with small stand-ins for what is large.
+
+The stand-ins: recipes of the same names with a tiny model, beside the user, where they come first; folders of
+tiny models and a few texts at the paths that the lines name; one run with a checkpoint. A line that launches
+stops before the launch (`--dry-run`), which checks, plans and shows all of it; what ranks would measure is
+stood in for by fixed figures.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config import frozen
+from nanoscale.config.schema import Model
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokenizer import train_bpe
+from nanoscale.runs import jsonlines, status
+from nanoscale.runs.directory import RunDirectory
+from tests.data.texts import write_jsonl, write_parquet
+from tests.support import hf_models
+from tests.support.jobs import run_of_bytes
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACEHOLDER = re.compile(r"[…\[\]|]|\b(RUN|DIR|SOURCES|PATH|NAME|KEY|GROUP|FILE|F)\b")
+
+SHAPE = Model(
+    layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=48, vocab=320, max_seq_len=4096
+)
+TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 4\n  global_batch: 480\n"
+RECIPES = ("tiny", "llama-1b", "llama-8b")
+EXCUSED = {
+    "nanoscale bench recipe=tiny": "measures with real ranks: tests/cli/test_bench.py",
+    "nanoscale bench recipe=llama-1b": "measures with real ranks: tests/cli/test_bench.py",
+    "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
+    "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
+    "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "
+    "tests/generate/test_harness.py runs tasks of a folder",
+    "nanoscale eval RUN --tasks mine --tasks-dir ./tasks --json": "tests/generate/test_harness.py runs it",
+}
+"""lines that are not run here, and why"""
+
+
+def lines(page: Path) -> Iterator[str]:
+    """The command lines of a page: those of its blocks, and whole ones within sentences."""
+    kind = ""
+    text = page.read_text()
+    for line in text.splitlines():
+        if line.startswith("```"):
+            kind = "" if kind else line[3:] or "text"
+        elif kind == "console" and line.startswith("$ "):
+            yield _bare(line[2:])
+        elif kind == "sh":
+            yield _bare(line)
+    sentences = re.sub(r"```.*?```", "", text, flags=re.S)
+    for span in re.findall(r"`(nanoscale [^`]*)`", sentences):
+        words = " ".join(span.replace("\\|", "|").split())
+        if not PLACEHOLDER.search(words) and len(words.split()) > 2:
+            yield words
+
+
+MENTIONED = {
+    "nanoscale runs stop",
+    "nanoscale data prepare",
+    "nanoscale data prepare --chat",
+    "nanoscale plan --calibrate",
+    "nanoscale checkpoints verify",
+}
+"""commands that a sentence names without their arguments"""
+
+
+def _bare(line: str) -> str:
+    """Without the remark behind it."""
+    return re.sub(r"\s+#\s.*$", "", line).rstrip()
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the lines are typed in."""
+    here = tmp_path_factory.mktemp("here")
+    documents = [
+        f"def main(argument_{number}):\n    return {number}\n" * 9 for number in range(200)
+    ]
+    for name in ("corpus", "chats", "recipes", "runs", "models", "data", "tasks"):
+        (here / name).mkdir()
+    for name in RECIPES:
+        (here / "recipes" / f"{name}.yaml").write_text(TINY)
+    write_jsonl(here / "corpus" / "a.jsonl.zst", documents)
+    write_parquet(here / "more.parquet", documents)
+    answer = {"role": "assistant", "content": "def main():"}
+    chats = "".join(
+        json.dumps({"messages": [{"role": "user", "content": f"question {number}"}, answer]}) + "\n"
+        for number in range(200)
+    )
+    (here / "chats.jsonl").write_text(chats)
+    (here / "chats" / "a.jsonl").write_text(chats)
+    (here / "questions.jsonl").write_text('{"prompt": "def "}\n')
+    (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nme@node3 slots=4\n")
+    hf_models.save("gpt_neox", here / "pythia-160m", vocab_size=320, max_position_embeddings=2048)
+    with IndexedWriter(here / "data" / "generate.md-other", np.uint16) as writer:
+        writer.add_document(np.arange(4000, dtype=np.uint16) % 250)
+        writer.finish()
+    run = run_of_bytes(here / "runs", SHAPE, "first")
+    config = frozen.load(run.config)
+    parallel, launcher = (
+        replace(config.parallel, dp=1, virtual_stages=1),
+        replace(config.launcher, device="cpu"),
+    )
+    train = replace(config.train, micro_batch=1, steps=40, global_batch=480, seq_len=64)
+    config = replace(config, parallel=parallel, launcher=launcher, train=train)
+    run.config.write_text(frozen.dump(config))
+    status.write(run, status.Status("prepared", 0, 100.0).starting(1).ending("stopped", 130))
+    record = dict.fromkeys(("loss", "grad_norm", "lr", "step_time_s", "tokens_per_s"), 1.0)
+    for step in range(1, 20):
+        jsonlines.append(run.metrics, {"step": step, "tokens": 9, "memory_gib": 0.5, **record})
+    for name in ("models/llama", "models/Qwen3-0.6B", "Qwen3-0.6B"):
+        _write_model(run, here / name, documents)
+    tokenizer = here / "models" / "llama"
+    prepare = [
+        "data",
+        "prepare",
+        str(here / "more.parquet"),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+    ]
+    for name in ("generate.md-corpus", "models.md-corpus"):
+        assert nanoscale([*prepare, str(here / "data" / name), "--validation", "0.1"]) == 0
+    return here
+
+
+def _write_model(run: RunDirectory, folder: Path, documents: list[str]) -> None:
+    """The run's model as a Hugging Face folder, with a tokenizer and a template for chats."""
+    assert (
+        nanoscale(["checkpoints", "export", str(run.path), "--format", "hf", "--out", str(folder)])
+        == 0
+    )
+    train_bpe(documents, 300, folder / "tokenizer.json")
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": template}))
+
+
+@pytest.fixture
+def here(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(stand_ins)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return stand_ins
+
+
+def placed(line: str, page: str, here: Path) -> str:
+    """The line with the stand-ins in their places."""
+    line = line.replace("/data/", f"{here}/data/{page}-").replace("/models/", f"{here}/models/")
+    line = line.replace("Qwen/Qwen3-0.6B", "./Qwen3-0.6B").replace("EleutherAI/", "./")
+    line = re.sub(r"\bRUN\b", "first", line).replace("--step 4000", "--step 7")
+    line = line.replace("…", "train.steps=1000")  # what else is said
+    return re.sub(r"\bDIR\b", f"{here}/exported-{page}", line)
+
+
+FIGURES: dict[str, Any] = {
+    "parts": [
+        {
+            "name": "all",
+            "share": 1.0,
+            "loss_sum": 8.0,
+            "tokens": 4,
+            "samples": 1,
+            "seconds": 1.0,
+            "bytes": 4,
+        }
+    ],
+    "data": "what was held out",
+}
+"""what the ranks of an evaluation report"""
+REFUSED = {"nanoscale train recipe=lama-8b +train.stepz=4"}
+"""lines that show what is said about a mistake"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_command_lines_of_a_page_run(
+    page: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In their order: a line may need what an earlier one made."""
+    for line in dict.fromkeys(lines(page)):
+        if line.startswith("make "):
+            assert f"\n{line.split()[1]}:" in (ROOT / "Makefile").read_text()
+        elif line.startswith("pip "):
+            needed = re.match(r"[\w-]+", shlex.split(line)[2])
+            assert needed is not None and f'"{needed[0]}' in (ROOT / "pyproject.toml").read_text()
+        elif line in MENTIONED:
+            assert nanoscale([*shlex.split(line)[1:], "--help"]) == 0
+        elif line not in EXCUSED:
+            _type(placed(line, page.name, here), monkeypatch, 2 if line in REFUSED else 0)
+
+
+def _type(line: str, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    typed, pipe, after = line.partition(" | nanoscale ")
+    said = shlex.split(typed)[1] + "\n" if pipe else "def main(\n"
+    arguments = shlex.split((after if pipe else typed).replace(r"$'\n\n'", "'\n\n'"))
+    arguments = arguments if pipe else arguments[1:]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+    monkeypatch.setattr("nanoscale.launch.errand.run_errand", lambda *_: FIGURES)
+    if arguments[0] in ("train", "submit", "resume") and "--dry-run" not in arguments:
+        arguments.append("--dry-run")
+    if arguments[0] in ("train", "submit"):
+        arguments.append("run.root=others")  # `first` is there already
+    shutil.rmtree("runs/first/hf", ignore_errors=True)
+    Path("answers.jsonl").unlink(missing_ok=True)
+    assert nanoscale(arguments) == code, line
+
+
+def test_what_is_excused_is_written_somewhere() -> None:
+    assert set(EXCUSED) | REFUSED | MENTIONED <= {line for page in PAGES for line in lines(page)}
