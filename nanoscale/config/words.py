@@ -82,8 +82,13 @@ def read_words(words: Sequence[str], library: Library) -> Words:
 def with_good_advice(violation: Violation, asked: Words, library: Library) -> Violation:
     """Return the violation with its value as it was typed, without overrides that would be refused in turn."""
     typed = asked.typed.get(violation.key, "") if violation.source == COMMAND_LINE else ""
-    good = tuple(text for text in violation.suggestions if _is_accepted(text, library))
-    return replace(violation, suggestions=good, typed=violation.typed or typed)
+    good = (text for text in violation.suggestions if _is_accepted(text, library))
+    if typed and isinstance(violation.value, float):  # 1e-4, not 0.0001
+        end = f"={shown(violation.value)}"
+        good = (
+            text.removesuffix(end) + f"={typed}" if text.endswith(end) else text for text in good
+        )
+    return replace(violation, suggestions=tuple(good), typed=violation.typed or typed)
 
 
 def _is_accepted(advice: str, library: Library) -> bool:

@@ -32,7 +32,7 @@ UNKNOWN = {
     "model.layer=8": "model.layers=8",
     "trian.steps=8": "train.steps=8",
     "steps=8": "train.steps=8",
-    "lr=1e-4": "optimizer.lr=0.0001",
+    "lr=1e-4": "optimizer.lr=1e-4",
     "modle=llama-8b": "model=llama-8b",
     "recpe=tiny": "recipe=tiny",
     "model.rope_scaling.facto=2": "model.rope_scaling.factor=2",
