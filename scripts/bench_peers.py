@@ -109,7 +109,7 @@ def drive_trainer(
             wait()
             self.began = time.perf_counter()
 
-        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:  # type: ignore[override]
             if state.global_step % steps == 0:
                 seconds = time.perf_counter() - self.began
                 control.should_training_stop = not report(seconds / steps)

@@ -192,7 +192,8 @@ def windows_clock(base: type[Any], steps: int, device: torch.device) -> Any:
 
     class Clock(base):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.began, self.ends = 0.0, []
+            self.began = 0.0
+            self.ends: list[float] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             self.began = time.perf_counter()

@@ -403,7 +403,8 @@ def fitting_layouts(bench: Bench, words: Sequence[str], what: str) -> list[tuple
     """Micro batch and recomputation of the layouts that surely fit, the fastest first."""
     job = ("train.global_batch=24", "cluster.hosts=1", "cluster.devices_per_host=1")
     text = bench.nanoscale("plan", "--search", *words, *job, limit=30, what=what)
-    kept, found = "parallel.activation_checkpointing", []
+    kept = "parallel.activation_checkpointing"
+    found: list[tuple[str, ...]] = []
     for layout in json.loads(text)["layouts"]:
         if layout["fits_probability"] > SURE:
             chosen = dict(override.split("=") for override in layout["overrides"])

@@ -72,7 +72,8 @@ class Row:
 
 def read(path: Path) -> tuple[list[Row], dict[str, int]]:
     """The rows that can be read, and how many could not for which reason."""
-    rows, skipped = [], defaultdict(int)
+    rows = []
+    skipped: dict[str, int] = defaultdict(int)
     with path.open() as file:
         for raw in csv.DictReader(file):
             try:

@@ -100,7 +100,7 @@ def watched(section: Any, prefix: str, seen: set[str]) -> Any:
         name: watched(value, f"{prefix}{name}.", seen) if is_dataclass(value) else value
         for name, value in values.items()
     }
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     for name, value in inner.items():
         object.__setattr__(made, name, value)
     return made

@@ -111,7 +111,7 @@ def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) ->
     from safetensors.torch import load_file, save_file
 
     Path("small/model.safetensors.index.json").unlink()
-    held = {}
+    held: dict[str, Any] = {}
     for file in sorted(Path("small").glob("*.safetensors")):
         held |= load_file(file)
         file.unlink()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -233,7 +234,7 @@ except ChildProcessError:
 
 
 def test_nothing_is_left_of_nodes_whose_owner_is_killed(nodes, tmp_path):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", HEIR, OWNER, str(tmp_path / "nodes")]
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], **pipes) as heir:
         pids = heir.stdout.readline().split()

@@ -131,7 +131,7 @@ def _tails(path: str) -> list[str]:
 
 
 def leaves(values: dict, prefix: str = "") -> list[str]:
-    found = []
+    found: list[str] = []
     for name, value in values.items():
         found += leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
     return found

@@ -152,7 +152,7 @@ def test_published_shapes():
 
 def test_a_reference_to_another_key_is_followed_and_remembered():
     composed = compose(["recipe=debug", "model.max_seq_len='${train.seq_len}'"])
-    assert composed.config.model.max_seq_len == reduce(
+    assert composed.config.model.max_seq_len == reduce(  # type: ignore[comparison-overlap]
         getattr, ("train", "seq_len"), composed.config
     )
     assert composed.history["model.max_seq_len"][-1].value == "${train.seq_len}"

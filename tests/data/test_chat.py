@@ -57,7 +57,7 @@ def model(tmp_path_factory) -> Path:
 
 def write_config(folder: Path, template: str | None) -> None:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    about |= {"bos_token": "<|endoftext|>", "chat_template": template}
+    about |= {"bos_token": "<|endoftext|>", "chat_template": template}  # type: ignore[dict-item]
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 

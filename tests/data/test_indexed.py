@@ -184,7 +184,8 @@ def test_damage_is_found_and_the_file_named(tmp_path, name):
 
 
 def test_a_pair_without_a_token_is_refused(tmp_path):
-    for documents in ([], [[], []]):
+    nothing: list[list[list[int]]] = [[], [[], []]]
+    for documents in nothing:
         with pytest.raises(UserError, match=r"a\.bin: it holds no token"):
             IndexedTokens(write(tmp_path / "a", documents))
 

@@ -55,6 +55,7 @@ def test_every_token_that_follows_one_of_its_document_is_predicted_once(tmp_path
     wanted = [place for place in range(split[0] + 1, split[1]) if place not in ends]
     assert sorted(batch.targets[counted].tolist()) == wanted
     document = np.searchsorted(ends, batch.inputs, side="right")
+    assert batch.documents is not None
     for row in range(len(batch)):
         for number in np.unique(batch.documents[row]):
             here = batch.documents[row] == number

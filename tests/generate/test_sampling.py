@@ -15,8 +15,8 @@ def warped(sampling: Sampling) -> torch.Tensor:
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     steps = [TemperatureLogitsWarper(sampling.temperature)]
-    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
-    steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
+    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []  # type: ignore[list-item]
+    steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []  # type: ignore[list-item]
     scores = LOGITS[None]
     for step in steps:
         scores = step(None, scores)

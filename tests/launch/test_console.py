@@ -201,7 +201,7 @@ def test_a_terminal_has_a_panel_and_lines_above_it(run):
 
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_a_reader_that_leaves_does_not_end_the_run(run, kind):
-    class Broken(kind):
+    class Broken(kind):  # type: ignore[valid-type]
         def write(self, text):
             if self.broken:
                 raise BrokenPipeError(32, "Broken pipe")

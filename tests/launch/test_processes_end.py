@@ -95,7 +95,9 @@ def _path():
 
 def _most_memory(pid):
     """The most that a process has had so far, KiB."""
-    return int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+    found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
 
 
 def _restore_interrupt():

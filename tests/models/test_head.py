@@ -41,14 +41,14 @@ def in_one(dtype: torch.dtype) -> Found:
     logits = hidden.double() @ weight.double().t()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     (loss * FACTOR).backward()
-    return loss, hidden.grad, weight.grad
+    return loss, hidden.grad, weight.grad  # type: ignore[return-value]
 
 
 def in_pieces(dtype: torch.dtype, *, fused: bool = False) -> Found:
     hidden, weight, targets = example(dtype)
     loss = head.linear_cross_entropy(hidden, weight, targets, fused=fused)
     (loss * FACTOR).backward()
-    return loss, hidden.grad, weight.grad
+    return loss, hidden.grad, weight.grad  # type: ignore[return-value]
 
 
 def deviations(found: Found, wanted: Found) -> list[float]:

@@ -110,7 +110,7 @@ def see(mode: str, offload: bool = False) -> Seen:
     # Of other events it is not memory that the number says.
     levels = [*accumulate(e.nbytes() if e.name() == "[memory]" else 0 for e in events)]
     return Seen(
-        gradients=[hidden.grad, *(p.grad for p in layers.parameters())],
+        gradients=[hidden.grad, *(p.grad for p in layers.parameters())],  # type: ignore[list-item]
         kept=levels[start] / HIDDEN,
         peak=max(levels) / HIDDEN,
         operations=counter.counts,

@@ -210,9 +210,12 @@ def bookkeeping_rank(rank: int) -> dict[str, Any]:
     shapes = [(BATCH, heads, 8, HEAD_DIM) for heads in (HEADS, 4, 4)]
     leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
     saved: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append((*x.shape,)) or x, lambda x: x
-    ):
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append((*tensor.shape,))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         core(*leaves)
     return {
         "saved": sorted(saved),

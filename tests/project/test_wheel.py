@@ -33,7 +33,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere")
     venv.create(folder, with_pip=False)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
     subprocess.run([*pip, "install", *options, wheel], check=True)
     # Such a line adds a folder but runs nothing in it, so that the checkout is not found through it.
@@ -56,7 +56,13 @@ def test_trains_from_the_installed_wheel(installed: Path, tmp_path: Path) -> Non
     where = [installed / "python", "-c", "import nanoscale; print(nanoscale.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert Path(found.stdout.strip()).is_relative_to(installed.parent), found
-    command = [installed / "nanoscale", "train", "recipe=debug", "train.steps=2", "parallel.dp=2"]
+    command: list[str | Path] = [
+        installed / "nanoscale",
+        "train",
+        "recipe=debug",
+        "train.steps=2",
+        "parallel.dp=2",
+    ]
     done = subprocess.run(
         [*command, "run.name=wheel", "--json"],
         cwd=tmp_path,

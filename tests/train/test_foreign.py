@@ -100,14 +100,14 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     stored = find_checkpoint(run.checkpoints, None)
     export(stored, config, tmp_path / "out", "fp32", 30_000, lambda *_: None)
     loaded, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))  # type: ignore[has-type]
     ours = {n.removeprefix("model."): v for n, v in final_weights(run).items() if "model" in n}
     part = Foreign(shape)
     part.materialise(torch.device("cpu"))
     part.load_state_dict({n: v for n, v in ours.items() if n.startswith("hf.")}, strict=False)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        assert torch.equal(part(tokens), loaded(tokens).logits)
+        assert torch.equal(part(tokens), loaded(tokens).logits)  # type: ignore[has-type]
 
 
 def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
