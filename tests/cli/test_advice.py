@@ -109,7 +109,7 @@ LINES = [
     "config explain learning_rate",
     "config ls optimiser",
     "recipes show tinyy",
-    "runs show absentt",
+    "checkpoints ls absentt",
     "train recipe=debug parallel.tp=3 --dry-run",
     "config show --deepspeed recipe=debug",
 ]
