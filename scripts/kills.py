@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -109,7 +110,7 @@ class Run:
         return self.launch().process.wait(LIMIT_S)
 
     @property
-    def events(self) -> list[dict[str, object]]:
+    def events(self) -> list[dict[str, Any]]:
         return list(_lines(self.path / "events.jsonl"))
 
     @property
@@ -135,7 +136,7 @@ class Run:
         return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterator[dict[str, object]]:
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
             with suppress(ValueError):
