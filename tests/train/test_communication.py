@@ -21,6 +21,7 @@ from nanoscale.parallel import ranks
 from tests.support.jobs import SEQ_LEN, SHAPE, make_config
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
 MICRO_BATCHES = 4
 NORM = 1  # the gradient norm of shards is one all-reduce a step
 Traffic = dict[str, Any]
@@ -85,7 +86,6 @@ def assert_gathers(found: Counter[int], expected: Counter[int]) -> None:
     assert found in (expected, expected + times(0, 0, 1))
 
 
-@pytest.mark.slow
 def test_stage_0_reduces_once_a_step() -> None:
     """And its norm not at all: every rank has the whole gradient."""
     found = traffic(2, 1)[0]
@@ -98,7 +98,6 @@ def test_stage_0_reduces_once_a_step() -> None:
 LAYOUTS = pytest.mark.parametrize(("dp", "dp_replicate"), [(2, 1), (4, 2)])
 
 
-@pytest.mark.slow
 @LAYOUTS
 def test_stage_1_gathers_and_scatters_once_a_step(dp: int, dp_replicate: int) -> None:
     found = traffic(dp, dp_replicate)[1]
