@@ -61,6 +61,48 @@ def shard(
         # The backward begins with these two: gathering them again at once would be wasted.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
+    if config.parallel.pp == 1 and config.model.source != "hf":
+        _free_early(model)
+
+
+def _free_early(model: Transformer) -> None:
+    """Have FSDP2 free two buffers before the loss, where a step needs the most memory.
+
+    The first is the input of the last reduction of the micro batch before, which is the gradient of the whole
+    embedding: FSDP2 keeps it until its next reduction. The second is the flat gather of the norm and the head,
+    which it keeps until the forward pass is over.
+    """
+    # Before FSDP2's own hook, which gathers the norm and the head, and after it.
+    model.norm.register_forward_pre_hook(lambda *_: _free_reductions(model), prepend=True)
+    model.head.register_forward_pre_hook(lambda *_: _free_gather(model))
+
+
+# As in torch.distributed.fsdp._fully_shard (`_fsdp_param_group`, `_fsdp_state`), what uses the memory next
+# waits for the last operation that has read it.
+
+
+def _free_reductions(model: nn.Module) -> None:
+    context = _communication(model)
+    reductions = getattr(context, "reduce_scatter_states", None)
+    if reductions is None:  # before torch 2.13 there was at most one
+        reductions = [context.reduce_scatter_state] if context.reduce_scatter_state else []
+        context.reduce_scatter_state = None
+    for reduction in reductions:
+        if reduction.event is not None:
+            context.device_handle.current_stream().wait_event(reduction.event)
+    reductions.clear()
+
+
+def _free_gather(model: nn.Module) -> None:
+    context = _communication(model)
+    gathered, context.all_gather_state = context.all_gather_state, None
+    if gathered is not None and gathered.event is not None:
+        context.all_gather_copy_in_stream.wait_event(gathered.event)
+        context.all_gather_stream.wait_event(gathered.event)
+
+
+def _communication(model: nn.Module) -> Any:
+    return model._get_fsdp_state()._comm_ctx  # type: ignore[operator]
 
 
 def _experts_apart(
@@ -116,6 +158,9 @@ def begin_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
         model.set_requires_gradient_sync(last or stage > 1)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or stage == 3)
+        # FSDP2 prefetches in the order of all forward passes of a step. At the end of a backward pass it would
+        # gather for nothing what the forward pass before ended with: the norm and the head.
+        getattr(_communication(model), "post_forward_order", []).clear()
 
 
 def reshard(model: nn.Module) -> None:

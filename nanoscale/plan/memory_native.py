@@ -115,7 +115,8 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     if setting.micro_batches > 1:
         before = sharded if setting.stage >= 2 else _waiting(setting) * held.numel
     tied = setting.config.model.tie_embeddings
-    head = int(states.gradients * held.head_shard) if not before else 0
+    head_sharded = int(states.gradients * held.head_shard)
+    head = head_sharded if not before else 0
     head += compute * held.head if tied else 0
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
@@ -123,9 +124,26 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     # A step's last backward pass frees each unit's copy, and is all that reduces where gradients wait whole.
     several = setting.micro_batches > 1
     left = copies if several else min(copies, needed)
-    sent = 0 if several and setting.stage < 2 else reduce * held.block
+    sent_now = not several or setting.stage >= 2
+    sent = reduce * held.block if sent_now else 0
     # The first block is the last but the embedding to have its gradients; the block before is being reduced.
     done = sharded * (held.numel - held.block - held.embedding) // held.numel
+    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays whole beside the blocks.
+    first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
+    later = Phase(
+        "forward of a later micro batch",
+        (
+            weights,
+            copies,
+            sharded,
+            optimizer,
+            first_gathers if apart else 0,
+            0,
+            0,
+            reduce * held.embedding,
+        ),
+        pooled=sharded,
+    )
     return (
         Phase(
             "loss",
@@ -134,15 +152,27 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
                 copies,
                 before,
                 optimizer,
-                compute * held.head
-                if apart and not tied
-                else 0,  # the root frees what it has itself
+                compute * held.head if apart else 0,
                 fly.activations,
                 fly.loss_kept + fly.loss,
                 0,
             ),
             pooled=before if setting.stage >= 2 else 0,
             stranded=fly.stranded,
+        ),
+        Phase(
+            "reduction of the head",
+            (
+                weights,
+                copies - (0 if apart or tied else _resharded_head(setting, held, before)),
+                before + (0 if tied else head_sharded + (compute * held.head if sent_now else 0)),
+                optimizer,
+                ahead,
+                fly.activations,
+                0,
+                0 if tied else reduce * held.head,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
         Phase(
             "backward of the last block",
@@ -190,7 +220,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             "reduction of the embedding",
             (
                 weights,
-                0,
+                copies if several and sent_now else 0,
                 max(sharded, before) + compute * held.embedding,
                 optimizer,
                 0,
@@ -201,7 +231,19 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer),
+        *((later,) if several and sent_now else ()),
     )
+
+
+def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
+    """Bytes of the head's whole weights that the last backward pass has freed when it reduces the head.
+
+    The backward pass before it has them all, but where it is the first, no gradients that wait.
+    """
+    whole = setting.compute * held.head
+    if setting.micro_batches == 1 or setting.stage < 2:
+        return whole
+    return min(before, whole) if setting.micro_batches == 2 else 0
 
 
 def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:

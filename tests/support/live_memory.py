@@ -49,10 +49,12 @@ class LiveMemory(TorchDispatchMode):
     def reset_peak(self) -> None:
         self.peak = self.live
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type != "meta":
+            self.see_storage(storage)
+
     def see_storage(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "meta":
-            return
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, self._size(storage)
         known = self._held.get(key)
         if known is not None and known[0]() is storage:
             self._count(size - known[1])
@@ -61,12 +63,15 @@ class LiveMemory(TorchDispatchMode):
         self._held[key] = weakref.ref(storage, partial(self._drop, key)), size
         self._count(size)
 
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return storage.nbytes()
+
     def _see(self, tensor: Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if isinstance(tensor, AsyncCollectiveTensor):
             tensor = tensor.elem
-        if type(tensor) in (Tensor, torch.nn.Parameter):
+        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
             self.see_storage(tensor.untyped_storage())
 
     def _drop(self, key: int, gone: Any) -> None:
@@ -83,7 +88,7 @@ class LiveMemory(TorchDispatchMode):
 def partial_method(memory: LiveMemory) -> Any:
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = _resize(storage, size)
-        memory.see_storage(storage)
+        memory.resized(storage)
         return result
 
     return resize_

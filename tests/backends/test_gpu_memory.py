@@ -1,0 +1,100 @@
+"""The memory that the engine takes of a GPU, as `tests.support.fake_gpu` counts it, beside the plan's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.checkpoint.staging import Staging
+from nanoscale.cli.plan import resolved
+from nanoscale.config.compose import compose
+from nanoscale.config.schema import Config
+from nanoscale.plan.predict import predict
+from tests.support.fake_gpu import FakeGpu, with_engine
+from tests.support.ranks import run_ranks
+
+SHAPE = (
+    "layers=2 hidden=1024 heads=16 kv_heads=4 head_dim=64 ffn=2816 vocab=32000 tie_embeddings=false"
+)
+JOB = [
+    "model=llama-1b",
+    *(f"model.{size}" for size in SHAPE.split()),
+    "cluster=h200",
+    "cluster.hosts=1",
+    "precision=bf16",
+    "backend.compile=off",
+    "train.steps=2",
+    "train.micro_batch=1",
+    "train.seq_len=2048",
+]
+ONE, EIGHT = 1e-3, 1e-2
+"""how far the plan may be from the engine, of 1: on one GPU, on eight"""
+ROWS = [
+    ("parallel.dp=1 train.global_batch=2", ONE),
+    ("parallel.dp=1 train.global_batch=2 optimizer=adamw8bit", ONE),
+    ("parallel.dp=8 train.global_batch=8 zero=stage0", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage1", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage2", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage2 model.tie_embeddings=true", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage3 parallel.activation_checkpointing=full", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage3 parallel.dp_replicate=2", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage3 model.tie_embeddings=true", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage3 train.seq_len=256", EIGHT),
+    ("parallel.dp=8 train.global_batch=16 zero=stage2 precision=fp8", EIGHT),
+    ("parallel.tp=4 train.global_batch=2", EIGHT),
+    ("parallel.cp=4 parallel.dp=2 train.global_batch=4 zero=stage3", EIGHT),
+    ("parallel.cp=4 parallel.dp=2 train.global_batch=4 zero=stage3 parallel.cp_method=ulysses", EIGHT),
+]  # fmt: skip
+
+
+def job(overrides: str) -> Config:
+    return resolved(compose([*JOB, *overrides.split()]))
+
+
+def peaks(_: int) -> dict[str, int]:
+    """Bytes by layout; in a process of its own, since parts of PyTorch are replaced."""
+    return {layout: with_engine(job(layout), lambda _, gpu: gpu.peak) for layout, _ in ROWS}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, int]:
+    (found,) = run_ranks(peaks, 1)
+    return found
+
+
+@pytest.mark.parametrize(("layout", "bound"), ROWS, ids=[layout for layout, _ in ROWS])
+def test_the_plan_knows_what_the_engine_takes(
+    layout: str, bound: float, measured: dict[str, int]
+) -> None:
+    planned = predict(job(layout)).memory[0].allocated
+    assert planned / measured[layout] == pytest.approx(1, abs=bound)
+
+
+def checkpointed(_: int, layout: str) -> dict[str, int]:
+    """Bytes on the GPU before and during a copy for a checkpoint, and in host memory after it."""
+
+    def act(engine: NativeEngine, gpu: FakeGpu) -> dict[str, int]:
+        gpu.reset_peak()
+        before = gpu.live
+        staging = Staging()
+        staging.take(engine.state())
+        return {"before": before, "during": gpu.peak, "host": staging._buffer.nbytes}
+
+    return with_engine(job(layout), act)
+
+
+def test_a_checkpoint_of_8_bit_moments_takes_nothing_of_the_gpu() -> None:
+    """Nor more host memory than the state has: pinned memory of PyTorch would be powers of two."""
+    layout = "parallel.dp=1 train.global_batch=2 optimizer=adamw8bit"
+    (found,) = run_ranks(checkpointed, 1, layout)
+    assert found["during"] == found["before"]
+    numel = sum(p.numel() for p in _parameters(layout))
+    assert found["host"] == pytest.approx(numel * (4 + 2 * (1 + 4 / 256)), rel=1e-3)
+
+
+def _parameters(layout: str) -> list[torch.nn.Parameter]:
+    from nanoscale.models.transformer import Transformer
+
+    with torch.device("meta"):
+        return list(Transformer(job(layout).model).parameters())
