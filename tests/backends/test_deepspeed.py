@@ -163,6 +163,7 @@ def test_packed_documents_equal_each_alone(
     assert_equal_curves(ours, reference, "fp32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "changes"),
     [(3, {"dp": 2}), (2, {"parallel": {"tp": 2, "sequence_parallel": False}, "micro_batch": 4})],
@@ -256,6 +257,7 @@ def scales(config: Config) -> list[tuple[float, int]]:
     return [(record["loss_scale"], record["skipped_steps"]) for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: int) -> None:
     write_tokens(tmp_path)
@@ -265,6 +267,7 @@ def test_overflows_are_handled_and_counted_as_by_native(tmp_path: Path, stage: i
     assert ours == scales(make_config(tmp_path, dp=2, stage=stage, model=SHALLOW))
 
 
+@pytest.mark.slow
 def test_overflows_in_a_pipeline(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     layout = {"parallel": {"pp": 2}, "micro_batch": 2, "stage": 1, "model": SHALLOW}

@@ -213,6 +213,7 @@ def in_shards(rank: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_sharded_parameters(tmp_path: Path) -> None:
     """On a 2-D mesh: the same update as whole, shards of moments, exact resume, and any layout from any."""

@@ -104,6 +104,7 @@ def test_from_the_base_to_a_merged_model(
             assert ours["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_base_is_known_again(tmp_path: Path) -> None:
     """By its numbers, wherever it lies and however many files it is in."""
     write_tokens(tmp_path)

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_act_of_a_save_may_fail() -> None:
     command = [sys.executable, "scripts/failing_saves.py", "ENOSPC"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -130,6 +130,7 @@ def head_of_its_own(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(document))
 
 
+@pytest.mark.slow
 def test_a_head_that_differs_is_trained_and_exported_as_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

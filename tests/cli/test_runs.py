@@ -401,6 +401,7 @@ def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_pa
     assert train.poll() is None
 
 
+@pytest.mark.slow
 def test_watching_ends_with_the_run_and_its_exit_code(going_on, tmp_path, capsys):
     train, run = going_on
     screen = tmp_path / "watched"

@@ -95,6 +95,7 @@ def test_the_run_directory_is_complete(trained):
     assert [kind for kind in kinds if kind != "note"] == ["attempt", "running", "checkpoint", "end"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(trained, capsys):
     run = RunDirectory(trained[0] / "runs" / "first")
     first = run.config.read_text()
@@ -113,6 +114,7 @@ def test_a_run_goes_on_in_another_layout(trained, capsys):
     assert run.config.stat() == before and run.last_attempt() == 2
 
 
+@pytest.mark.slow
 def test_deepspeed_trains_with_the_same_command_and_keeps_its_noise_to_itself(folder, capsys):
     command = ["train", *words(folder, "parallel.dp=2", "run.name=other", "backend=deepspeed")]
     assert nanoscale([*command, "zero=stage2"]) == 0
@@ -126,6 +128,7 @@ def test_deepspeed_trains_with_the_same_command_and_keeps_its_noise_to_itself(fo
     assert "resumed from step-00000004" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_failure_within_deepspeed_is_one_diagnosis(folder, capsys):
     command = ["train", *words(folder, "run.name=broken", "backend=deepspeed", "zero=stage1")]
     assert nanoscale([*command, "optimizer.lr=1e30", "train.steps=6"]) == 1
@@ -135,6 +138,7 @@ def test_a_failure_within_deepspeed_is_one_diagnosis(folder, capsys):
     assert "NonFiniteError" in failure["traceback"]
 
 
+@pytest.mark.slow
 def test_extra_settings_are_judged_by_deepspeed_before_the_launch(folder, capsys):
     command = ["train", *words(folder, "run.name=extra", "backend=deepspeed", "--dry-run")]
     assert nanoscale([*command, "backend.extra.zero_optimisation.x=1"]) == 2

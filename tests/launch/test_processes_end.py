@@ -181,6 +181,7 @@ def test_a_local_job_listens_on_the_loopback_only(launch):
     assert listening == {"127.0.0.1"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_rank_that_floods(launch, tmp_path, monkeypatch):
     """One line without an end, not UTF-8: neither time nor memory may depend on how much was printed."""
     block = bytes(range(128, 256)) * 8192
@@ -331,6 +332,7 @@ def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_noth
     assert [path.name for path in job.run.glob("lock*")] == ["lock.thief"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["renamed", "deleted"])
 def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
     """The old launcher said that another one had the run, or failed with a traceback."""

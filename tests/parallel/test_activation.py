@@ -153,6 +153,7 @@ def test_kept_memory_has_its_closed_form() -> None:
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == len(order)
 
 
+@pytest.mark.slow
 def test_peak_memory_falls() -> None:
     """In groups the peak is √layers inputs and a group's activations, here 3 and those of 3 blocks."""
     peak = {mode: see(mode).peak for mode in MODES}

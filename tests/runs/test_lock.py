@@ -155,6 +155,7 @@ def leave(run, owner):
     token.write_text(json.dumps({"token": token.name, **asdict(owner)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "flocks", "dead"), [(50, True, False), (50, False, False), (15, False, True)]
 )

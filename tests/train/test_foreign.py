@@ -110,6 +110,7 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
         assert torch.equal(part(tokens), loaded(tokens).logits)  # type: ignore[has-type]
 
 
+@pytest.mark.slow
 def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
     """GPT-2's reach from a block's parts into their projections; Gemma's norms begin at 0."""
     cpu = torch.device("cpu")

@@ -28,6 +28,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=lambda degrees: " ".join(degrees) or "alone")
 def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[str, Any]) -> None:
     documents, answers = write_documents(tmp_path)

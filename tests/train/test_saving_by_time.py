@@ -89,6 +89,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_saves_by_the_first_ones_clock(tmp_path: Path, layout: dict[str, Any]) -> None:
     # Four minutes have passed before step 4, all ranks know it before step 5, and the clock restarts after it.
@@ -113,6 +114,7 @@ def test_the_clock_restarts_at_each_checkpoint(
     assert saved(tmp_path, every, dp=2) == expected
 
 
+@pytest.mark.slow
 def test_all_that_are_kept_are_not_those_saved_by_time(tmp_path: Path) -> None:
     """With keep_last=null; the newest one stays all the same."""
     assert saved(tmp_path, every=7, keep_last=None, dp=2) == [7, 14, 19]
