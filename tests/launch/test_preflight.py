@@ -374,7 +374,7 @@ def test_the_cache_matters_to_jobs_that_prepare_their_data():
 def test_a_lock_of_a_compilation_stops_deepspeed_alone():
     them = members()
     change(them[1], "stale_locks", ["/c/py312_cu130/cpu_adam/lock"])
-    assert the_wrong_one(them).remedy == "rm /c/py312_cu130/cpu_adam/lock"
+    assert the_wrong_one(them).remedy == "rm -- /c/py312_cu130/cpu_adam/lock"
     assert refusal(them) is None
     assert refusal(them, replace(SSH, backend=Backend(name="deepspeed"))) is not None
 

@@ -121,7 +121,7 @@ def test_the_second_launcher_is_told_who_holds_the_run(run, launcher):
     with pytest.raises(UserError) as error, RunLock(run):
         pass
     assert f"process {holder.process.pid} of " in str(error.value)
-    assert "nanoscale runs stop x" in error.value.violations[0].suggestions
+    assert f"nanoscale runs stop {run.path}" in error.value.violations[0].suggestions
     assert lock.owner(run).pid == holder.process.pid
     with pytest.raises(UserError, match="is going on"):
         lock.refuse_if_held(run)
