@@ -14,6 +14,9 @@ from pathlib import Path
 
 _PREFIX = "nanoscale-"
 _LOCK = "lock"
+_DOOMED = ".removed"
+"""ends the name of a folder that is being removed"""
+_TRIES = 20
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -39,19 +42,31 @@ def remove(folder: Path, *, semaphores: bool = True) -> None:
     if semaphores:
         for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
             semaphore.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    # Renamed first, so that a rank that is about to end puts nothing more into it.
+    doomed = folder.with_name(folder.name.removesuffix(_DOOMED) + _DOOMED)
+    with suppress(OSError):
+        folder.rename(doomed)
+    for _ in range(
+        _TRIES
+    ):  # others may remove it too, and end this process when it is gone for them
+        if not doomed.exists():
+            break
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_stale(parent: str | None = None) -> None:
     """Remove this user's folders of processes that are gone."""
     for folder in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and _is_free(folder / _LOCK):
+            if folder.stat().st_uid == os.getuid() and _is_stale(folder):
                 remove(folder)
 
 
-def _is_free(lock: Path) -> bool:
-    handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _is_stale(folder: Path) -> bool:
+    """Return True if nobody uses a folder any more."""
+    if folder.name.endswith(_DOOMED):
+        return True
+    handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

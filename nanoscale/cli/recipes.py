@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,10 @@ def copy(
     if target.exists():
         _refuse_copy(target, "exists already, and is not overwritten", name)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(
+            FileExistsError
+        ):  # a file has the folder's name, which opening the copy reports
+            target.parent.mkdir(parents=True, exist_ok=True)
         with option.path.open("rb") as source, target.open("xb") as copied:
             shutil.copyfileobj(source, copied)
     except FileExistsError:

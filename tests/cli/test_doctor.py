@@ -90,7 +90,7 @@ def test_a_lock_that_a_killed_compilation_left_is_found(tmp_path):
     os.utime(lock, (time.time() - 4000,) * 2)
     done = doctor(tmp_path, "--quick", "--json")
     assert done.returncode == 1
-    assert verdicts(done)["locks"]["remedy"] == f"rm {lock}"
+    assert verdicts(done)["locks"]["remedy"] == f"rm -- {lock}"
 
 
 @pytest.mark.slow

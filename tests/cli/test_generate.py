@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale import display
 from nanoscale.cli import generate
 from nanoscale.cli.main import run as nanoscale
 from tests.support.jobs import run_of_bytes
@@ -113,10 +114,10 @@ def test_a_conversation(
             return line
         raise line
 
-    def answer(opened, prompt, tokens, wish, screen):  # type: ignore[no-untyped-def]
+    def answer(opened, prompt, tokens, wish, *, shown):  # type: ignore[no-untyped-def]
         if prompt == "slow":
             raise KeyboardInterrupt
-        return stream(opened, prompt, tokens, wish, screen)
+        return stream(opened, prompt, tokens, wish, shown=shown)
 
     alone = said(capsys, "--prompt", "abc", *GREEDY)
     monkeypatch.setattr("builtins.input", typed)
@@ -124,7 +125,8 @@ def test_a_conversation(
     monkeypatch.setattr(sys, "stdin", Typed())
     monkeypatch.setattr(sys, "stdout", screen := Typed())
     assert nanoscale(["generate", "run", *GREEDY]) == 0
-    assert screen.getvalue() == f"{alone}\n\n{alone}\n"
+    shown = display.clean(alone)  # on a terminal
+    assert screen.getvalue() == f"{shown}\n\n{shown}\n"
     assert "the prompt has 61 tokens" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert nanoscale(["generate", "run"]) == 2, "nobody would see the question"

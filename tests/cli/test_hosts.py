@@ -132,7 +132,7 @@ def test_an_option_that_names_a_path_reads_environment_variables(capsys, monkeyp
 def test_deepspeeds_spelling_is_understood_as_a_slip(capsys):
     for option in ("--num_nodes", "--num_gpus"):
         (wrong,) = error(capsys, "train", "recipe=debug", option, "2")["violations"]
-        assert wrong["suggestions"] == [option.replace("_", "-")]
+        assert wrong["suggestions"] == [f"{option.replace('_', '-')} 2"]
 
 
 def test_a_hostfile_of_this_machine_alone_is_a_local_launch(capsys):

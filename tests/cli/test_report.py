@@ -168,4 +168,7 @@ def test_training_leaves_a_report_and_resuming_plans_again(capsys):
     after = json.loads(run.plan.read_text())
     assert after["training"]["steps"] == 3
     assert after["memory"]["allocated_gib"] < before["memory"]["allocated_gib"]
-    assert after == plan_document(predict(load(run.config)))
+    again = plan_document(predict(load(run.config)))
+    for planned in (after, again):
+        del planned["checkpoints"]["free_bytes"]  # of a disk that others use, too
+    assert after == again

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -34,6 +38,29 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next(tmp_path
     assert not stale.exists() and not semaphore.exists()
     scratch.remove(first)
     assert not first.exists()
+
+
+def test_a_folder_goes_though_a_rank_still_writes_into_it(tmp_path: Path) -> None:
+    """A file that appears between the removal of the files and that of the folder would keep the folder."""
+    folder = scratch.make(str(tmp_path))
+    rmdir = os.rmdir
+
+    def late(path: Any, **options: Any) -> None:
+        with suppress(OSError):
+            (folder / "rank-1.failure.json").touch()
+        rmdir(path, **options)
+
+    with patch.object(os, "rmdir", late):
+        scratch.remove(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_was_not_quite_removed_is_removed_by_the_next(tmp_path: Path) -> None:
+    half = tmp_path / "nanoscale-abc.removed"
+    (half / "run-1").mkdir(parents=True)
+    assert list(tmp_path.iterdir()) == [half]
+    folder = scratch.make(str(tmp_path))
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_what_left_its_group_is_found_by_its_mark() -> None:
