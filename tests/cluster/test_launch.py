@@ -167,7 +167,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         stop = Launch(nodes, tmp_path, "runs", "stop", first.run.path)
         wait_until(lambda: len(second.events("signal")) == 2, "word that it was asked to stop")
     stop.must_end(0)
-    second.must_end(75)
+    second.must_end(130)
     nothing_left(nodes, END_S)
 
     last = Launch(

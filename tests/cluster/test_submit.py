@@ -254,7 +254,7 @@ def test_a_job_of_the_wrapper_is_known_by_its_run_and_stops(user: User) -> None:
     wait_step(run, 3)
     assert f"job {job}: RUNNING, on s[1-2]" in user.types("runs", "show", run.name)
     assert f"asked job {job} to stop" in user.types("runs", "stop", run.name)
-    assert user.slurm.wait_state(job, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "75:0"
+    assert user.slurm.wait_state(job, "FAILED", limit_s=LIMIT_S)["ExitCode"] == "130:0"
     assert run.checkpoint_steps() == [steps(run)[-1]]
 
 
