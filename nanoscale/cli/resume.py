@@ -155,16 +155,13 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
         other = []
     if new.lora.rank:  # the model may have moved, if it is the same
         other = [key for key in other if key not in ("model.init_from", "model.name")]
+    another = shlex.join(["nanoscale", "train", "--config", str(run.config), *words])
     violations = [
         Violation(
             key,
             was_set[-1].value if (was_set := composed.history.get(declared)) else None,
             composed.source(declared),
             message,
-            (
-                f"nanoscale train --config {shlex.quote(str(run.config))} "
-                f"{_override(composed, key, declared)}",
-            ),
         )
         for keys, message in (
             (moved, "cannot be changed by resume: a run stays where it is"),
@@ -174,20 +171,12 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
         for declared in [mapping_around(key) or key]
     ]
     if violations:
+        violations[-1] = replace(violations[-1], suggestions=(another,))
         raise UserError("run", "that would be another run", violations)
     if new.lora.rank:
         require_base(new, run.checkpoints)
     named = replace(new, run=old.run)
     return Request(composed, named, devices, repeats=run.config, hosts=hosts)
-
-
-def _override(composed: Composed, key: str, declared: str) -> str:
-    """What was asked for, to type for a new run."""
-    from nanoscale.config.report import override
-
-    if key == declared and key in composed.history:
-        return override(key, composed.history[key][-1].value)
-    return " ".join(word for word in composed.words if word.lstrip("+").startswith(declared))
 
 
 def _require_recorded(

@@ -85,7 +85,9 @@ def _problem(override: Override, word: str) -> Violation | None:
         message = "is given one value twice, and its runs would be the same"
         once = ",".join(dict.fromkeys(values))
         return Violation(key, raw, COMMAND_LINE, message, (f"{key}={once}",))
-    text = (f"'{key}=\"{raw}\"'",) if value.simple_form and '"' not in raw else ()
+    is_text = any(isinstance(one, str) for one in value.list)
+    text = (f"'{key}=\"{raw}\"'",) if value.simple_form and is_text and '"' not in raw else ()
+    text = text if is_text else (f"{key}={values[0]}",)
     if key == "run" or key.startswith("run."):
         message = "is the same for all runs of an array, which are numbered"
         return Violation(key, raw, COMMAND_LINE, message, text)

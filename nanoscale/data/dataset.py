@@ -220,9 +220,19 @@ def _valid_loader(
     apart = source.valid_path is not None
     key = f"{source.key}.valid_path" if apart else "data.valid_fraction"
     value = source.valid_path if apart else data.valid_fraction
-    larger = () if apart else ("data.valid_fraction=0.1",)
+    enough = None if apart else _enough_fraction(tokens, train, data)
+    larger = () if enough is None else (f"data.valid_fraction={enough}",)
     found = Violation(key, value, "", what, (*larger, "train.eval_every=0"))
     raise UserError("data", f"{key}={value}: {what}", [found])
+
+
+def _enough_fraction(tokens: TokenFile, train: Train, data: Data) -> float | None:
+    """Return a share that leaves a sample to train on and one to validate on; None if there is none."""
+    needed = train.seq_len if data.packing == "stream" else 1
+    for fraction in (0.1, 0.2, 0.5):
+        if all(len(split) > needed for split in split_tokens(tokens, fraction)):
+            return fraction
+    return None
 
 
 def _both(fingerprints: list[str]) -> str:

@@ -6,6 +6,7 @@ through a class that is made when it is there.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,7 +200,7 @@ def evaluate_tasks(
     manager = TaskManager(include_path=str(folder) if folder else None)
     for task in tasks:
         if not manager.match_tasks([task]):
-            raise _no_task(task, manager.all_tasks)
+            raise _no_task(task, tasks, manager.all_tasks)
     try:
         found: dict[str, Any] = lm_eval.simple_evaluate(
             model=Model(),
@@ -214,9 +215,11 @@ def evaluate_tasks(
     return found
 
 
-def _no_task(task: str, names: Iterable[str]) -> UserError:
+def _no_task(task: str, tasks: Sequence[str], names: Iterable[str]) -> UserError:
     import difflib
 
-    close = tuple(difflib.get_close_matches(task, list(names), n=3))
-    found = Violation("--tasks", task, "command line", "lm_eval has no such task", close)
+    close = difflib.get_close_matches(task, list(names), n=3)
+    lists = [",".join(name if it == task else it for it in tasks) for name in close]
+    instead = tuple(f"--tasks {shlex.quote(text)}" for text in lists)
+    found = Violation("--tasks", task, "command line", "lm_eval has no such task", instead)
     return UserError("usage", f"--tasks {task}: lm_eval has no such task", [found])

@@ -118,7 +118,8 @@ def _open_run(
     tokenizer = _named(said) if said else vocabulary.known(config)
     if tokenizer is None:
         raise _no_tokenizer(
-            f"{run.path}: its tokens came from a file, and data.tokenizer says none"
+            f"{run.path}: its tokens came from a file, and data.tokenizer says none",
+            config.model.vocab,
         )
     model = _empty(config.model, device, dtype)
     _fill(model, config, stored)
@@ -143,7 +144,7 @@ def _open_folder(
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
     if not said and not (folder / "tokenizer.json").is_file():
-        raise _no_tokenizer(f"{folder} has no tokenizer.json")
+        raise _no_tokenizer(f"{folder} has no tokenizer.json", model.shape.vocab)
     tokenizer = _named(said or str(folder))
     before: tuple[int, ...] = (tokenizer.eos,)
     added, start = tuple[int, ...](), tokenizer.eos
@@ -180,8 +181,9 @@ def _device(said: str | None) -> torch.device:
     count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
     if (device.index or 0) < count:
         return device
-    there = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
-    found = Violation("--device", said, "command line", "is no device of this machine", there)
+    names = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
+    ways = tuple(f"--device {name}" for name in names)
+    found = Violation("--device", said, "command line", "is no device of this machine", ways)
     raise UserError("usage", f"--device {said}: is no device of this machine", [found])
 
 
@@ -219,8 +221,9 @@ def _fitting(tokenizer: Tokenizer, model: Transformer) -> Tokenizer:
     )
 
 
-def _no_tokenizer(why: str) -> UserError:
-    ways = ("--tokenizer PATH/tokenizer.json", "--tokenizer byte")
+def _no_tokenizer(why: str, vocab: int) -> UserError:
+    byte = ("--tokenizer byte",) if vocab >= ByteTokenizer.vocab_size else ()
+    ways = ("--tokenizer PATH/tokenizer.json", *byte)
     found = Violation("--tokenizer", None, "", f"no tokenizer is known: {why}", ways)
     return UserError("model", f"no tokenizer is known: {why}", [found])
 

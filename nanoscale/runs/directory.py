@@ -271,6 +271,8 @@ def check_free(root: Path, name: str) -> None:
     root = _absolute(root)
     if not os.path.lexists(root / name):
         return
+    resume = (shlex.join(["nanoscale", "resume", str(root / name)]),)
+    is_run = RunDirectory(root / name).config.is_file()
     raise UserError(
         "run",
         f"the run {name!r} exists already in {root}",
@@ -280,10 +282,7 @@ def check_free(root: Path, name: str) -> None:
                 name,
                 "",
                 "a new run never overwrites an old one",
-                (
-                    override("run.name", free_name(root, name)),
-                    shlex.join(["nanoscale", "resume", str(root / name)]),
-                ),
+                (override("run.name", free_name(root, name)), *(resume if is_run else ())),
             )
         ],
     )
@@ -314,17 +313,25 @@ def write_problem(folder: Path) -> str | None:
 
 
 def free_name(root: Path, name: str) -> str:
-    """`name`, or the first of name-2, name-3, … that no run under `root` has."""
+    """`name`, or the first of name-2, name-3, … that no run under `root` has, no longer than a name may be."""
     root = _absolute(root)
-    candidates = itertools.chain([name], (f"{name}-{n}" for n in itertools.count(2)))
-    return next(n for n in candidates if not os.path.lexists(root / n))
+    return next(n for n in _numbered(name) if not os.path.lexists(root / n))
+
+
+def _numbered(name: str, room: int = 0) -> Iterator[str]:
+    """Yield `name`, name-2, name-3, …, and leave `room` bytes for what is put behind it."""
+    yield name
+    for number in itertools.count(2):
+        end = f"-{number}"
+        kept = name.encode()[: _LONGEST_NAME - room - len(end)].decode(errors="ignore")
+        yield f"{kept}{end}"
 
 
 def free_names(root: Path, shared: str, count: int) -> str:
     """`shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
     root = _absolute(root)
-    candidates = itertools.chain([shared], (f"{shared}-{n}" for n in itertools.count(2)))
     ends = [ARRAY, *(f"-{number}" for number in range(count))]
+    candidates = _numbered(shared, room=len(f"-{count}"))
     return next(
         one for one in candidates if not any(os.path.lexists(f"{root / one}{end}") for end in ends)
     )

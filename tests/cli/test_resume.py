@@ -67,7 +67,9 @@ def test_what_the_checkpoints_would_not_fit_cannot_change(run, capsys):
     said = capsys.readouterr().err
     assert "model.ffn=256: cannot be changed by resume" in said
     assert "train.seed=1: cannot be changed by resume" in said
-    assert "zero" not in said and "optimizer" not in said
+    assert said.count("cannot be changed by resume") == 2
+    asked = "model.ffn=256 train.seed=1 zero=stage2 optimizer.lr=1e-4"
+    assert f"nanoscale train --config {run.config} {asked}" in said.replace("\n", " ")
 
 
 @pytest.mark.slow

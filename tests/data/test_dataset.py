@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,3 +120,12 @@ def test_ids_of_a_small_vocabulary_are_no_bytes(tmp_path):
 def test_a_path_that_is_missing(tmp_path):
     assert wrong(Data(source="megatron")).key == "data.path"
     assert wrong(Data(source="megatron", path=str(tmp_path / "none"))).key == "data.path"
+
+
+def test_a_larger_validation_split_is_advised_only_where_it_suffices(tmp_path):
+    data = megatron(tmp_path, [[1] * 100], valid_fraction=0.01)
+    found = wrong(data, Train(seq_len=16, eval_every=1))
+    assert found.suggestions == ("data.valid_fraction=0.2", "train.eval_every=0")
+    enough = replace(data, valid_fraction=0.2)
+    assert open_data(enough, Train(seq_len=16, eval_every=1), 320).valid
+    assert wrong(data, Train(seq_len=60, eval_every=1)).suggestions == ("train.eval_every=0",)

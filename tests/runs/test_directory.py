@@ -7,7 +7,13 @@ import pytest
 
 from nanoscale.errors import UserError
 from nanoscale.runs import directory
-from nanoscale.runs.directory import RunDirectory, free_name, read_json, write_atomically
+from nanoscale.runs.directory import (
+    RunDirectory,
+    free_name,
+    free_names,
+    read_json,
+    write_atomically,
+)
 
 
 def make(root, name="x"):
@@ -128,3 +134,11 @@ def test_checkpoints_and_attempts_are_counted_by_name(tmp_path):
     for number in (1, 2, 10):
         run.attempt_logs(number).mkdir()
     assert (run.checkpoint_steps(), run.last_attempt()) == ([9, 10], 10)
+
+
+def test_a_numbered_name_is_no_longer_than_a_name_may_be(tmp_path):
+    name = "ä" * 100
+    (tmp_path / name).mkdir()
+    free = free_name(tmp_path, name)
+    assert len(free.encode()) <= 200 and free.endswith("-2")
+    assert free_names(tmp_path, "n" * 198, 10) == "n" * 198

@@ -1,0 +1,174 @@
+"""Advice on runs, checkpoints, data and hosts works when it is typed, in the place of what was wrong."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.runs import status
+from nanoscale.runs.directory import RunDirectory
+from tests.support.jobs import SHAPE, run_of_bytes
+
+DRY = "train recipe=debug --dry-run"
+HOSTS = f"{DRY} train.global_batch=480 --hostfile"
+PREPARE = "data prepare docs.jsonl --workers 1"
+WRITE = "generate first --prompt a --max-tokens 1"
+LONG = "n" * 200
+LINES = {
+    # generate and eval
+    f"{WRITE} --temperature -1 --top-k 0 --top-p 2 --stop ''": "",
+    f"{WRITE} --max-tokens 0": "",
+    f"{WRITE} --device cuda:99": "",
+    f"{WRITE} --step 9": "",
+    "generate firts --prompt a --max-tokens 1": "",
+    "generate typeless --prompt a --max-tokens 1": "--tokenizer byte",
+    # checkpoints and runs
+    "checkpoints inspect first --step 9": "",
+    "checkpoints verify firts": "",
+    "checkpoints ls plain": "",
+    "runs show firts": "",
+    # plan
+    "plan recipe=debug cluster=h100-sxm --html plan.html": "",
+    # data
+    f"{PREPARE} --out out": "",
+    f"{PREPARE} --out out --tokenizer byte --validation 1e-9": "",
+    f"{DRY} data=megatron data.path=tokens.bin train.seq_len=64": "",
+    f"{DRY} data=megatron data.path=tokens data.valid_path=tokens.bin train.seq_len=64": "",
+    # hosts
+    f"{HOSTS} hosst": "",
+    f"{HOSTS} hosts --include node9": "",
+    f"{HOSTS} hosts --include node1 --exclude node2": "",
+    f"{HOSTS} hosts --num-nodes 9": "",
+    f"{HOSTS} hosts --num-gpus 8": "",
+    # runs that exist already, and other runs
+    f"{DRY} run.name=plain": "run.name=plain-2",
+    f"{DRY} run.name={LONG}": f"run.name={LONG[:198]}-2",
+    f"{DRY} run.name=first": "",
+    "resume first model.layers=3 model.rope_theta=5e5 --dry-run": "",
+    "resume first model=gpt2 --dry-run": "",
+    "resume first run.name=second --dry-run": "",
+    # submit
+    "submit recipe=debug --num-gpus 1 --dry-run launcher=ssh": "",
+    "submit recipe=debug --num-gpus 1 --dry-run launcher.nodes=1,2": "",
+    "submit recipe=debug --num-gpus 1 --dry-run run.name=first": "",
+    "submit recipe=debug --dry-run launcher.device=cuda": "",
+}
+"""a mistake each, and the only thing that may be advised, if it matters"""
+PLACEHOLDERS = {"PATH/tokenizer.json": "tokenizer.json", "TEXT": "x"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("here")
+    runs = here / "runs"
+    for name in ("", "plain", LONG):
+        (runs / name).mkdir()
+    run = run_of_bytes(runs, name="first")
+    ended = status.Status("prepared", 0, 100.0).starting(1).ending("stopped", 130)
+    status.write(run, ended)
+    config = run_of_bytes(runs, name="typeless").config
+    config.write_text(config.read_text().replace("source: stdlib", "source: megatron"))
+    run_of_bytes(runs, SHAPE, name="small")
+    documents = [{"text": f"def f{number}(): pass"} for number in range(30)]
+    (here / "docs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+    (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nnode3 slots=4\n")
+    with IndexedWriter(here / "tokens", np.uint16) as writer:
+        writer.add_document(np.arange(20000, dtype=np.uint16) % 250)
+        writer.finish()
+    return here
+
+
+@pytest.fixture
+def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "plan.html").write_text("somebody's")
+    shutil.rmtree(folder / "out", ignore_errors=True)
+
+
+def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """What is wrong with a command line; none if it is accepted, or only too large for this machine."""
+    code = nanoscale([*arguments, "--json"])
+    out = capsys.readouterr().out
+    if code == 0:
+        return []
+    error = json.loads(out)["error"]
+    if code == 3:
+        return []
+    found: list[dict[str, Any]] = error["violations"]
+    return found or [{"key": "", "value": None, "suggestions": [], "message": error["message"]}]
+
+
+def typed_back(arguments: list[str], wrong: dict[str, Any], advice: str) -> list[str]:
+    """The command line with the advice in the place of what was wrong."""
+    for placeholder, value in PLACEHOLDERS.items():
+        advice = advice.replace(placeholder, value)
+    typed = shlex.split(advice)
+    if typed[0] == "nanoscale":
+        return [*typed[1:], *(["--dry-run"] if "--dry-run" in arguments else [])]
+    kept = list(_without(arguments, _names(wrong, typed[0])))
+    if len(typed) == 1 and wrong["key"] == "RUN":  # the name of a run stands in its place
+        return [typed[0] if word == wrong["value"] else word for word in arguments]
+    return [*kept, *typed]
+
+
+def _names(wrong: dict[str, Any], advice: str) -> set[str]:
+    """Options and keys that the advice replaces."""
+    key = advice.partition("=")[0]
+    short = key.rpartition(".")[2].replace("devices", "num-gpus").replace("nodes", "num-nodes")
+    option = wrong["key"] if wrong["key"].startswith("--") and key != "--overwrite" else ""
+    return {key, f"--{short}", option} - {"", "--overwrite"}
+
+
+def _without(arguments: list[str], names: set[str]) -> Iterator[str]:
+    words = iter(arguments)
+    for word in words:
+        if word in names and word.startswith("--"):
+            next(words)  # its value
+        elif word.partition("=")[0] not in names:
+            yield word
+
+
+@pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("line", LINES)
+def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = shlex.split(line)
+    wrong = violations(arguments, capsys)
+    advice = [(each, text) for each in wrong for text in each["suggestions"]]
+    assert advice, wrong
+    only = LINES[line]
+    assert not only or only in [text for _, text in advice]
+    others = {each["key"] for each in wrong}
+    for each, text in advice:
+        if "PATH/" in text:
+            continue  # nobody has the file
+        shutil.rmtree("out", ignore_errors=True)
+        after = violations(typed_back(arguments, each, text), capsys)
+        left = {one["key"] for one in after}
+        assert each["key"] not in left and left <= others, (text, after)
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_folder_that_is_no_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    (wrong,) = violations(shlex.split(f"{DRY} run.name=plain"), capsys)
+    assert wrong["suggestions"] == ["run.name=plain-2"]
+
+
+@pytest.mark.usefixtures("_here")
+def test_bytes_are_not_advised_to_a_model_without_room_for_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = RunDirectory(Path("runs/small")).config
+    text = config.read_text()
+    config.write_text(text.replace("source: stdlib", "source: megatron"))
+    (wrong,) = violations(shlex.split("generate small --prompt a --max-tokens 1"), capsys)
+    config.write_text(text)
+    assert wrong["suggestions"] == ["--tokenizer PATH/tokenizer.json"]
