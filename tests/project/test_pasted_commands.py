@@ -75,6 +75,7 @@ def test_commands_about_a_run_name_it(run, tmp_path):
     follow, stop = map(shlex.split, error.value.violations[0].suggestions)
     assert follow == ["nanoscale", "runs", "logs", NAME, "--follow"]
     assert stop == ["nanoscale", "runs", "stop", NAME]
+    run.config.touch()
     with pytest.raises(UserError) as error:
         check_free(tmp_path / "runs", NAME)
     name, resume = error.value.violations[0].suggestions
