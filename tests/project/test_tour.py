@@ -1,6 +1,6 @@
 """The lines of README that launch on one machine, typed as they are written, with real ranks on CPUs.
 
-The stand-in for `recipe=tiny` is the model of `debug`, with as many steps. Ctrl-C interrupts the run `first`
+The stand-in for `recipe=tiny` is the model of `debug`, with 200 steps. Ctrl-C interrupts the run `first`
 after a few of them, as README says to, and the next line resumes it.
 """
 
@@ -21,7 +21,7 @@ import pytest
 
 from tests.project.test_command_lines import ROOT, lines
 
-TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 1200\n  eval_every: 0\n"
+TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 200\n  eval_every: 0\n"
 LAUNCHES = re.compile(
     r"nanoscale (resume first|train recipe=(tiny|debug))\b(?!.*(parallel=4d|--hostfile))"
 )
