@@ -233,7 +233,7 @@ def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
     ],
 )
 def test_a_wrong_request_is_one_error_and_nothing_is_written(folder, capsys, arguments, said):
-    RunDirectory.create(folder / "runs", "taken")
+    RunDirectory.create(folder / "runs", "taken").config.touch()
     (folder / "file").write_text("")
     before = sorted(folder.rglob("*"))
     assert nanoscale(["train", *words(folder), *arguments]) == 2
