@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,31 @@ def _gpus() -> list[Gpu]:
 
 def driver() -> str | None:
     """Version of the GPUs' driver; None where there is none."""
+    return _ask_driver(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """Return the newest version of CUDA that the ranks' driver library supports; None if it is unknown.
+
+    NVML asks the libcuda that programs load here, so that a forward-compatibility package counts.
+    """
+    number = _ask_driver(lambda nvml: int(nvml.nvmlSystemGetCudaDriverVersion_v2()))
+    return None if number is None else (number // 1000, number % 1000 // 10)
+
+
+def gpu_memory() -> list[tuple[float, float]]:
+    """Free and whole memory of each GPU that CUDA would show a program here, GiB."""
+    found = _ask_gpus(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    return [(memory.free / 2**30, memory.total / 2**30) for memory in found]
+
+
+def gpu_capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each GPU that CUDA would show a program here; empty if unknown."""
+    return _ask_gpus(lambda nvml, gpu: tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
+
+
+def _ask_driver(ask: Callable[[Any], T]) -> T | None:
+    """Return what NVML answers; None if there is no driver, or it does not know."""
     try:
         import pynvml
 
@@ -92,27 +120,21 @@ def driver() -> str | None:
     except Exception:  # of NVML or of its module, which may be missing
         return None
     try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def gpu_memory() -> list[tuple[float, float]]:
-    """Free and whole memory of each GPU that CUDA would show a program here, GiB."""
-    gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    if not gpus:
-        return []
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for _, uuid in gpus]
-        found = [pynvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
-        return [(memory.free / 2**30, memory.total / 2**30) for memory in found]
+        return ask(pynvml)
     except pynvml.NVMLError:
-        return []
+        return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _ask_gpus(ask: Callable[[Any, Any], T]) -> list[T]:
+    """Return what NVML answers for each GPU that CUDA would show a program here; empty if it does not."""
+    gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+    def ask_each(nvml: Any) -> list[T]:
+        return [ask(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for _, uuid in gpus]
+
+    return _ask_driver(ask_each) or []
 
 
 def gpu_problem() -> str | None:

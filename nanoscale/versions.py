@@ -18,7 +18,7 @@ import nanoscale
 from nanoscale.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
-_OPTIONAL = ("tensorboard", "torchao", "transformers")
+_OPTIONAL = ("tensorboard", "torchao", "transformers", "triton")
 """packages that only some configurations need"""
 
 

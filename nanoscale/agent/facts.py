@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nanoscale.agent.gpu_software import gpu_software
 from nanoscale.agent.host import available_gib
 from nanoscale.agent.network import addresses, interface_towards, resolve
 from nanoscale.cache import cache_path, user_cache
@@ -27,6 +28,7 @@ _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
     """What the launcher, or `doctor`, judges this host by; JSON. `port`: the one that is reserved here."""
+    devices = detect()
     return {
         "hostname": socket.gethostname(),
         "machine": _machine(),
@@ -34,9 +36,10 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "executable": sys.executable,
         "versions": versions(),
         "optional_packages": optional_packages(),
-        "devices": asdict(detect()),
+        "devices": asdict(devices),
         "gpu_memory_gib": gpu_memory(),
         "gpu_problem": gpu_problem(),
+        "gpu_software": gpu_software() if devices.kind == "cuda" else None,
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
         "root": _look_at(Path(order["root"]), order["probe"]),

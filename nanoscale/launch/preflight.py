@@ -15,6 +15,7 @@ from nanoscale.config.rules.case import counted
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.fleet import Fleet, Member
+from nanoscale.launch.gpu_verdicts import gpu_software
 from nanoscale.launch.reach import AGENT, check_of
 from nanoscale.launch.verdicts import Group, Verdict, grouped, named
 from nanoscale.units import GIB, share
@@ -161,6 +162,7 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
         _packages,
         _devices,
         _gpus,
+        _gpu_software,
         _memory,
         _root,
         _cache,
@@ -309,6 +311,11 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     text = f"memory of GPU {', '.join(taken)} is in use" if taken else "GPU memory is free"
     remedy = "`nvidia-smi` there shows by whom"
     yield Verdict(member.name, "GPU memory", not taken, text, remedy, needed=False)
+
+
+def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Judge what stands between the GPUs and the ranks."""
+    yield from gpu_software(hosts.config, member, facts)
 
 
 def _memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:

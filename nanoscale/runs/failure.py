@@ -237,11 +237,44 @@ class _Rule:
     remedy: str
 
 
+TORCH_BUILDS = "https://pytorch.org/get-started/locally names the commands"
+
 _BY_TEXT = (
     _Rule(
         r"OutOfMemoryError|CUDA out of memory",
         "the GPU ran out of memory",
         "a smaller train.micro_batch, a higher zero.stage, or more devices",
+    ),
+    _Rule(
+        r"not compiled with CUDA|_cuda_setDevice",
+        "the ranks' torch is built without CUDA and cannot use the GPUs",
+        f"install a build of torch for CUDA there ({TORCH_BUILDS}), or launcher.device=cpu",
+    ),
+    _Rule(
+        r"driver on your system is too old|CUDA driver version is insufficient",
+        "the GPU driver is too old for the CUDA that the ranks' torch is built for",
+        f"update the driver, or install a build of torch for an older CUDA ({TORCH_BUILDS}); "
+        "`nanoscale doctor` shows both versions",
+    ),
+    _Rule(
+        r"no NVIDIA driver|no CUDA-capable device",
+        "the ranks found no GPU driver, or no GPU",
+        "look at `nvidia-smi` there, in the same container as the ranks; or launcher.device=cpu",
+    ),
+    _Rule(
+        r"no kernel image",
+        "the ranks' torch has no kernels for this GPU",
+        f"install a build of torch that has them ({TORCH_BUILDS}); `nanoscale doctor` shows which it has",
+    ),
+    _Rule(
+        r"Failed to find C compiler|working triton installation",
+        "torch.compile found no C compiler, or no Triton",
+        "install gcc there, or name it: launcher.env.CC=/path/to/gcc; or backend.compile=off",
+    ),
+    _Rule(
+        r"Python\.h\b|(cuda_utils|__triton_launcher)\.c\b",
+        "the C compiler that Triton calls failed, most often for want of Python.h",
+        "install Python's headers there (python3-dev, or python3-devel), or backend.compile=off",
     ),
     _Rule(
         r"MemoryError|can't allocate memory|Cannot allocate memory",

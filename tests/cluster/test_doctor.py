@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from nanoscale.launch.fleet import _FAREWELL_S
 from tests.cluster.launches import left, nothing_left
 from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
+from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_torch_files
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 120.0
@@ -198,6 +200,18 @@ def script(path: Path, command: str) -> Path:
     path.write_text(f'#!/bin/sh\n{command} "$@"\n')
     path.chmod(0o755)
     return path
+
+
+def test_a_driver_that_is_too_old_for_the_torch_of_one_host(doctor, tmp_path):
+    torch = write_torch_files(tmp_path / "cu130", "13.0", "sm_75 sm_80 sm_90")
+    settings = fake_environment(build_fake_nvml(tmp_path), gpus=2, cuda=12040, driver="550.54.15")
+    settings["PYTHONPATH"] = f"{torch}:{SOURCE}"
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in settings.items())
+    python = script(tmp_path / "python", f"exec env {variables} {sys.executable}")
+    words = ("--include", "n2", "launcher.device=cuda", f"cluster.pythons.n2={python}")
+    host, verdict = doctor.the_wrong_one(*words)
+    assert (host, verdict["check"]) == ("n2", "CUDA")
+    assert "driver 550.54.15 supports CUDA 12.4, and torch 2.11.0" in verdict["finding"]
 
 
 def test_a_port_that_is_taken_on_the_first_host(doctor):

@@ -60,6 +60,16 @@ def facts(number: int) -> dict:
         "devices": {"kind": "cuda", "count": 8, "names": ["H200"] * 8, "cores": 64},
         "gpu_memory_gib": [[140.0, 141.0]] * 8,
         "gpu_problem": None,
+        "gpu_software": {
+            "driver_cuda": [13, 1],
+            "capabilities": [[9, 0]] * 8,
+            "torch": {
+                "version": "2.13.0+cu130",
+                "cuda": "13.0",
+                "architectures": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
+            },
+            "compiler": {"path": "/usr/bin/gcc", "problem": ""},
+        },
         "memory_gib": 900.0,
         "shared_memory_gib": 500.0,
         "root": {"path": "/runs", "visible": True, "problem": None, "free_gib": 100.0},
@@ -71,7 +81,7 @@ def facts(number: int) -> dict:
             "interface": "eth0",
             "chosen": {},
         },
-        "optional_packages": ["tensorboard", "torchao", "transformers"],
+        "optional_packages": ["tensorboard", "torchao", "transformers", "triton"],
         "stale_locks": [],
         "port": 23456,
         "asked_at": NOW - 0.5,
@@ -133,7 +143,7 @@ def test_healthy_hosts_are_good_in_every_respect():
     checks = {verdict.check for verdict in verdicts if verdict.host == "n2"}
     assert checks == {
         "ssh", "interpreter", "nanoscale", "python", "torch", "deepspeed", "driver", "devices",
-        "GPUs", "GPU memory", "memory", "run.root", "cache", "/dev/shm", "clock", "network",
+        "GPUs", "GPU memory", "CUDA", "memory", "run.root", "cache", "/dev/shm", "clock", "network",
     }  # fmt: skip
     assert [verdict.host for verdict in verdicts if verdict.check == "port"] == ["n1"]
     assert refusal(members()) is None
@@ -202,7 +212,7 @@ def test_a_package_that_the_configuration_needs_is_looked_for_where_the_ranks_ru
     them = members()
     assert wrong(them, config) == []
     for member in them:
-        change(member, "optional_packages", [])
+        change(member, "optional_packages", ["triton"])
     assert wrong(them, config) == [(host, package) for host in hosts]
     assert "which" in str(refusal(them, config).violations[0].message)
     assert wrong(them) == []

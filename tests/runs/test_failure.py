@@ -22,6 +22,19 @@ NCCL = "NCCL error: remote process exited or there was a network error\nncclRemo
 STORE = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
 LATE = "[c10d] The client socket has timed out after 600000ms while trying to connect to (h, 1)"
 WATCHDOG = "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
+# As torch 2.11 and 2.13 and Triton 3.6 write them.
+NO_CUDA = "module 'torch._C' has no attribute '_cuda_setDevice'"
+OLD_DRIVER = (
+    "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU "
+    "driver by downloading and installing a new version"
+)
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU"
+NO_KERNEL = "CUDA error: no kernel image is available for execution on the device"
+NO_CC = "RuntimeError: Failed to find C compiler. Please specify via CC environment variable or set"
+NO_HEADERS = (
+    "CalledProcessError: Command '['/usr/bin/gcc', '/tmp/tmpk3/cuda_utils.c', '-O3', '-shared', "
+    "'-I/usr/include/python3.11']' returned non-zero exit status 1."
+)
 
 
 @pytest.mark.parametrize("lost", [CLOSED, RESET, NCCL, STORE, LATE, WATCHDOG])
@@ -60,6 +73,14 @@ def test_of_several_causes_the_earliest_wins():
         ("nanoscale.train.stability.NonFiniteError", "loss is nan", 1, "diverged", "optimizer.lr"),
         ("ModuleNotFoundError", "No module named 'x'", 1, "missing", "install"),
         ("RuntimeError", "CUDA error: an illegal memory access", 1, "GPU operation", "BLOCKING"),
+        ("AttributeError", NO_CUDA, 1, "built without CUDA", "launcher.device=cpu"),
+        ("AssertionError", "Torch not compiled with CUDA enabled", 1, "built without", "cpu"),
+        ("RuntimeError", OLD_DRIVER, 1, "driver is too old", "update the driver"),
+        ("RuntimeError", NO_DRIVER, 1, "no GPU driver", "nvidia-smi"),
+        ("torch.AcceleratorError", NO_KERNEL, 1, "no kernels for this GPU", "doctor"),
+        ("torch._inductor.exc.InductorError", NO_CC, 1, "no C compiler", "launcher.env.CC="),
+        ("torch._inductor.exc.InductorError", NO_HEADERS, 1, "Python.h", "backend.compile=off"),
+        ("RuntimeError", "x.c:1: fatal error: Python.h: No such file", 1, "Python.h", "headers"),
         ("RuntimeError", CLOSED, 1, "no rank said why", "logs"),
         ("", "", 3, "ended with code 3", "log"),
         ("", "", -signal.SIGSEGV, "segmentation fault", "log"),
