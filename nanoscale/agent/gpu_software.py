@@ -100,7 +100,8 @@ def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
             command,
             input=source,
             capture_output=True,
-            text=True,
+            env={**os.environ, "LC_ALL": "C"},  # messages in English
+            encoding="utf-8",
             errors="replace",
             timeout=_COMPILE_S,
         )
