@@ -100,6 +100,7 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
         _use_threads(context.config)
         if context.config.launcher.device == "cpu":
             keep_freed_memory()
+        _use_tf32(context.config)
         return (named_job(job) if isinstance(job, str) else job)(context)
     except BaseException as error:
         _record(run, error)
@@ -169,6 +170,13 @@ def _use_threads(config: Config) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def _use_tf32(config: Config) -> None:
+    if config.precision.tf32 is True:
+        import torch
+
+        torch.set_float32_matmul_precision("high")
 
 
 def _record(run: RunDirectory, error: BaseException) -> None:

@@ -23,6 +23,7 @@ from nanoscale.launch.preflight import mixed_versions, require_ready
 from nanoscale.launch.prepare import Request
 from nanoscale.launch.report import prediction
 from nanoscale.launch.report_page import write_report
+from nanoscale.launch.show import describe_precision, forecast
 from nanoscale.launch.signals import Signals
 from nanoscale.launch.supervisor import Supervisor, prepare
 from nanoscale.runs import events, failure, metrics, status, submission
@@ -79,7 +80,7 @@ def attempt(
     stream = sys.stderr if as_json else sys.stdout
     submission.note(run)
     with LiveView(run, stream) as view:
-        for line in saving_lines(request):
+        for line in (*precision_lines(request), *saving_lines(request)):
             view.line(line)
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
@@ -93,6 +94,14 @@ def attempt(
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code
+
+
+def precision_lines(request: Request) -> list[str]:
+    """Return what has which type, and what bf16 would give where fp32 was chosen on GPUs."""
+    chosen = " (precision.compute=auto)" if request.asked.precision.compute == "auto" else ""
+    lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
+    advice = forecast(request.plan).get("in bf16") if request.plan else None
+    return [*lines, advice] if advice else lines
 
 
 def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:

@@ -13,6 +13,7 @@ from nanoscale.cli.output import AsJson, console, print_json
 if TYPE_CHECKING:
     from nanoscale.config.compose import Composed
     from nanoscale.config.library import Library
+    from nanoscale.config.schema import Config
 
 app = typer.Typer(no_args_is_help=True, help="Look up the configuration.")
 
@@ -85,7 +86,8 @@ def explain(
 
     names = _named(key)
     composed = compose(overrides or [], config_dir=config_dir, config_file=config)
-    explained = [_explained(name, composed) for name in names if name in composed.history]
+    here = _here(composed)
+    explained = [_explained(name, composed, here) for name in names if name in composed.history]
     if as_json:
         print_json(explained[0] if names == [key] else explained)
         return
@@ -187,16 +189,31 @@ def _named(name: str) -> list[str]:
     return [key for key in declared() if key == name or key.startswith(f"{name}.")]
 
 
-def _explained(name: str, composed: Composed) -> dict[str, Any]:
+def _here(composed: Composed) -> Config | None:
+    """Return what the job would become on the devices that it would be planned for; None if it cannot run."""
+    from nanoscale.cli.plan import resolved
+    from nanoscale.errors import UserError
+
+    try:
+        return resolved(composed)
+    except UserError:
+        return None
+
+
+def _explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:
     from functools import reduce
 
     from nanoscale.config.reference import declared
 
     key = declared()[name]
     *earlier, last = composed.history[name]
+    path = name.split(".")
+    value = reduce(getattr, path, composed.config)
+    becomes = value if here is None else reduce(getattr, path, here)
     return {
         "key": name,
-        "value": reduce(getattr, name.split("."), composed.config),
+        "value": value,
+        "becomes": becomes if becomes != value else None,
         "type": key.type,
         "unit": key.unit,
         "bounds": key.bounds,
@@ -220,6 +237,7 @@ def _print_explained(document: dict[str, Any], *, first: bool) -> None:
     bounds = f", {document['bounds']}" if document["bounds"] else ""
     rows = [
         ("meaning", document["meaning"]),
+        *([("becomes", shown(document["becomes"]))] if document["becomes"] is not None else []),
         ("type", f"{document['type']}{bounds}"),
         ("set by", document["set_by"]),
         *(

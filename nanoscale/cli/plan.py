@@ -122,8 +122,8 @@ def _search(
     from nanoscale.plan.search_text import print_found, search_document
 
     devices = planned_devices(composed)
-    hardware = hardware_of(composed.config)
-    looked_in = room(composed, devices, hardware)
+    looked_in = room(composed, devices, hardware_of(composed.config))
+    hardware = hardware_of(looked_in.base)  # with the type that precision.compute=auto became
     found = search(looked_in, hardware)
     if html is not None and found.best is not None:
         from nanoscale.plan.html import search_page

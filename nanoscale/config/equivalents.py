@@ -163,6 +163,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
         }
     ),
     "mixed_precision mixed_precision_param torch_dtype dtype params_dtype": _either(
+        auto="precision=auto",
         bf16="precision=bf16",
         bfloat16="precision=bf16",
         fp16="precision=fp16",
@@ -175,6 +176,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
     "mixed_precision_reduce": _either(
         float32="precision.reduce=fp32", bfloat16="precision.reduce=bf16"
     ),
+    "tf32 allow_tf32": _keys("precision.tf32"),
     "initial_loss_scale": _keys("precision.loss_scale"),
     "initial_scale_power": _see("precision.loss_scale", "is 2 to that power: precision.loss_scale"),
     "loss_scale_window": _keys("precision.loss_scale_window"),

@@ -29,6 +29,14 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "launcher.devices": (*_LAYOUT, "launcher.device", "launcher.name", *_HOSTS),
     "parallel.dp": (*_LAYOUT, "launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
     "launcher.threads": ("launcher.devices", "launcher.device", "launcher.name", *_HOSTS),
+    "precision.compute": ("launcher.device", "launcher.name", *_HOSTS, "cluster.device"),
+    "precision.tf32": (
+        "precision.compute",
+        "launcher.device",
+        "launcher.name",
+        *_HOSTS,
+        "cluster.device",
+    ),
     "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
     "backend.compile": (
         "launcher.device",

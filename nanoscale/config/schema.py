@@ -220,11 +220,17 @@ class Precision:
     """Which floating-point type each thing has."""
 
     params: Literal["fp32", "fp64"] = key("fp32", "master weights and optimizer states")
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = key(
-        "fp32", "matrix products and activations"
+    compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
+        "auto",
+        "matrix products and activations; auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs",
     )
     reduce: Literal["fp32", "bf16", "fp16", "fp64"] = key(
         "fp32", "gradients on their way across ranks"
+    )
+    tf32: bool | Literal["auto"] = key(
+        "auto",
+        "fp32 on a GPU: round the factors of products to TF32's 10 bits of mantissa, which is several times "
+        "faster; auto: where the GPU has it",
     )
     fp8: bool = key(
         False, "products of the blocks' linear layers in 8 bits (torchao, H100 or newer)"
@@ -434,6 +440,7 @@ class Peaks:
 
     fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0)
     fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0)
+    tf32: float | None = key(None, "peak in TF32; null: that of fp32", unit="TFLOP/s", at_least=0)
     fp16: float | None = key(None, "peak in fp16", unit="TFLOP/s", at_least=0)
     bf16: float | None = key(None, "peak in bf16", unit="TFLOP/s", at_least=0)
     fp8: float | None = key(None, "peak in 8 bits", unit="TFLOP/s", at_least=0)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoscale.channel import Message
-from nanoscale.config.rules.case import counted
+from nanoscale.config.rules.case import counted, listed
+from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config
 from nanoscale.errors import UserError, Violation
 from nanoscale.launch.fleet import Fleet, Member
@@ -163,6 +164,7 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
         _devices,
         _gpus,
         _gpu_software,
+        _number_types,
         _memory,
         _root,
         _cache,
@@ -316,6 +318,17 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
 def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     """Judge what stands between the GPUs and the ranks."""
     yield from gpu_software(hosts.config, member, facts)
+
+
+def _number_types(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Check that the GPUs have bf16 where that is trained in; without it PyTorch emulates it, slowly."""
+    config, names = hosts.config, facts["devices"]["names"]
+    if config.launcher.device == "cpu" or config.precision.compute != "bf16":
+        return
+    if weak := sorted(set(filter(lacks_bf16, names))):
+        yield Verdict(
+            member.name, "precision", False, f"{listed(weak)} has no bf16", "precision=fp16"
+        )
 
 
 def _memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:

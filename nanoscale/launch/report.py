@@ -9,6 +9,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.frozen import load
 from nanoscale.config.schema import Config
 from nanoscale.launch.command import read_plan
+from nanoscale.plan.hardware import kind
 from nanoscale.plan.model_math import parameters
 from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
@@ -54,7 +55,7 @@ def what(config: Config) -> Document:
     return {
         "model": config.model.name,
         "parameters": parameters(config.model),
-        "precision": "fp8" if config.precision.fp8 else config.precision.compute,
+        "precision": kind(config.precision),
         "backend": config.backend.name,
         "device": config.launcher.device,
         "world_size": sizes.world_size,

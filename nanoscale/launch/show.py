@@ -8,9 +8,11 @@ from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.config.derive import Derived
-from nanoscale.config.schema import Config, Zero
+from nanoscale.config.schema import Config, Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.command import LaunchPlan
+from nanoscale.plan.document import bf16_advice
+from nanoscale.plan.hardware import wide_kind
 from nanoscale.plan.model_math import describe_adapters
 from nanoscale.plan.saving import SavingPlan
 from nanoscale.runs.directory import RunDirectory
@@ -71,7 +73,7 @@ def settings(config: Config) -> dict[str, str]:
         "backend": config.backend.name,
         "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
         "data": _data(config),
-        "precision": _precision(config),
+        "precision": describe_precision(config.precision),
         "zero": _zero(config),
         "compile": config.backend.compile,
     }
@@ -105,11 +107,15 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
     needed = share(int(GIB * memory["in_use_gib"]), int(GIB * memory["capacity_gib"]))
+    advice = bf16_advice(
+        predicted["tokens_per_s_per_gpu"], predicted.get("bf16_tokens_per_s_per_gpu")
+    )
     return {
         "memory": f"{word}: {needed} on {predicted['hardware']['device']}, "
         f"with a probability of {predicted['fits_probability']:.0%}",
         "speed": f"{duration(predicted['step_time_s'])} a step, {predicted['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {predicted['mfu']:.1%}",
+        **({"in bf16": advice} if advice else {}),
     }
 
 
@@ -126,11 +132,11 @@ def _data(config: Config) -> str:
     return f"{source}, tokens by {data.tokenizer}"
 
 
-def _precision(config: Config) -> str:
-    precision = config.precision
+def describe_precision(precision: Precision) -> str:
+    """Return what has which type, in words."""
     words = [
         f"weights {precision.params}",
-        f"products {precision.compute}",
+        f"products {wide_kind(precision)}",
         f"gradient sums {precision.reduce}",
     ]
     if precision.fp8:

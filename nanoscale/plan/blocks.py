@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan import links, operations, routing
-from nanoscale.plan.hardware import Hardware, kind
+from nanoscale.plan.hardware import Hardware, kind, wide_kind
 from nanoscale.plan.work import NOTHING, Passes, Work, passes
 
 # Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
@@ -100,7 +100,7 @@ def slice_of(config: Config) -> Slice:
         cp=layout.cp,
         cp_method=layout.cp_method,
         kind=kind(precision),
-        wide=precision.compute,
+        wide=wide_kind(precision),
         compiled=config.backend.compile != "off",
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
@@ -165,7 +165,7 @@ def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") ->
 
 def _wide(part: Slice) -> str:
     """The type in which experts are chosen."""
-    return "fp64" if part.wide == "fp64" else "fp32"
+    return part.wide if part.wide in ("fp64", "tf32") else "fp32"
 
 
 @lru_cache(maxsize=16384)

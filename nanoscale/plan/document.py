@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoscale.plan.memory import RankMemory
 from nanoscale.plan.model_math import active_parameters, parameters
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.units import GIB
 
@@ -23,6 +23,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "step_parts_s": asdict(time.parts),
         "tokens_per_s": time.tokens_per_s,
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "bf16_tokens_per_s_per_gpu": tokens_per_s_in_bf16(plan),
         "mfu": time.mfu,
         "mfu_causal": time.mfu_causal,
         "hfu": time.hfu,
@@ -36,6 +37,21 @@ def document(plan: Prediction) -> dict[str, Any]:
         },
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
+
+
+def bf16_advice(fp32: float, bf16: float | None) -> str | None:
+    """Return the line that says what bf16 would give; None where it is no choice.
+
+    Args:
+        fp32: planned tokens/s of a device.
+        bf16: the same in bf16, from `tokens_per_s_in_bf16`.
+    """
+    if bf16 is None:
+        return None
+    times = f"{bf16 / fp32:.1f} times as many"
+    return (
+        f"precision=bf16 would give {bf16:,.0f} tokens/s a device instead of {fp32:,.0f}, {times}"
+    )
 
 
 def _memory(plan: Prediction) -> dict[str, Any]:

@@ -107,7 +107,12 @@ class Hardware:
 
 def kind(precision: Precision) -> str:
     """The type of number in which a block's products are computed."""
-    return "fp8" if precision.fp8 else precision.compute
+    return "fp8" if precision.fp8 else wide_kind(precision)
+
+
+def wide_kind(precision: Precision) -> str:
+    """The type of all products that are not computed in 8 bits."""
+    return "tf32" if precision.tf32 is True else precision.compute
 
 
 def hardware_of(config: Config) -> Hardware:
@@ -143,13 +148,15 @@ def hardware_of(config: Config) -> Hardware:
         if (value := getattr(cluster.peaks, field.name)) is not None
     }
     trained = kind(config.precision)
+    if trained == "tf32" and "fp32" in peaks:
+        peaks.setdefault("tf32", peaks["fp32"])
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
-    if trained not in peaks:
+    if trained not in peaks and trained != "auto":  # that is resolved for the devices, later
         raise UnknownHardwareError(
             "config",
             f"cluster.peaks.{trained} is null: {cluster.device} has no products in {trained} that are known. "
-            f"Type one of: {', '.join(f'precision={p}' for p in peaks)}, or "
+            f"Type one of: {', '.join(f'precision={p}' for p in peaks if p != 'tf32')}, or "
             f"cluster.peaks.{trained}=TFLOP/s",
         )
     return _in_si(cluster, peaks, _efficiency(cluster))
@@ -168,6 +175,8 @@ def peak_of(config: Config, driver_name: str | None) -> float | None:
     known = cluster.device or recognise(driver_name)
     cluster = _filled(cluster, _known(known or ""))
     peak: float | None = getattr(cluster.peaks, kind(config.precision))
+    if kind(config.precision) == "tf32":
+        peak = peak or cluster.peaks.fp32
     return None if peak is None else peak * 1e12
 
 

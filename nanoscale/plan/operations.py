@@ -11,7 +11,7 @@ from math import ceil
 
 from nanoscale.plan.hardware import Hardware
 
-WIDTH = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """bytes of a number"""
 
 FILL = 4e-6

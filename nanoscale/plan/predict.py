@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
+from nanoscale.plan.candidates import honoured
 from nanoscale.plan.hardware import Hardware, hardware_of
 from nanoscale.plan.memory import RankMemory, rank_memory
 from nanoscale.plan.pipeline import Costs, Timeline
@@ -75,6 +76,16 @@ def predict(config: Config, hardware: Hardware | None = None) -> Prediction:
     memory = _memory(config, hardware, timeline.held)
     time = step_time(config, hardware, timeline.makespan)
     return Prediction(config, hardware, memory, time, timeline)
+
+
+def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
+    """Return the tokens/s of a device if an fp32 job on GPUs computed in bf16; None where it cannot."""
+    config, precision = plan.config, plan.config.precision
+    narrow = replace(config, precision=replace(precision, compute="bf16", tf32=False))
+    possible = config.launcher.device == "cuda" and "bf16" in plan.hardware.peaks
+    if precision.compute != "fp32" or not possible or not honoured(narrow):
+        return None
+    return predict(narrow).time.tokens_per_s_per_gpu
 
 
 def predicted_step(config: Config, hardware: Hardware) -> float:

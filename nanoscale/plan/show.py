@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoscale.config.derive import derive
+from nanoscale.plan.document import bf16_advice
+from nanoscale.plan.hardware import kind
 from nanoscale.plan.how import how
 from nanoscale.plan.memory_text import bars
 from nanoscale.plan.model_math import active_parameters, parameters
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.units import byte_size, duration, share, three_digits
 
@@ -70,12 +72,11 @@ def head(plan: Prediction) -> list[str]:
     degrees += [f"ZeRO {config.zero.stage}"] + (
         [f"recompute {recomputed}"] if recomputed != "none" else []
     )
-    precision = "fp8" if config.precision.fp8 else config.precision.compute
     size = f"{parameters(model) / 1e9:.4g} B parameters"
     if model.experts:
         size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
     return [
-        f"{model.name}, {size}, {precision}, {config.backend.name}, {count} {on}",
+        f"{model.name}, {size}, {kind(config.precision)}, {config.backend.name}, {count} {on}",
         " · ".join(degrees),
         f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
         f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",
@@ -94,6 +95,7 @@ def verdict(plan: Prediction) -> str:
 def outcome(plan: Prediction) -> list[str]:
     """Speed, what the whole training takes, and when checkpoints are saved."""
     time, run = plan.time, plan.training
+    advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
@@ -103,6 +105,7 @@ def outcome(plan: Prediction) -> list[str]:
     return [
         speed,
         shares,
+        *([advice] if advice else []),
         length,
         *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
         *(f"warning: {warning}" for warning in saving.warnings()),

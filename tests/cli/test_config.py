@@ -55,6 +55,23 @@ def test_show_takes_a_folder_of_the_users(capsys):
     assert json.loads(output(capsys, *words, "--config-dir", "mine"))["zero"]["stage"] == 1
 
 
+def test_explain_says_what_an_open_value_becomes(capsys):
+    def explained(*words: str) -> dict:
+        return json.loads(
+            output(capsys, "config", "explain", "precision.compute", *words, "--json")
+        )
+
+    assert (
+        explained("recipe=debug", "cluster=v100").items()
+        >= {"value": "auto", "becomes": "fp16"}.items()
+    )
+    assert explained("recipe=debug", "cluster=v100", "precision=bf16")["becomes"] is None
+    assert explained("parallel.tp=3")["becomes"] is None  # which breaks a law
+    shown = output(capsys, "config", "explain", "precision.compute", "recipe=debug", "cluster=h200")
+    assert "precision.compute = auto\n" in shown and "becomes  bf16\n" in shown
+    assert "set by   nanoscale/conf/precision/auto.yaml:4" in shown
+
+
 def test_explain_says_who_set_a_value_and_what_that_overrode(capsys):
     text = output(capsys, "config", "explain", "train.steps", "recipe=debug", "train.steps=1e3")
     assert "train.steps = 1000 steps" in text
@@ -71,6 +88,7 @@ def test_explain_json(capsys):
     assert explained == {
         "key": "zero.stage",
         "value": 3,
+        "becomes": None,
         "type": "one of 0, 1, 2, 3",
         "unit": "",
         "bounds": "",

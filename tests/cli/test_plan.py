@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.cli.attempt import precision_lines
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.compose import compose
+from nanoscale.config.rules import Devices, check
+from nanoscale.launch.prepare import Request
+from nanoscale.plan.document import document
+from nanoscale.plan.predict import predict
 
 H100 = ("recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_checkpointing=selective")
 
@@ -48,6 +54,50 @@ def test_a_layout_that_does_not_fit_is_told(capsys):
     plan = json.loads(output(capsys, *H100, "zero.stage=0", "--json"))
     assert plan["fits"] is False and plan["fits_probability"] < 0.01
     assert "does not fit: " in output(capsys, *H100, "zero.stage=0")
+
+
+def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
+    job = ["recipe=llama-1b", "cluster=h100-sxm"]
+
+    def speed(*words: str) -> float:
+        return json.loads(output(capsys, *job, *words, "--json"))["tokens_per_s_per_gpu"]
+
+    bf16, tf32 = speed(), speed("precision=fp32")
+    assert bf16 > tf32 > 2 * speed("precision=fp32", "precision.tf32=false")
+    shown = output(capsys, *job, "precision=fp32")
+    assert ", tf32, native" in shown
+    assert (
+        f"precision=bf16 would give {bf16:,.0f} tokens/s a device instead of {tf32:,.0f}" in shown
+    )
+    assert "would give" not in output(capsys, *job)
+    assert "would give" not in output(capsys, *job, "cluster=v100", "precision=fp32")
+    assert "would give" not in output(capsys, "recipe=debug", "cluster=cpu")
+
+
+def test_the_type_that_auto_becomes_is_planned(capsys):
+    job = ["model=llama-1b", "train.steps=5", "train.seq_len=2k"]
+    for cluster, kind in (("h100-sxm", "bf16"), ("v100", "fp16"), ("cpu", "fp32")):
+        assert f", {kind}, native" in output(capsys, *job, f"cluster={cluster}")
+    peak = ["cluster=h100-sxm", "cluster.peak_tflops=100"]
+    mine, usual = (
+        json.loads(output(capsys, *job, *words, "--search", "--json"))["layouts"][0]["step_time_s"]
+        for words in (peak, peak[:1])
+    )
+    assert mine > 2 * usual
+
+
+def test_the_start_of_a_run_says_what_has_which_type():
+    def lines(*words: str) -> list[str]:
+        composed = compose(["recipe=llama-1b", "cluster=h100-sxm", *words])
+        devices = Devices("cuda", 8, ("NVIDIA H100 80GB HBM3",) * 8)
+        config = check(composed, devices)
+        return precision_lines(Request(composed, config, devices, plan=document(predict(config))))
+
+    line = "precision: weights fp32, products {}, gradient sums fp32{}"
+    assert lines("precision=auto") == [line.format("bf16", " (precision.compute=auto)")]
+    wide, advice = lines("precision=fp32")
+    assert wide == line.format("tf32", "")
+    assert advice.startswith("precision=bf16 would give ")
 
 
 @pytest.mark.slow

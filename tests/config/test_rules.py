@@ -167,7 +167,7 @@ LAWS = [
     (["precision=bf16", "precision.fp8_recipe=rowwise"], gpus(1), "precision.fp8_recipe"),
     (["precision=fp8"], Devices("cuda", 1, ("NVIDIA A100-SXM4-80GB",)), "precision.fp8"),
     (["precision=fp8", "launcher.device=cpu"], gpus(1), "precision.fp8"),
-    (["precision.fp8=true"], gpus(1), "precision.fp8"),
+    (["precision.fp8=true", "precision.compute=fp32"], gpus(1), "precision.fp8"),
     (["data.document_mask=true", "train.seq_len=64", "precision=bf16"], gpus(1), "train.seq_len"),
     (["data.packing=whole", "train.seq_len=192", "precision=bf16"], gpus(1), "train.seq_len"),
     (["precision=fp8", "parallel.tp=2"], gpus(2), "precision.fp8"),

@@ -319,6 +319,19 @@ def test_fewer_gpus_than_slots_are_refused_with_the_line_to_correct():
     assert wrong(them, ON_CPU) == []
 
 
+def test_bf16_is_refused_where_gpus_do_not_have_it():
+    job = replace(SSH, precision=Precision(compute="bf16"))
+    them = members()
+    change(them[1], "devices.names", ["H200"] * 7 + ["Tesla V100-SXM2-32GB"])
+    assert refusal(them, job) is not None
+    found = [v for v in judge(them, job) if v.check == "precision"]
+    assert [(v.finding, v.remedy) for v in found] == [
+        ("Tesla V100-SXM2-32GB has no bf16", "precision=fp16")
+    ]
+    for other in (replace(job, precision=Precision(compute="fp16")), SSH):
+        assert refusal(them, other) is None
+
+
 def test_gpus_chosen_by_a_filter_are_counted_as_what_is_left():
     them = members(2)
     host = Host("n2", 2, devices=(0, 7), source="hosts:2")

@@ -60,7 +60,7 @@ def test_the_peak_of_a_gpu_is_that_of_the_table_of_devices(monkeypatch: pytest.M
     assert device_peak(Config(precision=replace(bf16, fp8=True)), gpu) == pytest.approx(
         1979e12, rel=1e-3
     )
-    assert device_peak(Config(), gpu) == 67e12
+    assert device_peak(Config(precision=Precision(compute="fp32")), gpu) == 67e12
     own = Cluster(device="mine", peaks=Peaks(bf16=100.0))
     assert device_peak(Config(precision=bf16, cluster=own), gpu) == 100e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce")

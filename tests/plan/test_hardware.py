@@ -157,6 +157,16 @@ def test_a_file_that_holds_no_efficiencies_is_refused(tmp_path: Path, text):
     assert "cluster.efficiency=null" in refusal(Config(cluster=cluster, precision=BF16))
 
 
+def test_fp32_with_tf32_has_its_own_peak_and_fp32s_where_that_is_unknown():
+    tf32 = Precision(compute="fp32", tf32=True)
+    a100 = hardware_of(Config(cluster=Cluster(device="a100-80"), precision=tf32))
+    assert (a100.peak(tf32), a100.peak(replace(tf32, tf32=False))) == (156e12, 19.5e12)
+    own = replace(WHOLE, peaks=Peaks(fp32=3.0))
+    assert hardware_of(Config(cluster=own, precision=tf32)).peak(tf32) == 3e12
+    assert peak_of(Config(precision=tf32), "NVIDIA A100-SXM4-80GB") == 156e12
+    assert peak_of(Config(precision=tf32), "Tesla V100-SXM2-32GB") == 15.7e12
+
+
 def test_the_peak_for_mfu_is_that_of_the_same_table():
     bf16 = Config(precision=BF16)
     assert peak_of(bf16, "NVIDIA H100 80GB HBM3") == machine().peak(BF16)

@@ -87,7 +87,7 @@ def test_mixed_precision_needs_18_bytes_a_parameter_and_6_to_infer():
     eight_bit = bytes_per_parameter(Precision(compute="bf16"), Optimizer(name="adamw8bit"))
     assert eight_bit.training == pytest.approx(6 + 4 + 2, rel=0.01)
     assert bytes_per_parameter(Precision(compute="bf16"), Optimizer(name="sgd")).training == 14
-    plain = bytes_per_parameter(Precision(), Optimizer())
+    plain = bytes_per_parameter(Precision(compute="fp32"), Optimizer())
     assert (plain.training, plain.inference) == (16, 4)
 
 
@@ -248,7 +248,9 @@ def test_offloaded_activations_wait_on_the_host():
 
 def test_a_cpu_has_no_other_memory_to_offload_to():
     here, there = (
-        rank_memory(job("model=llama-1b", device="cpu", offload_activations=offloaded))[0]
+        rank_memory(
+            job("model=llama-1b", "precision=fp32", device="cpu", offload_activations=offloaded)
+        )[0]
         for offloaded in (False, True)
     )
     assert not there.host
@@ -357,9 +359,9 @@ def test_only_stage_0_in_one_precision_holds_no_copy():
     alone, both, divided, cast = (
         rank_memory(job("model=gpt2", *words, **layout))[0].part("compute copies").bytes
         for words, layout in (
-            ((), {}),
-            ((), {"dp": 2}),
-            ((), {"dp": 2, "tp": 2}),
+            (("precision=fp32",), {}),
+            (("precision=fp32",), {"dp": 2}),
+            (("precision=fp32",), {"dp": 2, "tp": 2}),
             (("precision=bf16",), {"dp": 2}),
         )
     )

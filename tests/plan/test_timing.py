@@ -365,7 +365,11 @@ def test_every_machine_takes_a_job():
     old = job("llama-1b", "v100", precision=Precision(compute="fp16"))
     assert 0 < step_time(old, hardware_of(old)).mfu < 1
     plain = Config(
-        model=old.model, train=old.train, parallel=old.parallel, cluster=Cluster(device="v100")
+        precision=Precision(compute="fp32"),
+        model=old.model,
+        train=old.train,
+        parallel=old.parallel,
+        cluster=Cluster(device="v100"),
     )
     assert 0 < step_time(plain, hardware_of(plain)).mfu < 1
 

@@ -135,8 +135,10 @@ def run_of_bytes(
     """A run of bytes with a checkpoint of random weights, and an optimizer's state that nobody needs."""
     data = Data(source="stdlib", cache_dir=str(folder))
     train = Train(steps=1, seq_len=32)
+    of_run = Run(name=name, root=str(folder))
+    precision = PRECISIONS["fp32"]
     run = make_run(
-        Config(run=Run(name=name, root=str(folder)), model=shape, data=data, train=train), name
+        Config(run=of_run, model=shape, data=data, train=train, precision=precision), name
     )
     model = Transformer(shape)
     initialise(model, replace(shape, init_std=0.3), seed=4)

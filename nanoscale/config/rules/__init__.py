@@ -21,7 +21,12 @@ from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
-from nanoscale.config.rules.numbers import check_mask, check_optimizer, check_precision
+from nanoscale.config.rules.numbers import (
+    check_mask,
+    check_optimizer,
+    check_precision,
+    resolve_precision,
+)
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.profiling import check_profile
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
@@ -45,7 +50,8 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         the configuration with integers for `parallel.dp`, `parallel.virtual_stages`,
         `train.micro_batch`, `train.steps`, `model.kv_heads`, `model.head_dim`, and for
         `scheduler.decay_steps` where the schedule has a decay of its own; `launcher.device` is
-        `cpu` or `cuda`, `backend.compile` is `on` or `off`; paths of data and of the hostfile are
+        `cpu` or `cuda`, `backend.compile` is `on` or `off`, `precision.compute` a type and
+        `precision.tf32` true or false; paths of data and of the hostfile are
         absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on
         hosts they stay as they were asked for.
 
@@ -59,6 +65,8 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         _refuse(case)
     model = resolve_model(case)
     layout = resolve_layout(case, model)
+    precision = resolve_precision(case, layout.device)
+    case.decide(precision=precision)
     check_experts(case, layout.dp)
     check_lora(case)
     virtual_stages = resolve_virtual_stages(case, model)
@@ -82,6 +90,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         run=run,
         model=model,
         parallel=replace(config.parallel, dp=layout.dp, virtual_stages=virtual_stages),
+        precision=precision,
         backend=replace(config.backend, compile=compiled),
         launcher=resolve_ranks(case, launcher, layout.device, layout.ranks),
         train=train,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from importlib.util import find_spec
+from typing import Any
 
 from nanoscale.config import hostnames, reference
 from nanoscale.config.compose import Composed
@@ -63,6 +64,10 @@ class Case:
     def slots(self) -> int:
         """The ranks that the hosts take together."""
         return sum(host.slots for host in self.hosts)
+
+    def decide(self, **sections: Any) -> None:
+        """Let the laws that follow see sections with what was open in them resolved."""
+        self.composed = replace(self.composed, config=replace(self.config, **sections))
 
     def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
         """Record a violation of `key` as it was set."""

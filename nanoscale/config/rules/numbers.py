@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.schema import Precision
 
 _NOT_OF = {
     "adamw": ("momentum",),
@@ -19,6 +22,56 @@ _HAS_FP8 = re.compile(
     re.IGNORECASE,
 )
 """names of GPUs of compute capability 8.9 and more, or of AMD's that have 8-bit products"""
+
+_BEFORE_AMPERE = re.compile(
+    r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
+    r"|MI(25|50|60))\b",
+    re.IGNORECASE,
+)
+"""names of GPUs without products in bf16 or TF32: NVIDIA's of compute capability below 8.0, AMD's before the
+MI100; no GPU that is still to come is among them"""
+_AMD = re.compile(r"\bMI\d{2,3}[A-Z]?\b", re.IGNORECASE)
+"""names of GPUs on which PyTorch computes fp32 products without TF32"""
+
+
+def resolve_precision(case: Case, device: Literal["cpu", "cuda"]) -> Precision:
+    """Return the precision with the types that `auto` means on the devices.
+
+    GPUs of different kinds train in a type that all of them have. The GPUs of other hosts are unknown here,
+    unless `cluster` describes them, and are taken for such as have bf16; the preflight checks look at them.
+    """
+    precision, names = case.config.precision, _device_names(case)
+    compute = precision.compute
+    if compute == "auto":
+        compute = "fp32" if device == "cpu" else "bf16" if _has_bf16(case, names) else "fp16"
+    possible = device == "cuda" and compute == "fp32"
+    tf32 = precision.tf32
+    if tf32 is True and not possible:
+        other = "launcher.device=cpu" if device == "cpu" else f"precision.compute={compute}"
+        message = f"is for fp32 on a GPU, and would be ignored with {other}"
+        case.refuse("config", "precision.tf32", message, "precision.tf32=auto")
+    if tf32 == "auto":
+        tf32 = possible and not any(lacks_bf16(name) or _AMD.search(name) for name in names)
+    return replace(precision, compute=compute, tf32=tf32)
+
+
+def lacks_bf16(name: str) -> bool:
+    """Return True if a GPU of this name has no products in bf16."""
+    return _BEFORE_AMPERE.search(name) is not None
+
+
+def _has_bf16(case: Case, names: Iterable[str]) -> bool:
+    peaks = case.config.cluster.peaks
+    if case.config.cluster.device is not None and (peaks.bf16 or peaks.fp16):
+        return bool(peaks.bf16)
+    return not any(map(lacks_bf16, names))
+
+
+def _device_names(case: Case) -> tuple[str, ...]:
+    """Return the names of the GPUs that are trained on, as far as they are known."""
+    if case.config.cluster.device is not None:
+        return (case.config.cluster.device,)
+    return () if case.remote else case.devices.names
 
 
 def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
