@@ -38,6 +38,7 @@ def main() -> None:
         "checkpoint": bench_checkpoint,
         "backends": bench_backends,
         "data": bench_data,
+        "flood": bench_flood,
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help=f"{', '.join(parts)}; all by default")
@@ -199,6 +200,19 @@ def bench_data() -> list[Row]:
         ),
         ("numpy memmap, samples of 1,024 tokens", result["memmap"], "1/s", 1.0),
         ("loader, samples of 1,024 tokens", result["loader"], "1/s", result["loader_ratio"]),
+    ]
+
+
+def bench_flood() -> list[Row]:
+    """A rank that prints 1 GiB, beside `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
+    result = result_of("bench_flood")
+    return [
+        ("cat, 1 GiB into a log", result["cat_s"], "s", 1.0),
+        ("a rank prints 1 GiB, until it is in the log", result["whole_s"], "s", result["ratio"]),
+        ("a rank prints 1 GiB, until the launch has ended", result["ended_s"], "s", None),
+        ("Ctrl-C meanwhile, until the launch has ended", result["stop_s"], "s", None),
+        ("growth of the launcher meanwhile", result["launcher_mib"], "MiB", None),
+        ("growth of the agent meanwhile", result["agent_mib"], "MiB", None),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,9 +72,10 @@ def be_rank(run_dir: Path, job: Job | str) -> str:
     try:
         return worker.main(run_dir, job)
     except BaseException as error:
-        traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk takes no traceback
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(worker.exit_code(error))
 
 
@@ -103,7 +105,7 @@ def _agent(
     from nanoscale.agent.logs import RankLogs
     from nanoscale.agent.watch import Watch
 
-    logs = RankLogs(link, host, _environment(host))
+    logs = RankLogs(link, host, _environment(host), run if order.get("writes_logs") else None)
     watch = Watch(link, host, logs, order["patience_s"])
     meet_s = order.get("meet_s", _MEET_S)
     return elastic_agent(host, be_rank, (run.path, job), logs, watch.look, meet_s), watch

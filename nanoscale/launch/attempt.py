@@ -128,11 +128,7 @@ class Attempt:
         if message["kind"] == "signal":
             self.signals.hear(message["number"])
         elif message["kind"] == "output":
-            path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
-            with suppress(OSError), path.open("ab") as log:
-                log.write(message["carried"])
-            if message["stream"] == "out":
-                self.view.wrote(member.name, message["rank"])
+            self._log(member, message)
         elif message.get("attempt") != self.plan.attempt:
             pass  # of an attempt that was given up
         elif message["kind"] == "failing":
@@ -141,6 +137,15 @@ class Attempt:
             self.outcomes[member.name] = message["outcome"]
             self.evidence[member.name] = Evidence(**message["evidence"])
             self._add(member, message["failures"])
+
+    def _log(self, member: Member, message: Message) -> None:
+        """Write what a rank printed into its log, unless the rank has written it there itself."""
+        if "carried" in message:
+            path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
+            with suppress(OSError), path.open("ab") as log:
+                log.write(message["carried"])
+        if message["stream"] == "out":
+            self.view.wrote(member.name, message["rank"])
 
     def _add(self, member: Member, documents: Sequence[Message]) -> None:
         skew = skew_s(member.facts) if member.facts is not None else 0.0
@@ -181,6 +186,7 @@ class Attempt:
                 master_addr=self.plan.master_addr,
                 master_port=self.plan.master_port,
                 patience_s=self.launcher.lost_after_s,
+                writes_logs=self.launcher.name == "local",  # elsewhere the run's folder may be slow
             )
 
     def _mind_lock(self) -> None:

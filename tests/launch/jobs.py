@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -57,6 +58,13 @@ def flood(context):
         if context.stop.requested:
             return "stopped"
     return "completed"
+
+
+def full_log(context):
+    """A rank finds that the request is wrong when its log can take nothing more, as on a full disk."""
+    sys.stderr.write("x" * (1 << 20) + "\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    wrong_data(context)
 
 
 def wrong_data(context):

@@ -115,6 +115,27 @@ def test_what_runs_stop_ended_is_stopped_and_not_preempted(attempt, number):
     assert (outcome.state, outcome.exit_code) == ("stopped", 130)
 
 
+@pytest.mark.parametrize("name", ["local", "ssh", "pdsh", "slurm"])
+def test_only_the_ranks_of_this_machine_write_their_logs(attempt, name):
+    attempt.launcher = Launcher(name=name)
+    attempt._launch()
+    orders = [content for kind, _, content in attempt.fleet.told if kind == "launch"]
+    assert [order["writes_logs"] for order in orders] == [name == "local"] * 2
+
+
+def test_output_is_written_unless_the_rank_has_written_it(attempt):
+    wrote = []
+    attempt.view.wrote = lambda *rank: wrote.append(rank)
+    attempt.run.attempt_logs(1).mkdir()
+    output = {"kind": "output", "rank": 2, "stream": "out"}
+    for message in (output, {**output, "carried": b"a"}, {**output, "carried": b"b"}, output):
+        attempt._take(attempt.members[1], message)
+    assert attempt.run.log(1, "b", 2, "out").read_bytes() == b"ab"
+    attempt._take(attempt.members[1], {**output, "stream": "err", "carried": b"c"})
+    assert attempt.run.log(1, "b", 2, "err").read_bytes() == b"c"
+    assert wrote == [("b", 2)] * 4
+
+
 def test_a_cause_ends_the_job_at_once_and_is_the_one_that_is_told(attempt):
     failing(attempt, "b", raised(LOST, 3, "b", 1.0))
     assert kills(attempt) == []

@@ -1,0 +1,85 @@
+"""What becomes of the ranks' output on their host, and how much of it the launcher gets as messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanoscale.agent.host import Host
+from nanoscale.agent.logs import RankLogs
+from nanoscale.channel import MOST_BYTES
+from nanoscale.runs.directory import RunDirectory
+
+HOST = Host("h", 0, 1, (4, 5), "127.0.0.1", 1, attempt=2)
+ENVIRONMENTS = {0: {"RANK": "4"}, 1: {"RANK": "5"}}
+
+
+class Link:
+    """Keeps what it is to send."""
+
+    stopped_attempt = killed_attempt = 0
+
+    def __init__(self, scratch):
+        self.scratch = scratch
+        self.sent = []
+
+    def send(self, kind, carried=b"", **content):
+        assert kind == "output"
+        self.sent.append(((content["rank"], content["stream"]), carried))
+
+
+@pytest.fixture
+def link(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    return Link(tmp_path / "scratch")
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.attempt_logs(HOST.attempt).mkdir(parents=True)
+    return run
+
+
+def append(path, data):
+    with Path(path).open("ab") as file:
+        file.write(data)
+
+
+def test_ranks_write_the_logs_of_the_run_and_nothing_is_sent_twice(link, run):
+    logs = RankLogs(link, HOST, {"A": "B"}, run)
+    files = logs.reify(ENVIRONMENTS)
+    assert files.stdouts == {n: str(run.log(2, "h", rank, "out")) for n, rank in ((0, 4), (1, 5))}
+    assert files.stderrs == {n: str(run.log(2, "h", rank, "err")) for n, rank in ((0, 4), (1, 5))}
+    assert not logs.forward(60.0)
+    append(files.stdouts[1], b"x" * (3 * MOST_BYTES))
+    assert not logs.forward(60.0)
+    assert not logs.forward(60.0)
+    append(files.stderrs[0], b"more")
+    assert not logs.forward(60.0)
+    assert link.sent == [((5, "out"), b""), ((4, "err"), b"")]
+
+
+def test_without_a_run_all_bytes_are_sent_and_none_twice(link):
+    logs = RankLogs(link, HOST, {}, None)
+    files = logs.reify(ENVIRONMENTS)
+    assert link.scratch in logs.failure(4).parents
+    append(files.stdouts[1], bytes(range(256)) * (10 * MOST_BYTES // 256))
+    append(files.stderrs[1], b"an error\n")
+    assert not logs.forward(60.0)
+    sent = {key: [data for name, data in link.sent if name == key] for key, _ in link.sent}
+    assert sent.keys() == {(5, "out"), (5, "err")}
+    assert b"".join(sent[5, "out"]) == bytes(range(256)) * (10 * MOST_BYTES // 256)
+    assert len(sent[5, "out"]) == 10
+    assert sent[5, "err"] == [b"an error\n"]
+
+
+def test_an_attempt_that_is_to_end_leaves_out_what_was_not_sent(link):
+    logs, end = RankLogs(link, HOST, {}, None), b"the end\n"
+    append(logs.reify(ENVIRONMENTS).stdouts[0], b"a" * (8 * MOST_BYTES) + end)
+    logs.leave_out()
+    assert not logs.forward(60.0)
+    note, *rest = [data for _, data in link.sent]
+    assert f"{7 * MOST_BYTES + len(end):,} bytes are left out here".encode() in note
+    assert b"".join(rest) == b"a" * (MOST_BYTES - len(end)) + end
