@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from nanoscale.checkpoint import sharded, store
@@ -45,7 +46,7 @@ class Saver:
         self._staging = Staging()
         # Collectives of two threads would get in each other's way in one group.
         apart = self._may_be_beside and dist.is_initialized()
-        self._group = dist.new_group(backend="gloo") if apart else None
+        self._group = _group_of_another_thread() if apart else None
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
         self._undeleted: dict[int, str] = {}
@@ -116,6 +117,20 @@ class Saver:
         new = {step: why for step, why in failed.items() if step not in self._undeleted}
         self._undeleted |= new
         return new
+
+
+def _group_of_another_thread() -> dist.ProcessGroup:
+    """Make a group of all ranks whose collectives a second thread may call beside those of the default group.
+
+    Before torch 2.13 the flight recorder adds a group to its table at the group's first collective, without a
+    lock, while the other thread looks up its own. So the first one is called here, when there is one thread.
+    (On CPUs the recorder is off: see `ranks.join`.)
+    """
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    if torch.__version__ < "2.13":
+        dist.all_reduce(torch.zeros(1), group=group)
+    return group
 
 
 def _beside(act: Callable[[], T]) -> Future[T]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import resource
 import signal
 import threading
@@ -12,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from nanoscale.checkpoint import configuration, sharded
 from nanoscale.checkpoint.saver import Saver
@@ -19,6 +22,7 @@ from nanoscale.checkpoint.staging import Staging
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Config
+from nanoscale.parallel import ranks
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.job import noter
@@ -34,6 +38,7 @@ from tests.support.jobs import (
     train,
     write_tokens,
 )
+from tests.support.ranks import run_ranks
 
 
 def config_for(folder: Path, every: int, asynchronous: bool = True, **changes: Any) -> Config:
@@ -202,3 +207,34 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
 
 def context(run: RunDirectory) -> RankContext:
     return RankContext(run, Config(), 0, 0, 1, "localhost", 1, StopFlag())
+
+
+def recorded_groups(rank: int, version: str, asynchronous: bool, folder: str) -> list[int]:
+    """Return the sizes of tensors that the flight recorder saw in collectives while a Saver was made."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # ranks.join turns it off on CPUs alone
+    torch.__version__ = TorchVersion(version)
+    ranks.join(2, torch.device("cpu"), 60.0)
+    before = len(recorded())
+    Saver(Path(folder), Checkpoint(asynchronous=asynchronous), rank)
+    return [entry["input_sizes"][0][0] for entry in recorded()[before:]]
+
+
+def recorded() -> list[dict[str, Any]]:
+    dumped = torch._C._distributed_c10d._dump_fr_trace_json(True, False)
+    return json.loads(dumped).get("entries", [])
+
+
+@pytest.mark.parametrize(
+    ("version", "asynchronous", "seen"),
+    [
+        ("2.11.0+cu130", True, [1]),
+        ("2.12.1", True, [1]),
+        ("2.13.0+cu130", True, []),
+        ("2.11.0", False, []),
+    ],
+)
+def test_the_flight_recorder_knows_the_group_before_a_second_thread_uses_it(
+    tmp_path: Path, version: str, asynchronous: bool, seen: list[int]
+) -> None:
+    """In older versions it adds a group without a lock, at the group's first collective."""
+    assert run_ranks(recorded_groups, 2, version, asynchronous, str(tmp_path)) == [seen, seen]
