@@ -220,8 +220,11 @@ def recorded_groups(rank: int, version: str, asynchronous: bool, folder: str) ->
 
 
 def recorded() -> list[dict[str, Any]]:
-    dumped = torch._C._distributed_c10d._dump_fr_trace_json(True, False)
-    return json.loads(dumped).get("entries", [])
+    c10d: Any = torch._C._distributed_c10d
+    found: list[dict[str, Any]] = json.loads(c10d._dump_fr_trace_json(True, False)).get(
+        "entries", []
+    )
+    return found
 
 
 @pytest.mark.parametrize(
