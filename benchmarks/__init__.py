@@ -1,0 +1,1 @@
+"""Measurements of nanoscale; figures are kept in `results`."""

@@ -1,0 +1,67 @@
+"""The table of measurements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from nanoscale.runs.parts import PARTS
+
+_KERNELS, _NAME = 4, 40
+_COLUMNS = {
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "step_time_s": "{:.3f} s a step",
+    "mfu": "MFU {:.1%}",
+    "memory_gib": "{:.1f} GiB",
+}
+
+
+def render(documents: Sequence[dict[str, Any]]) -> str:
+    """Return the rows of some sessions, what they were measured on, and ratios between rows of any of them."""
+    lines = []
+    for document in documents:
+        about = {name: value for name, value in document.items() if not isinstance(value, list)}
+        lines += [" · ".join(f"{name} {value}" for name, value in about.items())]
+        lines += document.get("notes", [])
+        lines += [line for row in document["rows"] for line in lines_of(row)]
+    rows = [row for document in documents for row in document["rows"]]
+    return "\n".join([*lines, *(f"{name:52}{ratio:6.3f}" for name, ratio in ratios(rows))])
+
+
+def lines_of(row: dict[str, Any]) -> Iterator[str]:
+    """Yield a row's figures, and below them where the time of a step goes."""
+    if "why" in row:
+        yield f"{row['what']:36}{row['why']}"
+        return
+    cells = [_cell(row, name, form) for name, form in _COLUMNS.items() if row.get(name)]
+    cells = cells or [
+        f"{name} {value:,.4g}" for name, value in row.items() if isinstance(value, float)
+    ]
+    yield f"{row['what']:36}{'  '.join(cells)}"
+    if parts := row.get("parts"):
+        shares = {name: parts[f"{name}_s"] / parts["step_s"] for name in PARTS}
+        named = [f"{name} {share:.1%}" for name, share in shares.items() if share > 0]
+        yield f"    {' · '.join(named)} · the host waited {sum(parts['waits'].values())} times"
+        kernels = list(parts["kernels"].items())[:_KERNELS]
+        if kernels:
+            named = [f"{name[:_NAME]} {time / parts['step_s']:.1%}" for name, time in kernels]
+            yield f"    {' · '.join(named)}"
+
+
+def _cell(row: dict[str, Any], name: str, form: str) -> str:
+    planned = (row.get("predicted") or {}).get(name)
+    return form.format(row[name]) + (f" (plan {planned:,.4g})" if planned else "")
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Yield the speed of nanoscale over the peer's in the same job, and that of fp8 over bf16."""
+    speeds = {row["what"]: row["tokens_per_s"] for row in rows if row.get("tokens_per_s")}
+    for what, speed in speeds.items():
+        peer, _, job = what.partition(" ")
+        ours = speeds.get(f"nanoscale {job}")
+        if peer != "nanoscale" and ours:
+            yield f"nanoscale over {what}", ours / speed
+        bf16 = speeds.get(re.sub(" fp8.*", " bf16", what))
+        if " fp8" in what and bf16:
+            yield f"{what} over bf16", speed / bf16

@@ -1,0 +1,334 @@
+"""The benchmark of a GPU ends in time, keeps what it has measured, and tells slowness from faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import wheels
+from benchmarks.gpu.parts import PARTS, Layout, first_that_fits
+from benchmarks.gpu.session import Failed, TooSlow
+from benchmarks.gpu.table import ratios
+
+ROOT = Path(__file__).parents[2]
+OUT_OF_MEMORY = "error: rank 0 on node1 failed: the GPU ran out of memory\n  remedy: …\n"
+HEAD = """
+import sys, time
+from pathlib import Path
+from benchmarks.gpu import session
+from benchmarks.gpu.session import Session
+
+folder = Path(sys.argv[1])
+def python(code):
+    return [sys.executable, "-c", code, str(folder)]
+def fast():
+    return {"tokens_per_s": float(bench.run(python("print(7)")))}
+"""
+STUBBORN = "trap '' TERM; echo step 1 of 4; setsid sleep 1000 & sleep 1000"
+"""ignores SIGTERM, and leaves a process in a session of its own"""
+
+
+def start(folder: Path, code: str) -> subprocess.Popen[str]:
+    """A session in a process of its own, which ends all that it has started."""
+    command = [sys.executable, "-c", HEAD + code, str(folder)]
+    environment = os.environ | {"NANOSCALE_TEST_FOLDER": str(folder)}
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / "figures.json").read_text())["rows"]
+    return found
+
+
+def wait_until(condition: Callable[[], Any], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def alive(folder: Path) -> list[int]:
+    """Return the processes that a session of this folder has started, and itself."""
+    mark = f"NANOSCALE_TEST_FOLDER={folder}".encode()
+    marked = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (place / "environ").read_bytes().split(b"\0"):
+                marked.append(int(place.name))
+    return marked
+
+
+def test_a_row_is_cut_off_at_its_limit_and_the_next_goes_on(tmp_path: Path) -> None:
+    with start(
+        tmp_path,
+        f"""
+session.GRACE_S = 0.2
+bench = Session(time.monotonic() + 60, folder / "figures")
+def slow():
+    bench.run(["sh", "-c", {STUBBORN!r}])
+bench.measure("slow", slow, limit_s=3)
+bench.measure("fast", fast, limit_s=30)
+""",
+    ) as process:
+        assert process.wait(60) == 0
+    slow, fast = rows(tmp_path)
+    assert re.fullmatch(r"cut off after \d+ s", slow["why"])
+    assert slow["log"] == ["step 1 of 4"]
+    assert fast["tokens_per_s"] == 7
+    assert alive(tmp_path) == []
+    table = (tmp_path / "figures.txt").read_text()
+    assert "cut off" in table and "7 tokens/s" in table
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_kill_loses_the_running_row_alone(tmp_path: Path, how: signal.Signals) -> None:
+    process = start(
+        tmp_path,
+        """
+bench = Session(time.monotonic() + 600, folder / "figures")
+bench.measure("fast", fast, limit_s=30)
+code = '''import pathlib, sys, time
+(pathlib.Path(sys.argv[1]) / "began").touch()
+time.sleep(1000)'''
+bench.measure("long", lambda: bench.run(python(code)), limit_s=500)
+""",
+    )
+    began = tmp_path / "began"
+    wait_until(began.exists)
+    process.send_signal(how)
+    process.wait(60)
+    document = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["what"] for row in document["rows"]] == ["fast"]
+    assert document["running"] == "long"
+    assert "7 tokens/s" in (tmp_path / "figures.txt").read_text()
+    wait_until(lambda: not alive(tmp_path))
+
+
+def test_a_row_that_does_not_fit_into_the_time_is_not_started(tmp_path: Path) -> None:
+    with start(
+        tmp_path,
+        """
+bench = Session(time.monotonic() + 80, folder / "figures")
+def slow():
+    bench.run(python("import time; time.sleep(1000)"))
+bench.measure("too long", slow, limit_s=60, needed_s=90)
+bench.ends = time.monotonic() + 2
+bench.measure("slow", slow, limit_s=60)
+bench.measure("late", fast, limit_s=60)
+""",
+    ) as process:
+        assert process.wait(60) == 0
+    long, slow, late = (row["why"] for row in rows(tmp_path))
+    assert re.fullmatch(r"left out: \d+ s left, 90 s needed", long)
+    assert "cut off" in slow  # by the end of the session, which comes before its own limit
+    assert "left out" in late
+
+
+def test_the_next_row_waits_until_the_memory_of_the_gpu_is_free(tmp_path: Path) -> None:
+    with start(
+        tmp_path,
+        """
+used = [0.5, 80.0, 80.0, 0.6]  # idle, then after the first row
+bench = Session(time.monotonic() + 60, folder / "figures", used_gib=lambda: used.pop(0))
+bench.measure("first", fast, limit_s=30)
+bench.measure("second", lambda: {"left": len(used)}, limit_s=30)
+bench.used_gib = lambda: 80.5
+session.FREE_S = 0.2
+bench.measure("leak", fast, limit_s=30)
+""",
+    ) as process:
+        assert process.wait(60) == 0
+    assert rows(tmp_path)[1]["left"] == 0
+    (note,) = json.loads((tmp_path / "figures.json").read_text())["notes"]
+    assert note == "row 3: 80.0 GiB of the GPU are still in use after this row"
+
+
+ALLOCATOR = """
+import os
+from benchmarks.gpu.parts import Bench
+os.environ.pop("PYTORCH_ALLOC_CONF", None)
+bench = Session(time.monotonic() + 60, folder / "figures")
+class Machine(Bench):
+    def peer(self, kind, *overrides):
+        print("with", os.environ["PYTORCH_ALLOC_CONF"])
+        bench.run(python(CODE))
+        return {}
+    def printed(self, command):
+        return []
+bench.measure("machine", Machine(bench, folder, True).machine, limit_s=LIMIT)
+"""
+REFUSED = "RuntimeError: CUDA driver error: operation not supported"
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "tried", "outcome"),
+    [
+        ("import time; time.sleep(1000)", 2, ["True"], r"cut off after \d+ s"),
+        (
+            "raise RuntimeError('no kernel image')",
+            30,
+            ["True"],
+            "failed: RuntimeError: no kernel image",
+        ),
+        (
+            f"import os; assert 'False' in os.environ['PYTORCH_ALLOC_CONF'], {REFUSED!r}",
+            30,
+            ["True", "False"],
+            None,
+        ),
+    ],
+    ids=["slow", "another fault", "named"],
+)
+def test_the_allocator_is_changed_only_where_the_error_names_it(
+    tmp_path: Path, code: str, limit: int, tried: list[str], outcome: str | None
+) -> None:
+    with start(tmp_path, f"CODE, LIMIT = {code!r}, {limit}\n{ALLOCATOR}") as process:
+        printed, _ = process.communicate(timeout=60)
+    assert re.findall(r"with expandable_segments:(\w+)", printed) == tried
+    (row,) = rows(tmp_path)
+    if outcome is None:
+        assert row["allocator"] == "expandable_segments:False"
+    else:
+        assert re.fullmatch(outcome, row["why"])
+
+
+def layout(micro: int, gib: float) -> Layout:
+    return Layout((f"train.micro_batch={micro}",), gib, gib, 140.0)
+
+
+LAYOUTS = [layout(3, 120.0), layout(2, 115.0), layout(1, 90.0)]
+
+
+def test_a_smaller_layout_is_tried_after_the_gpu_ran_out_of_memory() -> None:
+    tried = []
+
+    def train(one: Layout) -> dict[str, Any]:
+        tried.append(one.gib)
+        if one.gib > 100:
+            raise Failed(OUT_OF_MEMORY)
+        return {"mfu": 0.5}
+
+    found = first_that_fits(LAYOUTS, train)
+    assert found == {"mfu": 0.5, "ran_out_of_memory": [("train.micro_batch=3",)]}
+    assert tried == [120, 90]  # not 115, which is nearly as large
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [TooSlow("cut off after 180 s"), Failed("error: rank 0 failed: the host ran out of memory")],
+)
+def test_no_other_layout_is_tried_after_slowness_or_another_fault(fault: Exception) -> None:
+    def train(_: Layout) -> dict[str, Any]:
+        raise fault
+
+    with pytest.raises(type(fault)) as caught:
+        first_that_fits(LAYOUTS, train)
+    assert caught.value is fault
+
+
+def test_a_failure_is_told_by_the_line_that_names_it() -> None:
+    assert (
+        str(Failed(OUT_OF_MEMORY))
+        == "failed: error: rank 0 on node1 failed: the GPU ran out of memory"
+    )
+    assert str(
+        Failed("Traceback …\n  x\ntorch.OutOfMemoryError: CUDA out of memory.\n[W] end")
+    ) == ("failed: torch.OutOfMemoryError: CUDA out of memory.")
+    assert str(Failed("")) == "failed: it printed nothing"
+
+
+def test_a_peer_gets_the_logits_that_nanoscale_does_not_keep() -> None:
+    memory = {"allocated_gib": 118.0, "capacity_gib": 139.8, "parts": {"activations": 33.0}}
+    found = {"overrides": ["train.micro_batch=2"], "memory": memory}
+    logits = 2 * 4096 * 128256 * 10 / 2**30
+    read = Layout.read(found, 4096)
+    assert read.peer_gib == pytest.approx(118 + 33 / 4 + logits)
+    assert read.overrides[1:] == ("train.micro_batch=2", "train.global_batch=8")
+
+
+def test_rows_of_several_files_are_compared() -> None:
+    speeds = {
+        "nanoscale 8b bf16": 10.0,
+        "nanoscale 8b fp8": 13.0,
+        "nanoscale 8b fp8 rowwise": 12.0,
+        "loop 8b bf16": 8.0,
+    }
+    found = dict(ratios([{"what": what, "tokens_per_s": speed} for what, speed in speeds.items()]))
+    assert found == pytest.approx(
+        {
+            "nanoscale 8b fp8 over bf16": 1.3,
+            "nanoscale 8b fp8 rowwise over bf16": 1.2,
+            "nanoscale over loop 8b bf16": 1.25,
+        }
+    )
+
+
+def test_the_three_calls_leave_no_part_out() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text()
+    calls = [
+        call.split() for call in re.findall(r"-m benchmarks\.gpu ([\w -]+)$", page, re.MULTILINE)
+    ]
+    assert [part for call in calls for part in call] == [it for it in PARTS if it != "fp8-loop"]
+
+
+def test_wheels_and_the_machine_have_all_that_nanoscale_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", line)[0] for line in project["dependencies"]}
+    assert needed <= {*wheels.BINARY, *wheels.SOURCE, *wheels.PRESENT}
+    assert all("==" in wheels.locked(name) for name in (*wheels.BINARY, *wheels.SOURCE))
+
+
+def test_only_what_is_missing_is_installed_and_without_a_network(tmp_path: Path) -> None:
+    info = "Metadata-Version: 2.1\nName: {0}\nVersion: 1.0\n"
+    for name in ("nano_missing", "rich"):
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "here = True")
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", info.format(name))
+            wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    code = """
+import subprocess, sys
+from pathlib import Path
+from benchmarks.gpu import wheels
+wheels.WHEELS = Path(sys.argv[1])
+wheels.SITE = wheels.WHEELS / "site"
+wheels.install_missing()
+installed = list(wheels.SITE.iterdir())
+subprocess.run([sys.executable, "-c", "import nano_missing, rich.table"], check=True)
+wheels.pip = None
+wheels.install_missing()
+print(*sorted(it.name for it in installed))
+"""
+    environment = {key: it for key, it in os.environ.items() if not key.startswith("PIP_")}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.split() == ["nano_missing-1.0.dist-info", "nano_missing.py"]
+
+
+@pytest.mark.slow
+def test_a_dry_run_writes_the_machine_and_its_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--out", str(tmp_path), "device"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.glob("*-gpu-tiny-device.json")
+    document = json.loads(file.read_text())
+    machine, device = document["rows"]
+    assert set(machine["commands"]) == {"nvidia-smi", "gcc --version", "python3-config --includes"}
+    assert document["versions"]["torch"] and machine["product_works"]
+    assert device["bf16_tflops"] > 0
+    assert file.with_suffix(".txt").exists()
