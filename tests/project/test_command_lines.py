@@ -50,6 +50,15 @@ EXCUSED = {
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "
     "tests/generate/test_harness.py runs tasks of a folder",
     "nanoscale eval RUN --tasks mine --tasks-dir ./tasks --json": "tests/generate/test_harness.py runs it",
+    **dict.fromkeys(
+        (
+            "python3 -m benchmarks.gpu.wheels --python 3.12",
+            "python3 -m benchmarks.gpu device 8b fp8",
+            "python3 -m benchmarks.gpu 3b 1b trainer",
+            "python3 -m benchmarks.gpu fp8-rowwise grid",
+        ),
+        "needs a network or a GPU: tests/project/test_gpu_benchmark.py",
+    ),
 }
 """lines that are not run here, and why"""
 
