@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -67,12 +67,13 @@ def launch(root: str) -> int:
         return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
 
 
-def agent() -> int:
+def agent() -> NoReturn:
     """Serve the launcher, with the flood in the place of the training."""
+    from nanoscale.agent.__main__ import end
     from nanoscale.agent.link import Link
     from nanoscale.agent.main import main as serve
 
-    return serve(Link.over_standard_streams(), flood)
+    end(serve(Link.over_standard_streams(), flood))
 
 
 def _command(*words: str) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ def main(words: list[str]) -> int:
         case ["launch", root]:
             return launch(root)
         case ["agent"]:
-            return agent()
+            agent()
     mib, times = (int(word) for word in (*words, *("1024", "5")[len(words) :]))
     rounds: list[dict[str, Any]] = []
     for _ in range(times):

@@ -8,6 +8,7 @@ import atexit
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
@@ -32,9 +33,13 @@ def _call(address: str, key_file: Path) -> Link:
         sys.exit(f"nanoscale.agent: cannot call the launcher at {address} back: {error}")
 
 
-if __name__ == "__main__":
-    code = _serve(sys.argv[1:])
+def end(code: int) -> NoReturn:
+    """End this process; taking torch apart module by module would cost half a second."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking torch apart module by module would cost half a second
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(_serve(sys.argv[1:]))

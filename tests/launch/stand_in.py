@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
 
 def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
@@ -39,13 +40,14 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
         return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
 
 
-def agent(job: str) -> int:
+def agent(job: str) -> NoReturn:
     import jobs
 
+    from nanoscale.agent.__main__ import end
     from nanoscale.agent.link import Link
     from nanoscale.agent.main import main
 
-    return main(Link.over_standard_streams(), getattr(jobs, job))
+    end(main(Link.over_standard_streams(), getattr(jobs, job)))
 
 
 if __name__ == "__main__":
