@@ -100,7 +100,7 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
         _use_threads(context.config)
         if context.config.launcher.device == "cpu":
             keep_freed_memory()
-        _use_tf32(context.config)
+        _set_kernels(context.config)
         return (named_job(job) if isinstance(job, str) else job)(context)
     except BaseException as error:
         _record(run, error)
@@ -172,11 +172,11 @@ def _use_threads(config: Config) -> None:
     torch.set_num_threads(threads)
 
 
-def _use_tf32(config: Config) -> None:
-    if config.precision.tf32 is True:
-        import torch
+def _set_kernels(config: Config) -> None:
+    if config.precision.tf32 is True or config.backend.attention != "auto":
+        from nanoscale.parallel.kernels import set_kernels
 
-        torch.set_float32_matmul_precision("high")
+        set_kernels(config)
 
 
 def _record(run: RunDirectory, error: BaseException) -> None:

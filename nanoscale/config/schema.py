@@ -286,6 +286,11 @@ class Backend:
     compile: Literal["auto", "on", "off"] = key(
         "off", "torch.compile of every block; auto: on a GPU, where the layout admits it"
     )
+    attention: Literal["auto", "cudnn", "flash", "math"] = key(
+        "auto",
+        "kernel of attention; auto: PyTorch's choice, cuDNN on Hopper and Blackwell, flash on Ampere · "
+        "math: single operations, which take any mask and type and most memory",
+    )
     overlap_comm: Literal["auto", "on", "off"] = key(
         "auto", "deepspeed: reduce gradients while others are computed; auto: with stage 3"
     )

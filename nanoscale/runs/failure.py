@@ -295,7 +295,12 @@ _BY_TEXT = (
         r"FloatingPointError|non-?finite|not finite",
         "the training diverged: a loss or gradient is infinite or not a number",
         "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
-        "or precision=fp32",
+        "precision=fp32, or another kernel of attention: backend.attention=math, or flash without masks",
+    ),
+    _Rule(
+        r"No (available kernel|viable backend)",
+        "PyTorch's kernel of backend.attention cannot compute this model's attention here",
+        "backend.attention=auto",
     ),
     _Rule(
         r"ModuleNotFoundError|ImportError",

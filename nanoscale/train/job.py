@@ -19,8 +19,10 @@ from nanoscale.errors import UserError, Violation
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import ranks
+from nanoscale.parallel.kernels import kernels_in_use
 from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs import events, fence, lock
+from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.profile import Recorder
@@ -47,6 +49,7 @@ def run(context: RankContext) -> str:
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
     note = noter(context)
+    record_kernels(context, device)
     training = Training(
         workspace=context.workspace,
         config=config,
@@ -162,6 +165,15 @@ def sinks_of(context: RankContext, step: int) -> list[Sink]:
     if context.rank > 0:
         return []
     return open_sinks(context.run, context.workspace, context.config.logger, step)
+
+
+def record_kernels(context: RankContext, device: torch.device) -> None:
+    """Add to the run's environment.json what rank 0 computes attention with."""
+    path = context.run.environment
+    if context.rank == 0 and path.is_file():
+        kernels = kernels_in_use(context.config, device)
+        fence.require(context.workspace)
+        write_json(path, {**read_json(path), "kernels": kernels})
 
 
 def noter(context: RankContext) -> Note:

@@ -88,6 +88,7 @@ def test_the_run_directory_is_complete(trained):
     assert provenance["optimizer.lr"]["overrode"][-1]["source"] == "default"
     environment = read_json(run.environment)
     assert environment["packages"]["torch"] and environment["cores"] >= 1
+    assert environment["kernels"] == {"attention": "flash", "cudnn": None}
     logs = sorted(path.name.partition(".")[2] for path in run.attempt_logs(1).iterdir())
     expected = [f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")]
     assert [log for log in logs if log != "agent.log"] == expected

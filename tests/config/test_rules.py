@@ -170,6 +170,14 @@ LAWS = [
     (["precision.fp8=true", "precision.compute=fp32"], gpus(1), "precision.fp8"),
     (["data.document_mask=true", "train.seq_len=64", "precision=bf16"], gpus(1), "train.seq_len"),
     (["data.packing=whole", "train.seq_len=192", "precision=bf16"], gpus(1), "train.seq_len"),
+    (["backend.attention=cudnn"], CPU, "backend.attention"),
+    (["backend.attention=math", "parallel=cp"], CPU, "backend.attention"),
+    (["backend.attention=flash", "precision=fp32"], gpus(1), "backend.attention"),
+    (["backend.attention=cudnn", "model.head_dim=192"], gpus(1), "backend.attention"),
+    (["backend.attention=flash", "model.head_dim=264"], gpus(1), "backend.attention"),
+    (["backend.attention=cudnn", "precision=fp16"], Devices("cuda", 1, ("Tesla T4",)), "backend.attention"),
+    (["backend.attention=flash", "data.document_mask=true", "train.seq_len=128"], gpus(1), "backend.attention"),
+    (["backend.attention=cudnn", "data.packing=whole"], gpus(1), "train.seq_len"),
     (["precision=fp8", "parallel.tp=2"], gpus(2), "precision.fp8"),
     (["precision=fp8", "model.ffn=100"], gpus(1), "precision.fp8"),
     (["optimizer=adamw8bit", "precision=fp64"], CPU, "optimizer.name"),
@@ -405,6 +413,18 @@ def test_auto_compiles_where_it_can():
     assert checked(auto, "parallel.offload_activations=true", on=gpus(4)).backend.compile == "off"
     assert checked("backend.compile=on", "parallel.activation_checkpointing=full")
     assert checked("backend.compile=on").backend.compile == "on"
+
+
+def test_the_kernel_of_attention_is_free_where_it_can_hold():
+    for kernel in ("cudnn", "flash", "math"):
+        for words in ([], ["parallel=ulysses"], ["parallel.tp=2"]):
+            attention = f"backend.attention={kernel}"
+            assert checked(attention, *words, on=gpus(4)).backend.attention == kernel
+    for words in ([], ["data.document_mask=true"], ["precision=fp64"]):
+        for kernel in ("flash", "math"):
+            checked(f"backend.attention={kernel}", *words)
+    masked = ["data.document_mask=true", "backend.attention=math"]
+    assert checked(*masked, on=gpus(1)).train.seq_len % 128 == 64
 
 
 def test_reduction_in_the_width_of_the_products():

@@ -13,7 +13,7 @@ from nanoscale.config.compose import Composed
 from nanoscale.config.report import refuse
 from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.case import Case, Host
-from nanoscale.config.rules.execution import check_recomputation, resolve_compile
+from nanoscale.config.rules.execution import check_attention, check_recomputation, resolve_compile
 from nanoscale.config.rules.experts import check_experts
 from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
 from nanoscale.config.rules.foreign import check_foreign
@@ -77,6 +77,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     check_profile(case, train, layout.ranks)
     check_precision(case, layout.device)
     check_mask(case, layout.device)
+    check_attention(case, layout.device)
     check_backend(case)
     check_zero(case, layout.device, layout.dp)
     check_optimizer(case)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from nanoscale.config.rules.case import Case
+from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.numbers import device_names, lacks_bf16
 from nanoscale.config.schema import Parallel
 from nanoscale.config.stages import SPLIT_BACKWARD
 
+_FUSED = {"flash": 256, "cudnn": 128}
+"""the widest heads that the kernels take on GPUs, backward too (PyTorch's sdp_utils.cpp)"""
 _USUAL_KEEP = f" parallel.selective_keep={Parallel().selective_keep}"
 
 
@@ -73,3 +77,38 @@ def resolve_compile(case: Case, device: Literal["cpu", "cuda"]) -> Literal["on",
             "backend.compile=off",
         )
     return asked
+
+
+def check_attention(case: Case, device: Literal["cpu", "cuda"]) -> None:
+    """Refuse a kernel of attention that cannot compute what is asked for, or is not ours to choose."""
+    config = case.config
+    key, asked, layout = "backend.attention", config.backend.attention, config.parallel
+    if asked == "auto":
+        return
+    if layout.cp > 1 and layout.cp_method == "ring":
+        message = "would be ignored by parallel.cp_method=ring, which has kernels of its own"
+        case.refuse("layout", key, message, f"{key}=auto", "parallel.cp_method=ulysses")
+    if config.model.source == "hf":
+        message = "would be ignored by model=hf, whose code chooses its kernels itself"
+        case.refuse("config", key, message, f"{key}=auto")
+    if asked == "cudnn" and device == "cpu":
+        case.refuse("config", key, "needs a GPU, and launcher.device is cpu", f"{key}=auto")
+    elif asked != "math" and device == "cuda":
+        for problem in _unfused(case, asked):
+            case.refuse("config", key, f"cannot hold {problem}", f"{key}=auto", f"{key}=math")
+
+
+def _unfused(case: Case, kernel: Literal["cudnn", "flash"]) -> Iterator[str]:
+    """What keeps a kernel from computing the attention on a GPU."""
+    model, data, compute = case.config.model, case.config.data, case.config.precision.compute
+    if compute not in ("bf16", "fp16"):
+        yield f"with precision.compute={compute}: it takes bf16 and fp16"
+    head_dim = model.head_dim or model.hidden // model.heads
+    if head_dim > _FUSED[kernel] or (kernel == "cudnn" and head_dim % 8):
+        multiples = "multiples of 8" if kernel == "cudnn" else "heads"
+        yield f"with model.head_dim={head_dim}: it takes {multiples} up to {_FUSED[kernel]}"
+    if kernel == "flash" and (data.document_mask or data.packing == "whole"):
+        on = "data.packing=whole" if data.packing == "whole" else "data.document_mask=true"
+        yield f"with {on}: it takes no mask"
+    if weak := sorted(set(filter(lacks_bf16, device_names(case)))):
+        yield f"on {listed(weak)}: it needs an A100 or newer"

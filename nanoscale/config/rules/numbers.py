@@ -40,7 +40,7 @@ def resolve_precision(case: Case, device: Literal["cpu", "cuda"]) -> Precision:
     GPUs of different kinds train in a type that all of them have. The GPUs of other hosts are unknown here,
     unless `cluster` describes them, and are taken for such as have bf16; the preflight checks look at them.
     """
-    precision, names = case.config.precision, _device_names(case)
+    precision, names = case.config.precision, device_names(case)
     compute = precision.compute
     if compute == "auto":
         compute = "fp32" if device == "cpu" else "bf16" if _has_bf16(case, names) else "fp16"
@@ -67,7 +67,7 @@ def _has_bf16(case: Case, names: Iterable[str]) -> bool:
     return not any(map(lacks_bf16, names))
 
 
-def _device_names(case: Case) -> tuple[str, ...]:
+def device_names(case: Case) -> tuple[str, ...]:
     """Return the names of the GPUs that are trained on, as far as they are known."""
     if case.config.cluster.device is not None:
         return (case.config.cluster.device,)
@@ -118,14 +118,16 @@ def check_mask(case: Case, device: Literal["cpu", "cuda"]) -> None:
     """
     data, length = case.config.data, case.config.train.seq_len
     masked = data.document_mask or data.packing == "whole"
+    by_cudnn = case.config.backend.attention in ("auto", "cudnn")
     narrow = case.config.precision.compute in ("bf16", "fp16")
-    if device == "cuda" and masked and narrow and length % 128 == 64:
+    if device == "cuda" and masked and by_cudnn and narrow and length % 128 == 64:
         case.refuse(
             "data",
             "train.seq_len",
             "may give gradients that are no numbers where attention keeps to documents: cuDNN's kernels fail "
             "at 64 above a multiple of 128",
             *(f"train.seq_len={near}" for near in (length - 64, length + 64) if near),
+            "backend.attention=math",
         )
 
 

@@ -1,0 +1,66 @@
+"""Which of PyTorch's kernels a rank computes products and attention with.
+
+They are set for the process as a whole, before anything is compiled: a choice within a block would be traced
+with it, and autograd's threads would not see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanoscale.config.schema import Config
+from nanoscale.parallel.blocks import choose_kernel, has_cuda_flash
+from nanoscale.parallel.data import DTYPES
+
+_SWITCHES = {
+    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
+    "flash": torch.backends.cuda.enable_flash_sdp,
+    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
+    "math": torch.backends.cuda.enable_math_sdp,
+}
+"""PyTorch's kernels of attention; those of flash and math have one for CPUs"""
+_NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+"""by their numbers in torch.nn.attention.SDPBackend"""
+
+
+def set_kernels(config: Config) -> None:
+    """Let this process use the kernels that the configuration asks for."""
+    if config.precision.tf32 is True:
+        torch.set_float32_matmul_precision("high")
+    if config.backend.attention != "auto":
+        for name, enable in _SWITCHES.items():
+            enable(name == config.backend.attention)
+
+
+def kernels_in_use(config: Config, device: torch.device) -> dict[str, Any]:
+    """Return the kernel that attention uses on this rank, and cuDNN's version; None where it is unknown.
+
+    PyTorch's own choice is asked for with a sample of the shape that blocks compute.
+    """
+    return {"attention": _attention(config, device), "cudnn": torch.backends.cudnn.version()}
+
+
+def _attention(config: Config, device: torch.device) -> str | None:
+    model, layout, data = config.model, config.parallel, config.data
+    if model.source == "hf":
+        return None  # it is for transformers to choose
+    head_dim = model.head_dim or model.hidden // model.heads
+    dtype = DTYPES[config.precision.compute]
+    if layout.cp > 1 and layout.cp_method == "ring":
+        return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
+    masked = data.document_mask or data.packing == "whole"
+    seq, divided = config.train.seq_len, layout.tp * layout.cp
+
+    def some(heads: int) -> torch.Tensor:
+        shape = (1, heads // divided, seq, head_dim)
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q, k, v = some(model.heads), *(some(model.kv_heads or model.heads) for _ in range(2))
+    mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if masked else None
+    grouped = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(
+        q, k, v, mask, 0.0, mask is None, scale=None, enable_gqa=grouped
+    )
+    return _NAMES.get(chosen)

@@ -1,0 +1,58 @@
+"""What is recorded of the kernels that a rank computes with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoscale.config.schema import Config, Parallel
+from nanoscale.parallel.kernels import kernels_in_use
+from tests.support.jobs import make_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return make_config(tmp_path, precision="bf16")
+
+
+def attention(config: Config) -> str | None:
+    return kernels_in_use(config, CPU)["attention"]
+
+
+def test_pytorch_is_asked_with_the_shapes_that_blocks_compute(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    choose = torch._fused_sdp_choice
+    monkeypatch.setattr(
+        torch, "_fused_sdp_choice", lambda *a, **k: asked.append((a, k)) or choose(*a, **k)
+    )
+    shape = replace(config.model, heads=8, kv_heads=4, head_dim=16)
+    config = replace(config, model=shape, parallel=Parallel(dp=1, tp=2, virtual_stages=1))
+    assert attention(config) == "flash"
+    assert attention(replace(config, data=replace(config.data, packing="whole"))) == "flash"
+    seq = config.train.seq_len
+    for (q, k, v, mask, _, causal), more in asked:
+        assert q.shape == (1, 4, seq, 16) and k.shape == v.shape == (1, 2, seq, 16)
+        assert q.dtype == torch.bfloat16 and q.requires_grad and more["enable_gqa"]
+        assert causal == (mask is None)
+    assert asked[1][0][3].shape == (1, 1, seq, seq)
+
+
+def test_the_kernel_that_was_set_is_the_one_in_use(config: Config) -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attention(config) == "math"
+    ring = replace(config, parallel=Parallel(dp=1, cp=2, virtual_stages=1))
+    assert attention(ring) == "flash-cpu"
+    foreign = replace(config, model=replace(config.model, source="hf"))
+    assert attention(foreign) is None
+
+
+def test_cudnns_version_is_recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert kernels_in_use(config, CPU)["cudnn"] == 91900
