@@ -44,7 +44,7 @@ def main() -> None:
             row = session.measure(
                 one.what,
                 lambda one=one: one.act(bench),
-                limit_s=min(one.limit_s or arguments.limit, arguments.limit),
+                limit_s=one.limit_s or arguments.limit,
                 needed_s=min(one.needed_s, TINY_S) if arguments.tiny else one.needed_s,
             )
             if one is MACHINE:
@@ -63,7 +63,7 @@ def parse(parts: tuple[str, ...]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=summary, epilog=details)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--minutes", type=float, default=8.0, help="for the whole call (8)")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds of a row (180)")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds of a training (180)")
     parser.add_argument("--tiny", action="store_true", help="toy models on the CPU: a dry run")
     parser.add_argument("--out", help="folder of the figures")
     parser.add_argument("--show", nargs="+", metavar="FILE", help="print files of figures as one")

@@ -94,17 +94,17 @@ class Layout:
     capacity_gib: float
 
     @classmethod
-    def read(cls, found: Figures, tokens: int) -> Layout:
-        """Read one of the layouts of `plan --search --json`, for sequences of so many tokens."""
+    def read(cls, found: Figures, logits: int) -> Layout:
+        """Read one of the layouts of `plan --search --json`, with the number of logits of a sequence."""
         chosen = dict(override.split("=") for override in found["overrides"])
         micro = int(chosen.get("train.micro_batch", 1))
         kept = "parallel.activation_checkpointing"
         batch = (f"train.micro_batch={micro}", f"train.global_batch={ACCUMULATION * micro}")
         memory = found["memory"]
-        logits = 10 * micro * tokens * VOCABULARIES[0] / 2**30
-        peer = memory["allocated_gib"] + memory["parts"]["activations"] / 4 + logits
+        more = memory["parts"]["activations"] / 4 + 10 * micro * logits / 2**30
         overrides = (f"{kept}={chosen.get(kept, 'none')}", *batch)
-        return cls(overrides, memory["allocated_gib"], peer, memory["capacity_gib"])
+        gib = memory["allocated_gib"]
+        return cls(overrides, gib, gib + more, memory["capacity_gib"])
 
 
 @dataclass
@@ -176,7 +176,8 @@ class Bench:
             overrides = self.overrides(*model.overrides(precision), *batch)
             found = self.command("plan", "--search", *overrides)["layouts"]
             sure = [it for it in found if it["fits_probability"] > SURE]
-            self.searched[key] = [Layout.read(it, model.seq) for it in sure]
+            logits = 64 * 512 if self.tiny else model.seq * VOCABULARIES[0]
+            self.searched[key] = [Layout.read(it, logits) for it in sure]
         return self.searched[key]
 
     def overrides(self, *chosen: str) -> tuple[str, ...]:
@@ -213,7 +214,8 @@ def first_that_fits(layouts: list[Layout], train: Callable[[Layout], Figures]) -
                 raise
         too_large.append(layout.overrides)
         layouts = [it for it in layouts if it.gib < 0.9 * layout.gib]
-    raise NotMeasured(f"no other layout fits; the GPU ran out of memory in {too_large}")
+    tried = f"; the GPU ran out of memory with {too_large}" if too_large else ""
+    raise NotMeasured(f"no layout fits{tried}")
 
 
 # Parts

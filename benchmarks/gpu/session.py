@@ -85,7 +85,7 @@ class Session:
         results: where figures go, without .json and .txt.
         used_gib: the memory in use on the GPU.
         about: what is true of all rows.
-        until: when the present measurement is cut off.
+        began, until: when the present measurement began, and when it is cut off.
     """
 
     ends: float
@@ -93,6 +93,7 @@ class Session:
     used_gib: Callable[[], float] = gpu_used_gib
     about: Figures = field(default_factory=dict)
     rows: list[Figures] = field(default_factory=list)
+    began: float = 0.0
     until: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,10 +111,10 @@ class Session:
             limit_s: most that it may take, seconds.
             needed_s: it is not started if less time is left, seconds.
         """
-        began = time.monotonic()
-        self.until = min(began + limit_s, self.ends)
+        self.began = time.monotonic()
+        self.until = min(self.began + limit_s, self.ends)
         self.save(running=what)
-        left = self.ends - began
+        left = self.ends - self.began
         try:
             if left < max(needed_s, 1.0):
                 raise NotMeasured(f"left out: {max(left, 0):.0f} s left, {needed_s:.0f} s needed")
@@ -122,7 +123,7 @@ class Session:
             row = {"why": str(why), "log": why.log.splitlines()[-LOG_LINES:]}
         except Exception as error:  # an error of the benchmark itself leaves the other rows alone
             row = {"why": f"failed: {type(error).__name__}: {error}"}
-        row = {"what": what, "seconds": round(time.monotonic() - began, 1), **row}
+        row = {"what": what, "seconds": round(time.monotonic() - self.began, 1), **row}
         self.rows.append(row)
         self.save()
         print("\n".join(lines_of(row)), flush=True)
@@ -135,23 +136,22 @@ class Session:
             TooSlow: it was cut off.
             Failed: it ended otherwise.
         """
-        began, late = time.monotonic(), False
+        late = False
         text: dict[str, Any] = {"mode": "w+", "encoding": "utf-8", "errors": "replace"}
         with tempfile.TemporaryFile(**text) as out, tempfile.TemporaryFile(**text) as err:
             process = subprocess.Popen(command, stdout=out, stderr=err, preexec_fn=_die_with_this)
             try:
-                process.wait(timeout=max(0.0, self.until - began))
+                process.wait(timeout=max(0.0, self.until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 late = True
             finally:
-                waited = time.monotonic() - began
                 end_all(process)
                 self._wait_for_memory()
             out.seek(0)
             err.seek(0)
             printed, log = out.read(), err.read()
         if late:
-            raise TooSlow(f"cut off after {waited:.0f} s", printed + log)
+            raise TooSlow(f"cut off after {self.until - self.began:.0f} s", printed + log)
         if process.returncode:
             raise Failed(printed + log)
         return printed

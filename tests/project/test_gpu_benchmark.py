@@ -20,7 +20,7 @@ import pytest
 
 from benchmarks.gpu import wheels
 from benchmarks.gpu.parts import PARTS, Layout, first_that_fits
-from benchmarks.gpu.session import Failed, TooSlow
+from benchmarks.gpu.session import Failed, NotMeasured, TooSlow
 from benchmarks.gpu.table import ratios
 
 ROOT = Path(__file__).parents[2]
@@ -239,6 +239,16 @@ def test_no_other_layout_is_tried_after_slowness_or_another_fault(fault: Excepti
     assert caught.value is fault
 
 
+def test_layouts_that_all_run_out_of_memory_are_named() -> None:
+    def train(_: Layout) -> dict[str, Any]:
+        raise Failed(OUT_OF_MEMORY)
+
+    with pytest.raises(NotMeasured, match=r"no layout fits; .*micro_batch=3.*micro_batch=1"):
+        first_that_fits(LAYOUTS, train)
+    with pytest.raises(NotMeasured, match=r"no layout fits$"):
+        first_that_fits([], train)
+
+
 def test_a_failure_is_told_by_the_line_that_names_it() -> None:
     assert (
         str(Failed(OUT_OF_MEMORY))
@@ -254,7 +264,7 @@ def test_a_peer_gets_the_logits_that_nanoscale_does_not_keep() -> None:
     memory = {"allocated_gib": 118.0, "capacity_gib": 139.8, "parts": {"activations": 33.0}}
     found = {"overrides": ["train.micro_batch=2"], "memory": memory}
     logits = 2 * 4096 * 128256 * 10 / 2**30
-    read = Layout.read(found, 4096)
+    read = Layout.read(found, 4096 * 128256)
     assert read.peer_gib == pytest.approx(118 + 33 / 4 + logits)
     assert read.overrides[1:] == ("train.micro_batch=2", "train.global_batch=8")
 
