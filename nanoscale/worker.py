@@ -20,11 +20,11 @@ from io import TextIOWrapper
 from pathlib import Path
 from types import FrameType
 
-from nanoscale.allocator import keep_freed_memory
-from nanoscale.channel import BANDWIDTH, BENCH, EVALUATION, TRAINING
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
-from nanoscale.lifeline import die_with
+from nanoscale.processes.lifeline import die_with
+from nanoscale.processes.malloc import keep_freed_memory
+from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
 
@@ -71,9 +71,9 @@ Job = Callable[[RankContext], str]
 
 JOBS = {
     TRAINING: "nanoscale.train.job",
-    BANDWIDTH: "nanoscale.parallel.bandwidth",
+    BANDWIDTH: "nanoscale.measure.bandwidth",
     EVALUATION: "nanoscale.train.evaluation",
-    BENCH: "nanoscale.train.bench",
+    BENCH: "nanoscale.measure.steps",
 }
 """by what the launcher calls it, the module whose `run` is the job"""
 
@@ -123,7 +123,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _context(run: RunDirectory, stop: StopFlag) -> RankContext:
-    from nanoscale.config.frozen import load
+    from nanoscale.config.composing.frozen import load
 
     return RankContext(
         run=run,

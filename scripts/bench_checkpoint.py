@@ -19,11 +19,11 @@ import torch
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.saver import Saver
-from nanoscale.config import frozen
-from nanoscale.config.compose import compose
+from nanoscale.common.devices import cores
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.data.dataset import open_data
-from nanoscale.devices import cores
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from nanoscale.common.devices import cores
 from nanoscale.data import corpus
 from nanoscale.data.indexed import IndexedTokens, bin_path
 from nanoscale.data.loader import Loader
@@ -24,7 +25,6 @@ from nanoscale.data.prepare import Request, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
 from nanoscale.data.tokenizer import train_bpe
-from nanoscale.devices import cores
 
 THREADS = cores()
 TURNS = 3

@@ -48,12 +48,12 @@ def flood(context: RankContext) -> str:
 def launch(root: str) -> int:
     """Launch one rank that floods, as `nanoscale train` launches one that trains."""
     from nanoscale.cli import attempt as cli
-    from nanoscale.config.compose import Composed
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
-    from nanoscale.launch import transport
-    from nanoscale.launch.prepare import Request, new_run
-    from nanoscale.launch.signals import Signals
+    from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.prepare import Request, new_run
+    from nanoscale.launch.transport import transport
 
     config = Config(
         run=Run(name="run", root=root),

@@ -21,7 +21,7 @@ from nanoscale.backends.deepspeed.library import load_deepspeed
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.derive import derive
-from nanoscale.config.huggingface import write_shape
+from nanoscale.config.hf.shape import write_shape
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset
 from nanoscale.models.initialization import initialise

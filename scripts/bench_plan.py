@@ -22,7 +22,7 @@ from statistics import mean
 
 from nanoscale.config.derive import derive
 from nanoscale.plan.calibration import NOTHING, Calibration, Observation, calibrate, predicted
-from nanoscale.plan.hardware import Hardware, hardware_of
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from scripts import plan_memory, plan_time
 
 RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"

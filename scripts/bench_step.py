@@ -26,18 +26,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanoscale.allocator import keep_freed_memory
-from nanoscale.config import frozen
-from nanoscale.config.compose import compose
+from nanoscale.common.devices import cores
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.derive import derive
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
-from nanoscale.devices import cores
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
-from nanoscale.parallel import ranks
-from nanoscale.ports import ReservedPort
+from nanoscale.parallel import process_group
+from nanoscale.processes.malloc import keep_freed_memory
+from nanoscale.processes.ports import ReservedPort
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.agreement import Agreement
@@ -169,7 +169,7 @@ def deepspeed(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], N
 def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
     """As `nanoscale.worker` begins."""
     keep_freed_memory()
-    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     whole = Ours(config, data, folder)
     yield whole.block
     whole.agreement.close()

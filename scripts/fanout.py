@@ -19,8 +19,8 @@ from pathlib import Path
 from nanoscale.agent.facts import facts
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config, Launcher
-from nanoscale.launch.fleet import Fleet
-from nanoscale.launch.preflight import judge
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.preflight.preflight import judge
 
 STAND_IN = r"""#!/bin/sh
 read -r order

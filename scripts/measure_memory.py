@@ -35,7 +35,7 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Backend, Config, Model, Optimizer, Zero
 from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.data.batch import Batch
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.plan.predict import predict
 from nanoscale.train.job import make_engine
 from tests.support.jobs import make_config
@@ -325,7 +325,7 @@ def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
     """`begin` is called before each."""
     sizes = derive(config)
     if not dist.is_initialized():
-        ranks.join(sizes.world_size, torch.device("cpu"), 60.0)
+        process_group.join(sizes.world_size, torch.device("cpu"), 60.0)
     random = np.random.default_rng(0)
     shape = sizes.micro_batch, config.train.seq_len + 1
     engine = make_engine(config, torch.device("cpu"))

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from nanoscale.common.units import GIB
 from nanoscale.config.schema import Config, Model
-from nanoscale.plan.memory import RankMemory, setting_memory
-from nanoscale.plan.setting import Setting, setting_of
-from nanoscale.plan.states import BytesPerParameter
-from nanoscale.units import GIB
+from nanoscale.plan.memory.peak import RankMemory, setting_memory
+from nanoscale.plan.memory.setting import Setting, setting_of
+from nanoscale.plan.memory.states import BytesPerParameter
 
 DEFAULT = Path(__file__).resolve().parents[1] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]

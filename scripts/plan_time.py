@@ -31,9 +31,10 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
-from nanoscale.plan.blocks import Slice, slice_of
-from nanoscale.plan.hardware import Hardware, hardware_of
-from nanoscale.plan.timing import step_time
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.time.block import slice_of
+from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.step import step_time
 
 DEFAULT = Path(__file__).resolve().parent.parent.parent / "shared/data/published_measurements.csv"
 NOTES = """\

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoscale.config import reference
-from nanoscale.config.report import shown
 from nanoscale.config.rules.backends import OUTSIDE, table
+from nanoscale.config.violations import shown
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference

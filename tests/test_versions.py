@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.versions import install_command
+from nanoscale.common.versions import install_command
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

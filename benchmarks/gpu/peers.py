@@ -31,20 +31,20 @@ from torch.profiler import record_function
 from benchmarks.gpu.parts import TIMED, VOCABULARIES, WARM_UP
 from nanoscale.backends import float8
 from nanoscale.backends.optimizer import make_optimizer
-from nanoscale.config.compose import compose
-from nanoscale.config.huggingface import write_shape
+from nanoscale.common.devices import detect, driver
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.hf.shape import write_shape
+from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import open_data
 from nanoscale.data.indexed import IndexedWriter
-from nanoscale.devices import detect, driver
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
+from nanoscale.metrics.profile import recording
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile
-from nanoscale.plan.model_math import trained_flops_per_token
-from nanoscale.train.profile import recording
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit"}
 """Trainer's names of nanoscale's optimizers"""

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.gpu.table import lines_of, render
-from nanoscale.devices import gpu_memory
+from nanoscale.common.devices import gpu_memory
 
 Figures = dict[str, Any]
 

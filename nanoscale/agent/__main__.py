@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
-from nanoscale.agent.sweep import sweep
+from nanoscale.agent.orphan_cleanup import sweep
 
 
 def _serve(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from nanoscale import worker
 from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
 from nanoscale.agent.network import interface_towards, is_loopback
-from nanoscale.channel import Message
+from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job

@@ -15,11 +15,11 @@ from typing import Any
 from nanoscale.agent.gpu_software import gpu_software
 from nanoscale.agent.host import available_gib
 from nanoscale.agent.network import addresses, interface_towards, resolve
-from nanoscale.cache import cache_path, user_cache
-from nanoscale.channel import Message
-from nanoscale.devices import detect, gpu_memory, gpu_problem
+from nanoscale.common.cache import cache_path, user_cache
+from nanoscale.common.devices import detect, gpu_memory, gpu_problem
+from nanoscale.common.versions import optional_packages, versions
+from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import write_problem
-from nanoscale.versions import optional_packages, versions
 
 _STALE_S = 3600.0
 """no compilation of an operation takes longer"""

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoscale.devices import driver_cuda, gpu_capabilities
+from nanoscale.common.devices import driver_cuda, gpu_capabilities
 
 _ARCHITECTURES = re.compile(rb"\0((?:sm|compute)_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
 _COMPILE_S = 20.0

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from nanoscale.channel import Message
+from nanoscale.processes.messages import Message
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from nanoscale import scratch
 from nanoscale.agent.network import addresses as own_addresses
 from nanoscale.agent.network import names
-from nanoscale.channel import BEAT, BEAT_S, Message, Sender, Unpacker
-from nanoscale.handshake import HandshakeError, introduce
-from nanoscale.lifeline import clear_up, end_group
+from nanoscale.processes import scratch
+from nanoscale.processes.handshake import HandshakeError, introduce
+from nanoscale.processes.lifeline import clear_up, end_group
+from nanoscale.processes.messages import BEAT, BEAT_S, Message, Sender, Unpacker
 
 _READ_BYTES = 1 << 16
 _CALL_S = 5.0

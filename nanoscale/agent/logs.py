@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from nanoscale.agent.host import Host
 from nanoscale.agent.link import Link
-from nanoscale.channel import MOST_BYTES
+from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
 from nanoscale.runs.tail import FileTail
 

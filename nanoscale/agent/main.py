@@ -16,18 +16,18 @@ from multiprocessing import forkserver, util
 from pathlib import Path
 from types import FrameType
 
-from nanoscale import cgroup, scratch
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.facts import facts
 from nanoscale.agent.link import Link
-from nanoscale.channel import BANDWIDTH, MARK, TRAINING, Message
-from nanoscale.devices import cores
-from nanoscale.lifeline import CGROUP, SCRATCH, clear_up, end_group
-from nanoscale.ports import ReservedPort
-from nanoscale.versions import nanoscale_version
+from nanoscale.common.devices import cores
+from nanoscale.common.versions import nanoscale_version
+from nanoscale.processes import cgroup, scratch
+from nanoscale.processes.lifeline import CGROUP, SCRATCH, clear_up, end_group
+from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
+from nanoscale.processes.ports import ReservedPort
 from nanoscale.worker import JOBS, Job
 
-_PRELOADED = ["nanoscale.agent.deaf", "nanoscale.worker", "torch"]
+_PRELOADED = ["nanoscale.agent.fork_server_signals", "nanoscale.worker", "torch"]
 
 _LONGEST_FOLDER = 75
 """in bytes: the path of a socket may have 107, of which multiprocessing takes 32"""

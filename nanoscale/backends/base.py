@@ -13,13 +13,13 @@ from torch import Tensor
 
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
-from nanoscale.checkpoint import foreign, pretrained
+from nanoscale.checkpoint.hf import load, load_any_model
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import Coordinates
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import stage_layers
 from nanoscale.data.batch import IGNORED, Batch
-from nanoscale.models.foreign import Foreign
+from nanoscale.models.hf_model import Foreign
 from nanoscale.models.transformer import Transformer
 
 
@@ -107,9 +107,9 @@ class Engine(ABC):
         state = self.state() | self.frozen_state()
         part = next(iter(self.parts.values()))
         if isinstance(part, Foreign):
-            foreign.load(folder, part.hf, state)
+            load_any_model.load(folder, part.hf, state)
         else:
-            pretrained.load(folder, self.config.model, state)
+            load.load(folder, self.config.model, state)
         self.take(state)
 
     @abstractmethod

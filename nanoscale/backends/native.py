@@ -20,11 +20,11 @@ from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import data as data_parallel
+from nanoscale.parallel import fsdp as data_parallel
 from nanoscale.parallel.apply import parallelise
+from nanoscale.parallel.ddp import Replicas
 from nanoscale.parallel.mesh import Layout, lay_out
 from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
-from nanoscale.parallel.replicas import Replicas
 
 
 class NativeEngine(Engine):

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from typing import Any
 
 from nanoscale.checkpoint.store import DamagedCheckpointError, StoredCheckpoint, list_checkpoints
-from nanoscale.config.frozen import load
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import is_mapping
-from nanoscale.config.report import shown
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError, Violation
+from nanoscale.config.violations import shown
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 

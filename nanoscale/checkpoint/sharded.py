@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
-from nanoscale.errors import UserError, Violation
-from nanoscale.parallel import ranks
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.parallel import process_group
 from nanoscale.runs import fence
 from nanoscale.runs.fence import FencedError
 
@@ -62,7 +62,7 @@ def save(
     rank = _rank()
     staging = store.staging_path(workspace, about["step"])
     final = store.checkpoint_path(workspace.parent, about["step"])
-    if ranks.from_first(final.exists(), group):
+    if process_group.from_first(final.exists(), group):
         return final
     tensors = describe_all(state, group)
     with fence.explained(workspace):
@@ -135,7 +135,7 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
         FencedError: the run has gone on without this attempt.
     """
     damaged: list[tuple[StoredCheckpoint, list[str]]] = []
-    for candidate in reversed(ranks.from_first(store.list_checkpoints(workspace.parent))):
+    for candidate in reversed(process_group.from_first(store.list_checkpoints(workspace.parent))):
         damage = _find_damage(candidate)
         if damage:
             damaged.append((candidate, damage))
@@ -180,7 +180,7 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or cut off, or it is the checkpoint of another model.
     """
-    damage = ranks.from_first(store.find_damage(stored.path, sums=False))
+    damage = process_group.from_first(store.find_damage(stored.path, sums=False))
     if damage:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest
@@ -197,7 +197,7 @@ def _width(dtype: str) -> int:
 
 def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
     """Shape and type of every tensor of the model, whichever pipeline stage it is on."""
-    everyone = ranks.gather(describe(state), group)
+    everyone = process_group.gather(describe(state), group)
     return dict(sorted((name, it) for part in everyone for name, it in part.items()))
 
 
@@ -225,7 +225,7 @@ def _written_by(rank: int, staging: Path) -> list[Path]:
 def _find_damage(candidate: StoredCheckpoint) -> list[str]:
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
-    parts = ranks.gather(store.find_damage(candidate.path, rank, world))
+    parts = process_group.gather(store.find_damage(candidate.path, rank, world))
     return sorted({sentence for part in parts for sentence in part})
 
 
@@ -312,7 +312,7 @@ def _together(
             result = act()
         except OSError as caught:
             error = caught
-    outcomes = ranks.gather((result, error), group)
+    outcomes = process_group.gather((result, error), group)
     for rank, (_, failed) in enumerate(outcomes):
         if isinstance(failed, FencedError):
             raise failed

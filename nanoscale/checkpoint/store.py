@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 from nanoscale.checkpoint import metadata
 from nanoscale.checkpoint.metadata import MetadataError
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
-from nanoscale.units import byte_size
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -8,30 +8,30 @@ from contextlib import contextmanager, suppress
 from signal import SIGINT
 from typing import Any, TextIO
 
-from nanoscale import display
 from nanoscale.cli.fit import saving_lines, saving_of
 from nanoscale.cli.jobs import ways_on
 from nanoscale.cli.output import console, print_json
 from nanoscale.cli.refusals import Refusals
+from nanoscale.common import display
+from nanoscale.common.errors import UserError
+from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.derive import derive
-from nanoscale.errors import UserError
-from nanoscale.launch.attempt import INTERRUPTED, PREEMPTED, Outcome
-from nanoscale.launch.command import here, plan_launch
-from nanoscale.launch.console import LiveView, number
-from nanoscale.launch.fleet import Fleet
-from nanoscale.launch.preflight import mixed_versions, require_ready
-from nanoscale.launch.prepare import Request
-from nanoscale.launch.report import prediction
-from nanoscale.launch.report_page import write_report
-from nanoscale.launch.show import describe_precision, forecast
-from nanoscale.launch.signals import Signals
-from nanoscale.launch.supervisor import Supervisor, prepare
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED, Outcome
+from nanoscale.launch.lifecycle.command import here, plan_launch
+from nanoscale.launch.lifecycle.prepare import Request
+from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
+from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
 from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.tail import read_end
-from nanoscale.units import GIB, byte_size, duration
+from nanoscale.view.run.launch_text import describe_precision, forecast
+from nanoscale.view.run.live import LiveView, number
+from nanoscale.view.run.run_page import write_report
+from nanoscale.view.run.run_report import prediction
 
 _LOG_LINES, _LOG_BYTES = 12, 1 << 14
 _NOISE = ("The hostname of the client socket cannot be retrieved",)
@@ -120,8 +120,8 @@ def show_plan(
     run: RunDirectory, request: Request, number: int, refusals: Refusals, as_json: bool
 ) -> int:
     """Show what a dry run of `train` or `resume` came to; return the exit code of the command."""
-    from nanoscale.launch.show import document, print_plan
-    from nanoscale.plan.model_math import parameters
+    from nanoscale.config.model_math import parameters
+    from nanoscale.view.run.launch_text import document, print_plan
 
     config = request.config
     derived = derive(config)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
@@ -21,7 +20,8 @@ from nanoscale.cli.hosts import (
 )
 from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
 from nanoscale.cli.trust import Trust
-from nanoscale.errors import UserError
+from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
@@ -59,12 +59,12 @@ def bench(
     The job's ranks train for some steps; no run is made, nothing is kept. With checkpoint.every a checkpoint is
     written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
     """
-    from nanoscale.channel import BENCH
     from nanoscale.cli.fit import planned
     from nanoscale.cli.refusals import Refusals
     from nanoscale.cli.train import compose_request
-    from nanoscale.launch.bench import compared, document, read_other, room_for_checkpoint
-    from nanoscale.launch.errand import ErrandError, run_errand
+    from nanoscale.launch.lifecycle.bench import compared, document, read_other, room_for_checkpoint
+    from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
+    from nanoscale.processes.messages import BENCH
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.cli.output import console
-from nanoscale.runs.parts import in_words
-from nanoscale.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.view.run.step_parts import in_words
 
 _KERNELS, _NAME = 8, 66
 

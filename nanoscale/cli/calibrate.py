@@ -11,17 +11,17 @@ from typing import Any
 
 from nanoscale.cli.files import require_writable, write_file
 from nanoscale.cli.output import DONE, console, print_json
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import load
-from nanoscale.config.report import override
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.schema import Cluster, Config
-from nanoscale.errors import UserError, Violation
+from nanoscale.config.violations import override
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
-from nanoscale.plan.hardware import CPU, hardware_of, recognise
+from nanoscale.plan.hardware.hardware import CPU, hardware_of, recognise
 from nanoscale.plan.predict import predict
 from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.steady import WARM_UP, Steady, steady
-from nanoscale.units import GIB, byte_size, duration
 
 LEAST_STEPS = 5
 _OFF = 0.1

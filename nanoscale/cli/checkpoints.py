@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.output import FAILED, AsJson, console, print_json
-from nanoscale.units import byte_size
+from nanoscale.common import display
+from nanoscale.common.units import byte_size
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
@@ -177,10 +177,10 @@ def export_checkpoint(
     from dataclasses import asdict
 
     from nanoscale.checkpoint.configuration import require_model
-    from nanoscale.checkpoint.export import export, require_whole
+    from nanoscale.checkpoint.hf.export import export, require_whole
     from nanoscale.checkpoint.store import find_checkpoint
-    from nanoscale.config.frozen import load
-    from nanoscale.config.rules.case import counted
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.config.rules.resolution import counted
 
     directory, largest = _open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
@@ -208,7 +208,7 @@ def export_checkpoint(
 def _with_base(config: Config, base: Path | None) -> Config:
     from dataclasses import replace
 
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     if base is None:
         return config
@@ -225,7 +225,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")
 
 def _bytes(text: str) -> int:
     """`5GB` and the like; KB are 1000 bytes, KiB 1024."""
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     parts = _SIZE.fullmatch(text.strip())
     size = 0
@@ -259,7 +259,7 @@ def _open(run: str) -> RunDirectory:
 
 def _manifest(stored: StoredCheckpoint) -> dict[str, Any]:
     from nanoscale.checkpoint.store import DamagedCheckpointError
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     try:
         return stored.manifest
@@ -283,7 +283,7 @@ def _summary(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    from nanoscale.config.rules.case import counted
+    from nanoscale.config.rules.resolution import counted
 
     if "set_aside" in row:
         return f"{row['name']}  {_how_to_undo(row)}"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Composed
-    from nanoscale.config.library import Library
+    from nanoscale.config.composing.library import Library
     from nanoscale.config.schema import Config
+    from nanoscale.config.values.composed import Composed
 
 app = typer.Typer(no_args_is_help=True, help="Look up the configuration.")
 
@@ -59,8 +59,8 @@ def show(
     """Show the whole configuration as YAML."""
     from dataclasses import asdict
 
-    from nanoscale.config.compose import compose
-    from nanoscale.config.document import to_yaml
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.values.yaml_file import to_yaml
 
     composed = compose(overrides or [], config_dir=config_dir, config_file=config)
     values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
@@ -82,7 +82,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Explain a key: what it is, its value, and who set it."""
-    from nanoscale.config.compose import compose
+    from nanoscale.config.composing.compose import compose
 
     names = _named(key)
     composed = compose(overrides or [], config_dir=config_dir, config_file=config)
@@ -122,7 +122,7 @@ def list_groups(
     as_json: AsJson = False,
 ) -> None:
     """List the groups, or one group's options and keys."""
-    from nanoscale.config.library import Library
+    from nanoscale.config.composing.library import Library
 
     library = Library(config_dir)
     if group is None:
@@ -149,12 +149,12 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
     Raises:
         UserError: the configuration breaks a law, or is for another backend.
     """
+    from nanoscale.common.devices import detect
+    from nanoscale.common.errors import Violation
     from nanoscale.config.deepspeed import deepspeed_settings
-    from nanoscale.config.report import refuse
     from nanoscale.config.rules import check
-    from nanoscale.devices import detect
-    from nanoscale.errors import Violation
-    from nanoscale.launch.hosts import read_hosts
+    from nanoscale.config.violations import refuse
+    from nanoscale.launch.hosts.hosts import read_hosts
 
     name = composed.config.backend.name
     if name != "deepspeed":
@@ -170,11 +170,11 @@ def _named(name: str) -> list[str]:
     Raises:
         UserError: there is none of this name.
     """
-    from nanoscale.config.equivalents import equivalent
+    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import declared, sections
-    from nanoscale.config.report import refuse
     from nanoscale.config.suggest import nearest, nearest_key
-    from nanoscale.errors import Violation
+    from nanoscale.config.values.equivalents import equivalent
+    from nanoscale.config.violations import refuse
 
     if name not in declared() and (name not in sections() or not name):
         top = [section for section in sections() if section and "." not in section]
@@ -192,7 +192,7 @@ def _named(name: str) -> list[str]:
 def _here(composed: Composed) -> Config | None:
     """Return what the job would become on the devices that it would be planned for; None if it cannot run."""
     from nanoscale.cli.plan import resolved
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     try:
         return resolved(composed)
@@ -227,7 +227,7 @@ def _explained(name: str, composed: Composed, here: Config | None) -> dict[str, 
 def _print_explained(document: dict[str, Any], *, first: bool) -> None:
     from rich.text import Text
 
-    from nanoscale.config.report import shown
+    from nanoscale.config.violations import shown
 
     out = console()
     if not first:
@@ -267,10 +267,10 @@ def _list_all(library: Library, as_json: bool) -> None:
 
 
 def _list_one(library: Library, group: str, as_json: bool) -> None:
+    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import declared, sections
-    from nanoscale.config.report import refuse
     from nanoscale.config.suggest import nearest
-    from nanoscale.errors import Violation
+    from nanoscale.config.violations import refuse
 
     tops = [name for name in sections() if name and "." not in name]
     known = list(dict.fromkeys([*library.groups(), *tops]))

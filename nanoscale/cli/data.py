@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
-from nanoscale.config.report import override
-from nanoscale.devices import cores
+from nanoscale.common import display
+from nanoscale.common.devices import cores
+from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -107,9 +107,9 @@ def prepare_data(
 
     The same command goes on where it was cut off, and makes the same bytes with any number of workers.
     """
+    from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import Request, prepare
     from nanoscale.data.prepare.workers import LostWorkerError
-    from nanoscale.errors import UserError
 
     if not chat and chat_template is not None:
         raise UserError("usage", "--chat-template is for chats; add --chat")
@@ -178,7 +178,7 @@ def inspect_data(
 
 
 def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bool) -> str | None:
-    from nanoscale.errors import UserError, Violation
+    from nanoscale.common.errors import UserError, Violation
 
     if chat and train:
         what = (
@@ -204,7 +204,7 @@ def _unescaped(separator: str | None) -> str | None:
         return None
     plain = separator.replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\r", "\r")
     if not plain:
-        from nanoscale.errors import UserError
+        from nanoscale.common.errors import UserError
 
         raise UserError("usage", "--separator is empty; leave it out where each file is a document")
     return plain
@@ -213,7 +213,7 @@ def _unescaped(separator: str | None) -> str | None:
 def _vocab(overrides: list[str] | None) -> int | None:
     if not overrides:
         return None
-    from nanoscale.config.compose import compose
+    from nanoscale.config.composing.compose import compose
 
     return compose(overrides).config.model.vocab
 
@@ -262,7 +262,7 @@ class _Screen:
             self._live.update(_with_bar(sentence, progress.read / total))
 
     def _sentence(self, progress: Progress, total: int, elapsed: float) -> str:
-        from nanoscale.units import byte_size, duration
+        from nanoscale.common.units import byte_size, duration
 
         assert self._began is not None
         _, read, text = self._began

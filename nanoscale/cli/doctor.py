@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import ConfigDir, Overrides
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json, saying
-from nanoscale.units import byte_size
+from nanoscale.common import display
+from nanoscale.common.units import byte_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from nanoscale.config.rules import Host
     from nanoscale.config.schema import Config
-    from nanoscale.launch.bandwidth import Figures, Measured, Pair
-    from nanoscale.launch.verdicts import Group, Verdict
+    from nanoscale.launch.lifecycle.bandwidth import Figures, Measured, Pair
+    from nanoscale.launch.preflight.verdicts import Group, Verdict
 
 _FEW_HOSTS = 4
 """of which everything is shown"""
@@ -65,11 +65,11 @@ def _machines(
     words: list[str], config_dir: Path | None, options: dict[str, Any]
 ) -> tuple[Config, Sequence[Host]]:
     """The configuration, of which no job is looked at, and the hosts."""
-    from nanoscale.config.compose import compose
+    from nanoscale.common.devices import detect
+    from nanoscale.config.composing.compose import compose
     from nanoscale.config.rules import check_machines
-    from nanoscale.devices import detect
-    from nanoscale.launch.command import here
-    from nanoscale.launch.hosts import read_hosts
+    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.lifecycle.command import here
     from nanoscale.runs.directory import check_root
 
     composed = compose(words, config_dir=config_dir, options=options)
@@ -84,10 +84,10 @@ def _examine(
     config: Config, hosts: Sequence[Host], *, quick: bool
 ) -> tuple[list[Verdict], Measured | None]:
     """Look at all hosts, and measure between those that can compute."""
-    from nanoscale.config.rules.case import counted
-    from nanoscale.launch.bandwidth import Measured, measure, prepare
-    from nanoscale.launch.fleet import Fleet
-    from nanoscale.launch.preflight import can_compute, judge
+    from nanoscale.config.rules.resolution import counted
+    from nanoscale.launch.fleet.fleet import Fleet
+    from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare
+    from nanoscale.launch.preflight.preflight import can_compute, judge
 
     measured = None
     root = Path(config.run.root).absolute()
@@ -161,7 +161,7 @@ def _print(
 
 
 def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
-    from nanoscale.launch.verdicts import named
+    from nanoscale.launch.preflight.verdicts import named
 
     ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
     if len(names) == 1:
@@ -179,7 +179,7 @@ def _print_verdicts(
     from rich.table import Table
     from rich.text import Text
 
-    from nanoscale.launch.verdicts import grouped
+    from nanoscale.launch.preflight.verdicts import grouped
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     order = list(dict.fromkeys(verdict.check for verdict in verdicts))
@@ -203,7 +203,7 @@ def _without_label(group: Group) -> str:
 
 
 def _who(group: Group, names: Sequence[str]) -> str:
-    from nanoscale.launch.verdicts import named
+    from nanoscale.launch.preflight.verdicts import named
 
     return "all" if len(group.hosts) == len(names) else named(group.hosts)
 
@@ -213,8 +213,8 @@ def _print_figures(
 ) -> None:
     from rich.table import Table
 
-    from nanoscale.config.rules.case import counted
-    from nanoscale.launch.verdicts import named
+    from nanoscale.config.rules.resolution import counted
+    from nanoscale.launch.preflight.verdicts import named
 
     without = [name for name in names if name not in figures.hosts]
     title = f"\nall-reduce of {counted(figures.ranks, 'rank')} over {figures.backend}"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.generate import Device, Dtype, DtypeOf, Model, Step, TokenizerOf, calm_threads
 from nanoscale.cli.hosts import (
@@ -23,11 +22,12 @@ from nanoscale.cli.hosts import (
 )
 from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
 from nanoscale.cli.trust import Trust, require_trust
-from nanoscale.errors import UserError
+from nanoscale.common import display
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.compose import Setting
+    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.rules import Host
     from nanoscale.config.schema import Config
 
@@ -79,7 +79,7 @@ def eval(
     data.path=…. The run is not changed, and may be going on. Of a Hugging Face folder say what data to take.
     --device, --dtype and --tokenizer are for --tasks: for the loss, launcher.device and precision say it.
     """
-    from nanoscale.launch.allocation import require_one_launcher
+    from nanoscale.launch.slurm.allocation import require_one_launcher
 
     require_one_launcher()
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
@@ -127,8 +127,8 @@ def _loss(
     trust: bool,
     as_json: bool,
 ) -> int:
-    from nanoscale.channel import EVALUATION
-    from nanoscale.launch.errand import ErrandError, run_errand
+    from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
+    from nanoscale.processes.messages import EVALUATION
 
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -163,8 +163,8 @@ def _of_run(
     """The run's configuration with the changes, checked against the machines, and what to evaluate."""
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
-    from nanoscale.config.compose import compose
-    from nanoscale.config.frozen import load
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.composing.frozen import load
     from nanoscale.runs.directory import RunDirectory
 
     run = RunDirectory.open(name)
@@ -176,7 +176,7 @@ def _of_run(
     config = replace(config, run=load(run.config).run)
     # Its checkpoint has the weights; the folder that it began with may be gone.
     if config.lora.rank:  # the checkpoint has the adapters alone
-        from nanoscale.checkpoint.adapters import require_base_of
+        from nanoscale.checkpoint.hf.adapters import require_base_of
 
         require_base_of(config, stored.manifest, "model.init_from=/where/it/is/now")
         return config, hosts, stored
@@ -187,9 +187,9 @@ def _of_folder(
     folder: Path, words: list[str], options: dict[str, Setting]
 ) -> tuple[Config, tuple[Host, ...]]:
     """A configuration that begins with the weights of a Hugging Face folder."""
-    from nanoscale.config.compose import compose
-    from nanoscale.config.report import override
-    from nanoscale.launch.weights import with_weights
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.violations import override
+    from nanoscale.launch.preflight.pretrained import with_weights
 
     composed = compose([override("model.init_from", str(folder)), *words], options=options)
     train = composed.config.train
@@ -201,10 +201,10 @@ def _of_folder(
 
 
 def _checked(composed: Any) -> tuple[Config, tuple[Host, ...]]:
+    from nanoscale.common.devices import detect
     from nanoscale.config.rules import check
-    from nanoscale.devices import detect
-    from nanoscale.launch.foreign import check_extra
-    from nanoscale.launch.hosts import read_hosts
+    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.preflight.deepspeed_settings import check_extra
 
     hosts = read_hosts(composed)
     config = check(composed, detect(), hosts)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
 
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the named file if it exists.")

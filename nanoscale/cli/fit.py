@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.refusals import Refusals
+from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.launch.prepare import Request
+    from nanoscale.launch.lifecycle.prepare import Request
     from nanoscale.plan.saving import SavingPlan
 
 Force = Annotated[
@@ -26,10 +26,10 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
     """
     from dataclasses import replace
 
-    from nanoscale.plan.document import document
-    from nanoscale.plan.hardware import UnknownHardwareError
+    from nanoscale.plan.hardware.hardware import UnknownHardwareError
     from nanoscale.plan.predict import predict
-    from nanoscale.plan.verdict import require_fit
+    from nanoscale.view.plan.prediction_json import document
+    from nanoscale.view.plan.verdict import require_fit
 
     try:
         plan = predict(request.config)

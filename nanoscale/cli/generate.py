@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.output import DONE, AsJson, print_json, show_error
-from nanoscale.errors import UserError, Violation
-from nanoscale.units import duration
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import duration
 
 if TYPE_CHECKING:
     from nanoscale.generate.weights import Opened

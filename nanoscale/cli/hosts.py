@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Setting
+    from nanoscale.config.composing.compose import Setting
 
 Hostfile = Annotated[
     str | None,
@@ -69,8 +69,8 @@ def as_settings(
     no_preflight: bool = False,
 ) -> dict[str, Setting]:
     """What `compose` takes as `options`: the keys of the options that were given."""
-    from nanoscale.config.compose import Setting
-    from nanoscale.config.provenance import COMMAND_LINE
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.values.provenance import COMMAND_LINE
 
     given: list[tuple[str, str, Any]] = [
         ("--hostfile", "launcher.hostfile", hostfile),

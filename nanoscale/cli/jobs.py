@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoscale.launch.slurm import JobState, SlurmError, job_states
+from nanoscale.launch.slurm.slurm import JobState, SlurmError, job_states
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from nanoscale import __version__, display
+from nanoscale import __version__
 from nanoscale.cli.output import (
     DONE,
     FAILED,
@@ -22,7 +22,8 @@ from nanoscale.cli.output import (
     exit_code,
     show_error,
 )
-from nanoscale.errors import UserError, Violation
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 
 VERBS = (
     "train",
@@ -177,9 +178,9 @@ def _as_overrides(
     """The overrides for `--steps 3`, as other programs spell `train.steps=3`, and how the key differs."""
     if arguments[0] not in _CONFIGURED:
         return (), ""
-    from nanoscale.config.equivalents import equivalent
-    from nanoscale.config.library import Library
-    from nanoscale.config.words import read_words, with_good_advice
+    from nanoscale.config.composing.library import Library
+    from nanoscale.config.composing.overrides import read_words, with_good_advice
+    from nanoscale.config.values.equivalents import equivalent
 
     name = option.lstrip("-").replace("-", "_")
     word, library = f"{name}={'true' if value is None else value}", Library()

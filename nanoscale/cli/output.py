@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
-from nanoscale.errors import UserError, Violation
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,7 +102,7 @@ def error_text(error: UserError) -> Text:
 
 
 def _append_sentence(text: Text, violation: Violation) -> None:
-    from nanoscale.config.report import subject
+    from nanoscale.config.violations import subject
 
     text.append(subject(violation), style="bold")
     text.append(f": {violation.message}\n")

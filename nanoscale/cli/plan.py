@@ -11,11 +11,11 @@ from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.files import Overwrite, require_writable, write_file
 from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DOES_NOT_FIT, DONE, AsJson, console, print_json
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Composed
     from nanoscale.config.schema import Config
+    from nanoscale.config.values.composed import Composed
 
 
 def plan(
@@ -63,7 +63,7 @@ def plan(
     as_json: AsJson = False,
 ) -> int:
     """Predict memory, speed and cost of a job, on the hardware that `cluster` describes or on what is here."""
-    from nanoscale.config.compose import compose
+    from nanoscale.config.composing.compose import compose
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     if html is not None:
@@ -98,15 +98,15 @@ def _one(
 
     prediction = predict(resolved(composed))
     if html is not None:
-        from nanoscale.plan.html import prediction_page
+        from nanoscale.view.plan.prediction_page import prediction_page
 
         write_file("--html", html, prediction_page(prediction), overwrite=overwrite)
     if as_json:
-        from nanoscale.plan.document import document
+        from nanoscale.view.plan.prediction_json import document
 
         print_json(document(prediction))
     else:
-        from nanoscale.plan.show import print_prediction
+        from nanoscale.view.plan.prediction_text import print_prediction
 
         print_prediction(console(), prediction, explain=explain)
     return DONE
@@ -115,19 +115,19 @@ def _one(
 def _search(
     composed: Composed, write: Path | None, html: Path | None, overwrite: bool, as_json: bool
 ) -> int:
-    from nanoscale.plan.hardware import hardware_of
-    from nanoscale.plan.machines import planned_devices
-    from nanoscale.plan.request import recipe_of, room
-    from nanoscale.plan.search import search
-    from nanoscale.plan.search_text import print_found, search_document
+    from nanoscale.plan.hardware.hardware import hardware_of
+    from nanoscale.plan.hardware.machines import planned_devices
+    from nanoscale.plan.search.request import recipe_of, room
+    from nanoscale.plan.search.search import search
+    from nanoscale.view.plan.search_text import print_found, search_document
 
     devices = planned_devices(composed)
     looked_in = room(composed, devices, hardware_of(composed.config))
     hardware = hardware_of(looked_in.base)  # with the type that precision.compute=auto became
     found = search(looked_in, hardware)
     if html is not None and found.best is not None:
-        from nanoscale.plan.html import search_page
-        from nanoscale.plan.reasons import reasons
+        from nanoscale.view.plan.prediction_page import search_page
+        from nanoscale.view.plan.reasons import reasons
 
         write_file("--html", html, search_page(found, reasons(found)), overwrite=overwrite)
     if write is not None and found.best is not None:
@@ -147,9 +147,9 @@ def resolved(composed: Composed) -> Config:
         UserError: it breaks a law, or its devices are unknown.
     """
     from nanoscale.config.rules import check
-    from nanoscale.launch.foreign import check_extra
-    from nanoscale.launch.hosts import read_hosts
-    from nanoscale.plan.machines import planned_devices
+    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.plan.hardware.machines import planned_devices
 
     config = check(composed, planned_devices(composed), read_hosts(composed))
     check_extra(composed, config)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import ConfigDir, print_yaml
 from nanoscale.cli.output import AsJson, console, print_json
-from nanoscale.config.report import override
+from nanoscale.common import display
+from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
-    from nanoscale.config.library import Option
+    from nanoscale.config.composing.library import Option
 
 app = typer.Typer(no_args_is_help=True, help="List, read and copy recipes.")
 
@@ -27,7 +27,7 @@ def list_recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     """List the recipes; one of yours hides ours of the same name."""
     from rich.text import Text
 
-    from nanoscale.config.library import RECIPE, Library
+    from nanoscale.config.composing.library import RECIPE, Library
 
     options = Library(config_dir).options(RECIPE)
     if as_json:
@@ -47,7 +47,7 @@ def list_recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 @app.command("show")
 def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
     """Print a recipe's file; `config show recipe=NAME` shows all that it leads to."""
-    from nanoscale.config.document import read
+    from nanoscale.config.values.yaml_file import read
 
     option = _find(name, config_dir)
     if as_json:
@@ -94,10 +94,10 @@ def _as_recipe(path: Path) -> str:
 
 
 def _find(name: str, config_dir: Path | None) -> Option:
-    from nanoscale.config.library import RECIPE, Library
-    from nanoscale.config.report import refuse
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.composing.library import RECIPE, Library
     from nanoscale.config.suggest import nearest
-    from nanoscale.errors import Violation
+    from nanoscale.config.violations import refuse
 
     options = Library(config_dir).options(RECIPE)
     if name not in options:
@@ -108,8 +108,8 @@ def _find(name: str, config_dir: Path | None) -> Option:
 
 
 def _refuse_copy(target: Path, message: str, name: str) -> None:
-    from nanoscale.config.report import refuse
-    from nanoscale.errors import Violation
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.violations import refuse
 
     copy = ["nanoscale", "recipes", "copy", name, f"recipes/my-{Path(name).name}.yaml"]
     other = (shlex.join(copy),)

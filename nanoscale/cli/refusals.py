@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanoscale.cli.output import DONE, error_document, exit_code, show_error
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 
 
 class Refusals:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.files import Overwrite, require_writable, write_file
 from nanoscale.cli.output import AsJson, console, print_json
 from nanoscale.cli.stop import Run
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,9 +38,9 @@ def report_run(
     as_json: AsJson = False,
 ) -> None:
     """Sum a run up: what it was, how it went, prediction against measurement; and write it as a page."""
-    from nanoscale.launch.report import document
-    from nanoscale.launch.report_page import report_page
     from nanoscale.runs.directory import RunDirectory, write_atomically
+    from nanoscale.view.run.run_page import report_page
+    from nanoscale.view.run.run_report import document
 
     directory = RunDirectory.open(run)
     if html is not None:
@@ -66,7 +66,7 @@ def report_run(
 def _print(screen: Console, about: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from nanoscale.launch.report_page import compared, head, outcome
+    from nanoscale.view.run.run_page import compared, head, outcome
 
     style = {"completed": "green", "failed": "bold red"}.get(about["state"])
     screen.print(about["run"], style="bold", markup=False)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import (
@@ -23,12 +22,14 @@ from nanoscale.cli.output import DONE, AsJson, print_json
 from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.train import DryRun
 from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.compose import Composed, Setting
+    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.schema import Config
-    from nanoscale.launch.prepare import Request
+    from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.lifecycle.prepare import Request
     from nanoscale.runs.directory import RunDirectory
 
 IDENTITY = (
@@ -66,11 +67,11 @@ def resume(
     """Go on from the newest whole checkpoint, with the same or a changed configuration."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.cli.fit import planned, require_disk
-    from nanoscale.config.compose import compose
-    from nanoscale.config.frozen import load
-    from nanoscale.launch.allocation import require_one_launcher
-    from nanoscale.launch.prepare import replace_configuration
-    from nanoscale.launch.signals import Signals
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.prepare import replace_configuration
+    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
@@ -126,18 +127,18 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     """
     from dataclasses import replace
 
-    from nanoscale.checkpoint.adapters import require_base
     from nanoscale.checkpoint.configuration import manifest_key, newest
-    from nanoscale.config.compose import compose
-    from nanoscale.config.frozen import load
+    from nanoscale.checkpoint.hf.adapters import require_base
+    from nanoscale.common.devices import detect
+    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.composing.frozen import load
     from nanoscale.config.reference import mapping_around
     from nanoscale.config.rules import check
-    from nanoscale.devices import detect
-    from nanoscale.errors import UserError, Violation
-    from nanoscale.launch.allocation import note_idle_nodes
-    from nanoscale.launch.foreign import check_extra
-    from nanoscale.launch.hosts import read_hosts
-    from nanoscale.launch.prepare import Request
+    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.slurm.allocation import note_idle_nodes
 
     composed = compose(words, config_file=run.config, options=options)
     devices, hosts = detect(), read_hosts(composed)
@@ -184,8 +185,8 @@ def _require_recorded(
 ) -> None:
     """Raise a UserError if config.yaml differs from the checkpoint in what no override has changed."""
     from nanoscale.checkpoint.configuration import unexplained
-    from nanoscale.config.report import override, shown
-    from nanoscale.errors import UserError, Violation
+    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.config.violations import override, shown
 
     if stored is None:
         return
@@ -242,7 +243,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _say_what_differs(old: Config, new: Config) -> None:
-    from nanoscale.config.report import shown
+    from nanoscale.config.violations import shown
 
     for key, (was, now) in differences(old, new).items():
         display.note(f"{key}: {shown(was)} → {shown(now)}")
@@ -255,7 +256,7 @@ def _say_where_from(run: RunDirectory) -> None:
         UserError: there are checkpoints, and all of them are damaged.
     """
     from nanoscale.checkpoint.store import find_damage, list_checkpoints, list_set_aside, undo
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     damaged = [
         f"{it.path.name} was set aside as damaged (to undo that: {undo(it.path)})"
@@ -302,7 +303,7 @@ def _complete(run: RunDirectory, config: Config) -> str:
 
 def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
     from nanoscale.cli.attempt import document
-    from nanoscale.launch.attempt import Outcome
+    from nanoscale.launch.lifecycle.attempt import Outcome
 
     (display.note if as_json else display.show)(_complete(run, config))
     if as_json:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.output import AsJson, console, print_json
 from nanoscale.cli.report import report_run
 from nanoscale.cli.stop import Run, stop_run
 from nanoscale.cli.watch import watch_run
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.cli.jobs import Job
@@ -132,7 +132,7 @@ class _GoingOn:
 
 def _summary_or_problem(run: RunDirectory, job: Job | None) -> dict[str, Any]:
     """The summary, or what is wrong with a damaged file: the other runs are listed all the same."""
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
 
     try:
         return summary(run, job)
@@ -151,7 +151,7 @@ _UNKNOWN = (
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """One run in a few values."""
     from nanoscale.cli.jobs import in_words
-    from nanoscale.config.frozen import load
+    from nanoscale.config.composing.frozen import load
     from nanoscale.runs import lock, metrics, status
 
     now, last, config = status.require(run), metrics.last(run), load(run.config)
@@ -201,7 +201,7 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
     from nanoscale.cli.jobs import clock, output_of
-    from nanoscale.launch.console import figures
+    from nanoscale.view.run.live import figures
 
     steps = "?" if document["steps"] is None else document["steps"]
     rows = {
@@ -269,7 +269,7 @@ def _print_lines(path: Path, tail: Any, last: bool) -> None:
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
-    from nanoscale.errors import UserError, Violation
+    from nanoscale.common.errors import UserError, Violation
 
     have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]
     message = f"{run.name} has no such log; its attempts: {', '.join(have) or 'none'}"

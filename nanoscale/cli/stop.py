@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.output import DONE, FAILED
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.cli.jobs import Job
@@ -56,7 +56,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
     from dataclasses import replace
 
     from nanoscale.cli.jobs import job_of
-    from nanoscale.launch.slurm import cancel
+    from nanoscale.launch.slurm.slurm import cancel
     from nanoscale.runs import events, submission
 
     _require_own(run, job)
@@ -72,7 +72,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
 
 
 def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
-    from nanoscale.launch.slurm import signal_batch
+    from nanoscale.launch.slurm.slurm import signal_batch
     from nanoscale.runs import lock
 
     if owner is not None and (owner.is_here or job is None or not job.is_there):
@@ -94,7 +94,7 @@ def _require_own(run: RunDirectory, job: Job) -> None:
     import re
     import shlex
 
-    from nanoscale.errors import UserError, Violation
+    from nanoscale.common.errors import UserError, Violation
     from nanoscale.runs.trust import is_own
 
     if is_own(run):
@@ -119,7 +119,7 @@ def _note(run: RunDirectory) -> None:
 
 def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:
     from nanoscale.cli.jobs import ASK_S, job_of
-    from nanoscale.config.frozen import load
+    from nanoscale.config.composing.frozen import load
     from nanoscale.runs import lock, status
 
     if timeout is None:
@@ -139,8 +139,8 @@ def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: floa
 
 @contextmanager
 def _refused(run: RunDirectory, job: Job) -> Iterator[None]:
-    from nanoscale.errors import UserError, Violation
-    from nanoscale.launch.slurm import SlurmError
+    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.launch.slurm.slurm import SlurmError
 
     try:
         yield

@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
 from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
 from nanoscale.cli.fit import Force
 from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
 from nanoscale.cli.output import DONE, AsJson, console, print_json
 from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Composed, Setting
-    from nanoscale.config.sweep import Variant
-    from nanoscale.errors import UserError
-    from nanoscale.launch.prepare import Request
-    from nanoscale.launch.slurm import SlurmError
-    from nanoscale.launch.submit import Batch
+    from nanoscale.common.errors import UserError
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.composing.variants import Variant
+    from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.slurm.slurm import SlurmError
+    from nanoscale.launch.submission.submit import Batch
     from nanoscale.runs.submission import Submission
 
 _PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
@@ -70,9 +71,9 @@ def submit(
 ) -> int:
     """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
     from nanoscale.cli.fit import planned, require_disk
-    from nanoscale.config.sweep import expand
-    from nanoscale.launch.allocation import require_one_launcher
-    from nanoscale.launch.slurm import SlurmError
+    from nanoscale.config.composing.variants import expand
+    from nanoscale.launch.slurm.allocation import require_one_launcher
+    from nanoscale.launch.slurm.slurm import SlurmError
 
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
     require_one_launcher()
@@ -118,14 +119,14 @@ def _request(
     """One run, checked against as many nodes as SLURM will be asked for; `fetch` as in `with_weights`."""
     from dataclasses import replace
 
-    from nanoscale.config.compose import Setting, compose
-    from nanoscale.config.provenance import COMMAND_LINE
+    from nanoscale.common.devices import detect
+    from nanoscale.config.composing.compose import Setting, compose
     from nanoscale.config.rules import check
-    from nanoscale.devices import detect
-    from nanoscale.launch.allocation import wanted_nodes
-    from nanoscale.launch.foreign import check_extra
-    from nanoscale.launch.prepare import Request
-    from nanoscale.launch.weights import with_weights
+    from nanoscale.config.values.provenance import COMMAND_LINE
+    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.slurm.allocation import wanted_nodes
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
@@ -146,8 +147,8 @@ def _request(
 
 def _refuse_other_launchers(composed: Composed) -> None:
     """A launcher that somebody chose is not put aside in silence."""
-    from nanoscale.config.report import refuse
-    from nanoscale.errors import Violation
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.violations import refuse
 
     before = composed.history["launcher.name"][:-1]
     file = re.sub(r":[0-9]+$", "", before[-1].source)
@@ -165,9 +166,14 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
     """
     from dataclasses import replace
 
-    from nanoscale.errors import UserError
-    from nanoscale.launch.prepare import check_new_run, check_new_runs, name_run, name_runs
-    from nanoscale.launch.submit import Batch
+    from nanoscale.common.errors import UserError
+    from nanoscale.launch.lifecycle.prepare import (
+        check_new_run,
+        check_new_runs,
+        name_run,
+        name_runs,
+    )
+    from nanoscale.launch.submission.submit import Batch
 
     if len(requests) > 1:
         name, named = name_runs(requests)
@@ -189,8 +195,8 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
 
 def _refuse_unlike(one: Request, other: Request) -> None:
     from nanoscale.cli.resume import differences
-    from nanoscale.config.report import override, refuse, shown
-    from nanoscale.errors import Violation
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.violations import override, refuse, shown
 
     unlike = differences(one.config, other.config)
     message = "differs between the runs ({}), and one script asks SLURM for what they all need"
@@ -213,7 +219,7 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
     """What sbatch said, with the key that it may be about."""
     from functools import reduce
 
-    from nanoscale.errors import UserError, Violation
+    from nanoscale.common.errors import UserError, Violation
 
     said = str(error).replace("Batch job submission failed: ", "")
     for pattern, key, command in _BLAMED:
@@ -251,9 +257,9 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
 
     from nanoscale.cli.fit import saving_lines, saving_of
     from nanoscale.config.derive import derive
-    from nanoscale.config.rules.case import counted
-    from nanoscale.launch.show import derived_values, settings
-    from nanoscale.plan.model_math import parameters
+    from nanoscale.config.model_math import parameters
+    from nanoscale.config.rules.resolution import counted
+    from nanoscale.view.run.launch_text import derived_values, settings
 
     config, nodes = batch.requests[0].config, batch.requests[0].hosts
     derived = derive(config)

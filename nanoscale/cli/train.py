@@ -23,8 +23,8 @@ from nanoscale.cli.refusals import Refusals
 from nanoscale.cli.trust import Trust, require_trust
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Setting
-    from nanoscale.launch.prepare import Request
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.launch.lifecycle.prepare import Request
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show all that would happen; write and start nothing.")
@@ -57,8 +57,8 @@ def train(
     """Compose, check, plan, prepare, launch and follow a job until its end."""
     from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
     from nanoscale.cli.fit import planned, require_disk
-    from nanoscale.launch.prepare import new_run
-    from nanoscale.launch.signals import Signals
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.prepare import new_run
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     refusals = Refusals(postponed=dry_run)
@@ -90,14 +90,14 @@ def compose_request(
         fetch: the weights of a model that is given by its name are fetched, if they are not here.
         trust: run the code and programs that another user's frozen configuration names.
     """
-    from nanoscale.config.compose import compose
+    from nanoscale.common.devices import detect
+    from nanoscale.config.composing.compose import compose
     from nanoscale.config.rules import check
-    from nanoscale.devices import detect
-    from nanoscale.launch.allocation import note_idle_nodes, require_one_launcher
-    from nanoscale.launch.foreign import check_extra
-    from nanoscale.launch.hosts import read_hosts
-    from nanoscale.launch.prepare import Request, check_new_run, name_run
-    from nanoscale.launch.weights import with_weights
+    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.lifecycle.prepare import Request, check_new_run, name_run
+    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.slurm.allocation import note_idle_nodes, require_one_launcher
 
     require_one_launcher()
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale import display
+from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.config.compose import Composed
-    from nanoscale.errors import Violation
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.values.composed import Composed
 
 Trust = Annotated[
     bool,
@@ -33,8 +33,8 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     Raises:
         UserError: nobody can be asked, or the answer is no.
     """
-    from nanoscale.config.frozen import load
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
+    from nanoscale.config.composing.frozen import load
     from nanoscale.runs.trust import executed, is_signed
 
     try:
@@ -56,8 +56,8 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
     """Yield each value that the file sets and nothing on the command line replaces."""
+    from nanoscale.common.errors import Violation
     from nanoscale.config.reference import meaning
-    from nanoscale.errors import Violation
 
     for key, value in values.items():
         later = _later(composed, key, file)
@@ -80,7 +80,7 @@ def _later(composed: Composed, key: str, file: Path) -> list[Any]:
 
 
 def _is_confirmed(what: str, found: list[Violation]) -> bool:
-    from nanoscale.config.report import subject
+    from nanoscale.config.violations import subject
 
     display.note(f"{what}:")
     for one in found:

@@ -7,17 +7,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from nanoscale import display
 from nanoscale.cli.output import FAILED, INTERRUPTED, AsJson, print_json
 from nanoscale.cli.stop import Run
+from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.cli.jobs import Job
-    from nanoscale.launch.attempt import Outcome
-    from nanoscale.launch.command import LaunchPlan
-    from nanoscale.launch.console import LiveView
+    from nanoscale.launch.lifecycle.attempt import Outcome
+    from nanoscale.launch.lifecycle.command import LaunchPlan
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
+    from nanoscale.view.run.live import LiveView
 
 _LOOK_S = 0.1
 
@@ -28,8 +28,8 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
     The exit code is that of the run.
     """
     from nanoscale.cli.attempt import document, report
-    from nanoscale.launch.console import LiveView
     from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.run.live import LiveView
 
     directory = RunDirectory.open(run)
     stream = sys.stderr if as_json else sys.stdout
@@ -76,8 +76,8 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
 
 def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
     """Show what a launcher does until it lets go of the run."""
+    from nanoscale.config.composing.frozen import load
     from nanoscale.config.derive import derive
-    from nanoscale.config.frozen import load
     from nanoscale.runs import lock
 
     shown = 0
@@ -94,7 +94,7 @@ def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
 
 def _current_plan(run: RunDirectory) -> LaunchPlan | None:
     """The plan of the attempt that goes on; None between two attempts."""
-    from nanoscale.launch.command import read_plan
+    from nanoscale.launch.lifecycle.command import read_plan
     from nanoscale.runs import status
 
     now = status.read(run)
@@ -104,7 +104,7 @@ def _current_plan(run: RunDirectory) -> LaunchPlan | None:
 
 def _outcome(run: RunDirectory) -> Outcome | None:
     """How the run ended; None where its launcher could not write that down."""
-    from nanoscale.launch.attempt import Outcome
+    from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.runs import failure, status
 
     now = status.require(run)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoscale.config.report import shown
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError, Violation
+from nanoscale.config.violations import shown
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoscale.cache import cache_path
+from nanoscale.common.cache import cache_path
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type, sync_folder
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
-from nanoscale.errors import UserError, Violation
 
 FORMAT = 1
 """raised whenever the same settings would give other tokens"""

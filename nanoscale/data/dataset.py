@@ -6,8 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoscale.config.mixture import Source, sources_of
-from nanoscale.config.prepared import answers_of
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.mixture import Source, sources_of
+from nanoscale.config.data.prepared_folder import answers_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
 from nanoscale.data.datatrove import DatatroveTokens
@@ -16,7 +17,6 @@ from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens
 from nanoscale.data.mixture import Mixture
 from nanoscale.data.samples import Split, TokenFile, open_answers
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
-from nanoscale.errors import UserError, Violation
 
 _CHECKED = 1 << 22
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from nanoscale.config.report import override
-from nanoscale.config.token_headers import (
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.token_headers import (
     HEADER,
     MAGIC,
     VERSION,
@@ -25,7 +25,7 @@ from nanoscale.config.token_headers import (
     check_sizes,
     read_index,
 )
-from nanoscale.errors import UserError, Violation
+from nanoscale.config.violations import override
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config import prepared
-from nanoscale.config.prepared import answers_of
+from nanoscale.config.data import prepared_folder
+from nanoscale.config.data.prepared_folder import answers_of
 from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens, bin_path
 from nanoscale.data.samples import TokenFile, open_answers
@@ -31,11 +31,13 @@ def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -
     has `problems`, a sentence for each thing that does not fit together. Raises UserError for files
     that are missing or damaged.
     """
-    folder = prepared.folder_of(path)
-    manifest = prepared.manifest(folder) if folder else None
-    parts = {"train": folder / prepared.TOKENS} if folder else {"train": Path(path).expanduser()}
-    if folder and bin_path(folder / prepared.VALID).exists():
-        parts["valid"] = folder / prepared.VALID
+    folder = prepared_folder.folder_of(path)
+    manifest = prepared_folder.manifest(folder) if folder else None
+    parts = (
+        {"train": folder / prepared_folder.TOKENS} if folder else {"train": Path(path).expanduser()}
+    )
+    if folder and bin_path(folder / prepared_folder.VALID).exists():
+        parts["valid"] = folder / prepared_folder.VALID
     files = {name: _open(part) for name, part in parts.items()}
     decoder = _decoder(folder, tokenizer)
     splits = {
@@ -72,7 +74,7 @@ def _decoder(folder: Path | None, tokenizer: str | None) -> Tokenizer | None:
         return load(find(tokenizer, "--tokenizer"), key="--tokenizer")
     if folder is None:
         return None
-    file = folder / prepared.TOKENIZER
+    file = folder / prepared_folder.TOKENIZER
     return load(file) if file.exists() else ByteTokenizer()
 
 
@@ -193,13 +195,13 @@ def _manifest_problems(
     folder: Path, manifest: dict[str, Any] | None, splits: dict[str, dict[str, Any]]
 ) -> list[str]:
     if manifest is None:
-        return [f"{folder / prepared.MANIFEST} cannot be read"]
+        return [f"{folder / prepared_folder.MANIFEST} cannot be read"]
     problems = []
     for name, split in splits.items():
         said = manifest[name]
         if any(said[what] != split[what] for what in ("documents", "tokens")):
             problems.append(f"{name}: its documents and tokens are not those of the manifest")
-    file = folder / prepared.TOKENIZER
+    file = folder / prepared_folder.TOKENIZER
     if (digest(file) if file.exists() else "byte") != manifest["tokenizer"]:
         problems.append(f"{file} is not the tokenizer that made the tokens")
     return problems

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, Stream, TokenFile
-from nanoscale.errors import UserError, Violation
 
 _AHEAD = 1024
 """samples of a rank whose numbers are worked out at once"""

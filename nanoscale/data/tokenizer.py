@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanoscale.config.hub import asking, missing_path, similar_paths, why_not
-from nanoscale.config.prepared import TEMPLATE
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.prepared_folder import TEMPLATE
+from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config.mixture import sources_of
-from nanoscale.config.prepared import TOKENIZER, folder_of
+from nanoscale.config.data.mixture import sources_of
+from nanoscale.config.data.prepared_folder import TOKENIZER, folder_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
 from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, load

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.versions import install_command
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, Written, write
 from nanoscale.models.cache import Cache
-from nanoscale.versions import install_command
 
 _LOGITS = 1 << 26
 """numbers that a batch may have of them"""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 
 PROMPT = "prompt"
 

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoscale.checkpoint import pretrained, sharded
-from nanoscale.checkpoint.adapters import Merged, require_base_of
+from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.configuration import require_model
+from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint, find_checkpoint
-from nanoscale.config.frozen import load as load_config
-from nanoscale.config.huggingface import UnsupportedError, read_shape
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import load as load_config
+from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.hf.shape import UnsupportedError, read_shape
 from nanoscale.config.schema import Config, Model
-from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.data import vocabulary
 from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
 from nanoscale.data.tokenizer import load as load_tokenizer
-from nanoscale.errors import UserError, Violation
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs.directory import RunDirectory
@@ -140,7 +141,7 @@ def _open_folder(
 ) -> Opened:
     try:
         model = _empty(read_shape(folder), device, dtype)
-        pretrained.load(folder, model.shape, dict(_state(model)))
+        load.load(folder, model.shape, dict(_state(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
     if not said and not (folder / "tokenizer.json").is_file():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.generate.sampling import Sampling, choose
 from nanoscale.generate.text import Characters, Ending
 from nanoscale.generate.weights import Opened

@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanoscale.common.errors import UserError
+from nanoscale.common.versions import install_command
 from nanoscale.config.schema import Logger
-from nanoscale.errors import UserError
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
-from nanoscale.versions import install_command
 
 Record = dict[str, Any]
 _NAMED = 5

@@ -11,7 +11,7 @@ from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
-from nanoscale.parallel import activation, compile, context, data, expert, lora, tensor
+from nanoscale.parallel import activation, compile, context, expert, fsdp, lora, tensor
 from nanoscale.parallel.mesh import Layout
 
 
@@ -30,7 +30,7 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
         lora.apply(model, config.lora, layout.tensor)
     prepare_blocks(model, config, layout.context, layout.place.cp)
     if layout.data is not None and not is_replicated(config):
-        data.shard(model, config, layout.data, layout.experts)
+        fsdp.shard(model, config, layout.data, layout.experts)
 
 
 def prepare_blocks(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
-from nanoscale.parallel.blocks import KERNELS, choose_kernel, has_cuda_flash
+from nanoscale.parallel.attention_kernels import KERNELS, choose_kernel, has_cuda_flash
 from nanoscale.parallel.ring import ring_attention
 
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.models.moe import Experts, MixtureOfExperts, sort, take
 from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.local_parameters import added_up, alike, divide
 from nanoscale.parallel.mesh import ExpertLayout
-from nanoscale.parallel.parts import added_up, alike, divide
-from nanoscale.parallel.stream import Stream
+from nanoscale.parallel.sequence_parallel import Stream
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2}
 """the dimension of an expert's inner width, which tp divides"""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from nanoscale.config.schema import Config
-from nanoscale.parallel.blocks import choose_kernel, has_cuda_flash
-from nanoscale.parallel.data import DTYPES
+from nanoscale.parallel.attention_kernels import choose_kernel, has_cuda_flash
+from nanoscale.parallel.fsdp import DTYPES
 
 _SWITCHES = {
     "cudnn": torch.backends.cuda.enable_cudnn_sdp,

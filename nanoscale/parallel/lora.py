@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nanoscale.config.schema import Lora
 from nanoscale.models.lora import Adapter, attach
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel.parts import added_up, divide
+from nanoscale.parallel.local_parameters import added_up, divide
 
 
 def apply(model: Transformer, settings: Lora, mesh: DeviceMesh | None) -> None:

@@ -30,9 +30,9 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.checkpoint import GraphExecGroup
 
+from nanoscale.common.errors import UserError
 from nanoscale.config import stages
 from nanoscale.config.schema import Parallel
-from nanoscale.errors import UserError
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from nanoscale.parallel.blocks import KERNELS, Kernel, accumulator
+from nanoscale.parallel.attention_kernels import KERNELS, Kernel, accumulator
 
 
 def ring_attention(

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
 from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer
-from nanoscale.parallel.parts import added_up, alike, distribute, divide, once
-from nanoscale.parallel.stream import Stream
+from nanoscale.parallel.local_parameters import added_up, alike, distribute, divide, once
+from nanoscale.parallel.sequence_parallel import Stream
 
 _BY_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
 _BY_ROW = ("attention.wo", "mlp.down")

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from nanoscale.config.schema import Config
-from nanoscale.plan.hardware import Efficiency, Hardware
+from nanoscale.plan.hardware.hardware import Efficiency, Hardware
 from nanoscale.plan.predict import predicted_step
-from nanoscale.plan.timing import step_time
+from nanoscale.plan.time.step import step_time
 
 SLOWER = frozenset({"overlap", "eager_s", "compiled_s"})
 """efficiencies of which more takes longer: they are divided by their factor"""

@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from nanoscale.common.units import GIB
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
-from nanoscale.plan.candidates import honoured
-from nanoscale.plan.hardware import Hardware, hardware_of
-from nanoscale.plan.memory import RankMemory, rank_memory
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.memory.peak import RankMemory, rank_memory
 from nanoscale.plan.pipeline import Costs, Timeline
-from nanoscale.plan.timing import StageCost, StepTime, Training, stage_costs, step_time, training
-from nanoscale.units import GIB
+from nanoscale.plan.search.candidates import honoured
+from nanoscale.plan.time.step import StageCost, StepTime, Training, stage_costs, step_time, training
 
 SPREAD = 0.04
 """standard deviation of the memory in use around what is predicted, as a share of it"""

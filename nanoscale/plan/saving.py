@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import byte_size
 from nanoscale.config import lora
 from nanoscale.config.derive import derive
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Checkpoint, Config
-from nanoscale.errors import UserError, Violation
-from nanoscale.plan.model_math import parameters
-from nanoscale.plan.states import BYTES, moments
-from nanoscale.units import byte_size
+from nanoscale.plan.memory.states import BYTES, moments
 
 _EIGHT_BIT_MOMENTS = 8.0
 """bytes a parameter of two moments of 8 bits, which a checkpoint holds in fp32"""

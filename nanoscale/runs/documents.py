@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import GIB, byte_size
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import read_record
-from nanoscale.units import GIB, byte_size
 
 Document = dict[str, Any]
 

@@ -35,8 +35,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from nanoscale import display
-from nanoscale.errors import UserError, Violation
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.runs.directory import RunDirectory
 
 BEAT_S = 3.0

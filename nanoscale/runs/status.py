@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import damaged, read_record
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.documents import read_record
 

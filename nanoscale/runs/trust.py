@@ -17,11 +17,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from nanoscale.cache import user_settings
-from nanoscale.config.frozen import load
+from nanoscale.common.cache import user_settings
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import declared
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
 from nanoscale.runs.directory import SIGNATURE, RunDirectory, write_atomically
 
 _BYTES = 32

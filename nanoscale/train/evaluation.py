@@ -12,15 +12,15 @@ import numpy as np
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded
-from nanoscale.checkpoint.adapters import require_same_base
+from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.derive import derive
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.tokenizer import Tokenizer
-from nanoscale.errors import UserError, Violation
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.job import base_of, begin, make_engine
 from nanoscale.train.loop import samples_of, validate
@@ -46,12 +46,12 @@ def run(context: RankContext) -> str:
         UserError: the data or the checkpoint are not what the configuration needs.
     """
     config, task = context.config, read_json(context.run.task)
-    device = ranks.local_device(config.launcher.device)
+    device = process_group.local_device(config.launcher.device)
     without_samples = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
     data = open_data(config.data, without_samples, config.model.vocab)
     if not data.valid:
         raise _nothing_to_validate_on(data.description)
-    ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
+    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     if task["checkpoint"] is None:
         begin(engine, config, lambda *_, **__: None)
@@ -68,7 +68,7 @@ def run(context: RankContext) -> str:
             samples = figures["samples"]
             figures["bytes"] = known and count_bytes(part.loader, samples, known)
         write_json(context.run.result, {"data": data.description, "parts": found})
-    ranks.leave()
+    process_group.leave()
     return "completed"
 
 

@@ -10,22 +10,22 @@ import torch
 
 from nanoscale.backends.base import Engine
 from nanoscale.checkpoint import sharded, store
-from nanoscale.checkpoint.adapters import require_same_base
-from nanoscale.checkpoint.pretrained import fingerprint
+from nanoscale.checkpoint.hf.adapters import require_same_base
+from nanoscale.checkpoint.hf.load import fingerprint
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.model_math import describe_adapters
 from nanoscale.config.schema import Config
-from nanoscale.config.tensor_headers import BadFileError
 from nanoscale.data.dataset import Dataset, open_data
-from nanoscale.errors import UserError, Violation
 from nanoscale.metrics.meter import Meter
+from nanoscale.metrics.profile import Recorder
 from nanoscale.metrics.sinks import Sink, open_sinks
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.parallel.kernels import kernels_in_use
-from nanoscale.plan.model_math import describe_adapters
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.loop import Note, Progress, Training
-from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def run(context: RankContext) -> str:
         FencedError: the run has gone on without this rank's attempt.
     """
     config = context.config
-    device = ranks.local_device(config.launcher.device)
+    device = process_group.local_device(config.launcher.device)
     data = open_data(config.data, config.train, config.model.vocab)
-    ranks.join(context.world_size, device, config.launcher.collective_timeout_s)
+    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
@@ -72,7 +72,7 @@ def run(context: RankContext) -> str:
     if outcome == "completed" and config.train.sample_tokens > 0:
         show_sample(training, data)
     training.note("end", outcome, outcome=outcome, step=progress.step)
-    ranks.leave()
+    process_group.leave()
     return outcome
 
 
@@ -96,7 +96,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     if context.attempt == 0 and context.rank == 0:  # torchrun's, which knows of no runs
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
-    if not ranks.from_first(store.list_checkpoints(context.run.checkpoints)):
+    if not process_group.from_first(store.list_checkpoints(context.run.checkpoints)):
         begin(engine, config=context.config, note=note)
         # before any optimizer state is made
         return Progress(base=base_of(context.config, context.rank))
@@ -142,7 +142,7 @@ def base_of(config: Config, rank: int) -> str | None:
     folder = config.model.init_from
     if not config.lora.rank or folder is None:
         return None
-    return ranks.from_first(fingerprint(Path(folder), config.model) if rank == 0 else None)
+    return process_group.from_first(fingerprint(Path(folder), config.model) if rank == 0 else None)
 
 
 def show_sample(training: Training, data: Dataset) -> None:

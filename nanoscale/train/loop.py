@@ -14,20 +14,20 @@ from nanoscale.backends.base import Engine, StepResult
 from nanoscale.checkpoint import configuration, store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
+from nanoscale.common.units import duration
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.prefetch import Prefetched, Source
 from nanoscale.metrics.meter import Meter, peak_memory_gib
+from nanoscale.metrics.profile import Recorder
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.train.agreement import Agreement
-from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
-from nanoscale.units import duration
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
 """Writes a state, or begins to; what is there when it returns."""
@@ -134,7 +134,7 @@ class Training:
             NonFiniteError: the loss or the gradient norm is not finite.
         """
         mine = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
-        everyone = ranks.gather_numbers(mine)
+        everyone = process_group.gather_numbers(mine)
         self.meter.end()
         record: dict[str, Any] = {
             "step": self.progress.step,
@@ -235,7 +235,7 @@ class Training:
 
 def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
     """The sum of the losses of all ranks' batches and the number of their tokens; see `Engine.evaluate`."""
-    total = ranks.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
+    total = process_group.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.agent.facts import facts
-from nanoscale.devices import gpu_memory, gpu_problem
+from nanoscale.common.devices import gpu_memory, gpu_problem
 
 
 def order(root: Path, **changes) -> dict:

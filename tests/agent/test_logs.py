@@ -8,7 +8,7 @@ import pytest
 
 from nanoscale.agent.host import Host
 from nanoscale.agent.logs import RankLogs
-from nanoscale.channel import MOST_BYTES
+from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import RunDirectory
 
 HOST = Host("h", 0, 1, (4, 5), "127.0.0.1", 1, attempt=2)

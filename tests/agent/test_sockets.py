@@ -13,10 +13,10 @@ import pytest
 _START = """
 import os, tempfile, uuid
 from multiprocessing import util
-from nanoscale import scratch
+from nanoscale.processes import scratch
 from nanoscale.agent.main import _start_fork_server
-from nanoscale.channel import BANDWIDTH, MARK
-from nanoscale.lifeline import end_group
+from nanoscale.processes.messages import BANDWIDTH, MARK
+from nanoscale.processes.lifeline import end_group
 os.setpgid(0, 0)
 os.environ[MARK] = uuid.uuid4().hex
 folder = scratch.make()

@@ -9,8 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
-from nanoscale.agent.sweep import sweep
-from nanoscale.channel import MARK
+from nanoscale.agent.orphan_cleanup import sweep
+from nanoscale.processes.messages import MARK
 
 LEADER = f"""
 {MARK}=$0 sleep 1000 & echo $!

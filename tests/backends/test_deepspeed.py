@@ -17,7 +17,7 @@ from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Lora, Optimizer, Precision, Zero
 from nanoscale.data.batch import Batch
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
 from tests.conftest import Deviations
 from tests.support.jobs import (
@@ -427,7 +427,7 @@ def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
 
 
 def evaluate_and_sample(rank: int, config: Config) -> tuple[tuple[float, int], list[float]]:
-    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
     rows = Batch.of_rows(np.random.default_rng(0).integers(0, 60, (2, config.train.seq_len + 1)))
     return engine.evaluate([(rows, 2), (rows, 1)]), engine.next_token_logits([5, 7, 9]).tolist()

@@ -8,7 +8,7 @@ import torch
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.cli.plan import resolved
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.schema import Config
 from nanoscale.plan.predict import predict
 from tests.support.fake_gpu import FakeGpu, with_engine

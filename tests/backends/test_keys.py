@@ -15,7 +15,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.data.batch import Batch
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
 from tests.support.jobs import make_config, write_tokens
@@ -77,7 +77,7 @@ def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
 
 def keys_read(rank: int, config: Config) -> set[str]:
     """The keys that an engine looks at from its making to the end of one step."""
-    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     seen: set[str] = set()
     engine = make_engine(watched(config, "", seen), torch.device("cpu"))
     micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()

@@ -25,7 +25,7 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 
@@ -195,7 +195,7 @@ def test_resumed_optimizer_goes_on_exactly(tmp_path: Path, name: str) -> None:
 
 
 def in_shards(rank: int, folder: Path) -> dict[str, Any]:
-    ranks.join(4, torch.device("cpu"), 120.0)
+    process_group.join(4, torch.device("cpu"), 120.0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layouts = {"rows": (Replicate(), Shard(0)), "2d": (Shard(0), Shard(1)), "strided": None}
     found: dict[str, Any] = {}
@@ -209,7 +209,7 @@ def in_shards(rank: int, folder: Path) -> dict[str, Any]:
             local = local.get("exp_avg", local.get("momentum_buffer")).to_local()
             weights = {key: value.numpy() for key, value in whole(parameters).items()}
             found[f"{layout} {name}"] = (exact, tuple(local.shape), weights)
-    ranks.leave()
+    process_group.leave()
     return found
 
 

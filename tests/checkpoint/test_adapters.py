@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from nanoscale.checkpoint import pretrained, store
-from nanoscale.checkpoint.adapters import require_base
-from nanoscale.checkpoint.export import export
-from nanoscale.config.huggingface import read_shape
+from nanoscale.checkpoint import store
+from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.hf.adapters import require_base
+from nanoscale.checkpoint.hf.export import export
+from nanoscale.common.errors import UserError
+from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Lora
-from nanoscale.errors import UserError
 from nanoscale.runs.directory import RunDirectory
 from tests.checkpoint.test_export import from_pretrained, quiet
 from tests.support.hf_families import logits, save
@@ -119,7 +120,7 @@ def test_the_base_is_known_again(tmp_path: Path) -> None:
     save_file(held, tmp_path / "other" / "model.safetensors")
     shape = read_shape(tmp_path / "moved")
     first, again, other = (
-        pretrained.fingerprint(tmp_path / name, shape) for name in ("base", "moved", "other")
+        load.fingerprint(tmp_path / name, shape) for name in ("base", "moved", "other")
     )
     assert first == again != other
     changed = replace(config, model=replace(config.model, init_from=str(tmp_path / "other")))

@@ -11,11 +11,11 @@ import pytest
 from nanoscale.checkpoint import configuration, store
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.resume import _request
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import load
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.rules import Devices, check
-from nanoscale.errors import UserError, Violation
-from nanoscale.launch.prepare import Request, name_run, new_run, replace_configuration
+from nanoscale.launch.lifecycle.prepare import Request, name_run, new_run, replace_configuration
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 

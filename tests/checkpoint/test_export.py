@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanoscale.checkpoint import export as export_module
 from nanoscale.checkpoint import sharded, store
-from nanoscale.checkpoint.export import export
-from nanoscale.checkpoint.pretrained import load
-from nanoscale.config.huggingface import read_shape, write_shape
+from nanoscale.checkpoint.hf import export as export_module
+from nanoscale.checkpoint.hf.export import export
+from nanoscale.checkpoint.hf.load import load
+from nanoscale.common.errors import UserError
+from nanoscale.config.hf.shape import read_shape, write_shape
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Model, RopeScaling
 from nanoscale.data import vocabulary
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import ByteTokenizer
 from nanoscale.data.vocabulary import _write_bytes
-from nanoscale.errors import UserError
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import fence

@@ -17,13 +17,13 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from tests.checkpoint.test_sharded import WHOLE, state_of
 from tests.support.ranks import run_ranks
 
 
 def save_twice(rank: int, workspace: Path, world: int) -> tuple[int | None, str]:
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     sharded.save(workspace, state_of(WHOLE), {"step": 1})
     if rank == 1:  # its files may grow no longer: what a full disk or a quota does to one host
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -18,7 +18,7 @@ import torch
 from nanoscale.checkpoint import sharded, store
 from nanoscale.config.schema import Config, Logger
 from nanoscale.metrics.sinks import open_sinks
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
@@ -131,7 +131,7 @@ def test_nothing_changes_after_the_next_attempt_has_begun(
 
 
 def late_rank(rank: int, workspace: Path) -> str:
-    ranks.join(2, torch.device("cpu"), 60)
+    process_group.join(2, torch.device("cpu"), 60)
     try:
         sharded.save(workspace, STATE, {"step": 4})
     except FencedError as error:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from nanoscale.checkpoint import metadata, sharded, store
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Data, Run
-from nanoscale.errors import UserError
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, make_run
 from tests.support.ranks import run_ranks
@@ -186,7 +186,7 @@ def test_no_command_runs_what_a_prepared_folder_says(
 
 
 def load_rank(rank: int, workspace: Path, world: int) -> str:
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     try:
         sharded.load_newest(workspace, {})
     except UserError as error:

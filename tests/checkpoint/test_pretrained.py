@@ -16,16 +16,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanoscale.backends.gradients import own_part
 from nanoscale.backends.native import build_parts
-from nanoscale.checkpoint import pretrained
 from nanoscale.checkpoint.flat import FlatShard
+from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.hf.names import places, shapes
 from nanoscale.config.derive import derive
-from nanoscale.config.huggingface import read_shape
+from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Backend, Config, Model
-from nanoscale.config.tensor_headers import BadFileError
-from nanoscale.models.huggingface import places, shapes
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.parallel.mesh import lay_out
 from nanoscale.train.job import make_engine
 from tests.support.hf_families import logits, save
@@ -53,16 +53,16 @@ def config_for(folder: Path, deepspeed: bool = False, stage: int = 0, **degrees:
 
 def begin_and_look(_rank: int, config: Config) -> tuple[list[float], int, int]:
     """Logits of the token after PROMPT, the numbers that were read, and those that are held."""
-    ranks.join(derive(config).world_size, CPU, 120.0)
+    process_group.join(derive(config).world_size, CPU, 120.0)
     engine, read = make_engine(config, CPU), []
-    plain = pretrained.read_part
+    plain = load.read_part
 
     def counting(*arguments: Any) -> torch.Tensor:
         part = plain(*arguments)
         read.append(part.numel())
         return part
 
-    pretrained.read_part = counting
+    load.read_part = counting
     engine.begin_with(Path(str(config.model.init_from)))
     held = sum(local_numbers(t) for n, t in engine.state().items() if n.startswith("model."))
     return engine.next_token_logits(PROMPT).tolist(), sum(read), held
@@ -127,21 +127,21 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
     config = make_config(tmp_path, dp=4, stage=3, precision="fp32", parallel=degrees)
     config = replace(config, model=replace(shape, init_from=str(tmp_path)))
     parts: list[int] = []
-    plain = pretrained.read_part
+    plain = load.read_part
 
     def weighing(*arguments: Any) -> torch.Tensor:
         part = plain(*arguments)
         parts.append(part.nbytes)
         return part
 
-    monkeypatch.setattr(pretrained, "read_part", weighing)
+    monkeypatch.setattr(load, "read_part", weighing)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         layout = lay_out(config, "cpu")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             (part,) = build_parts(config, layout, CPU).values()
             state = {f"model.{name}": p for name, p in part.named_parameters()}
-            pretrained.load(tmp_path, shape, state)
+            load.load(tmp_path, shape, state)
     finally:
         dist.destroy_process_group()
     share = sum(own_part(p).nbytes for p in part.parameters())
@@ -233,10 +233,10 @@ BREAKS = [lose_a_file, cut_a_file, garble_a_header, empty_a_file, lose_a_tensor,
 def test_what_is_wrong_with_a_folder_is_said_from_its_headers(act: Any, tmp_path: Path) -> None:
     save("llama", tmp_path, shard="20KB")
     shape = read_shape(tmp_path)
-    assert set(pretrained.find(tmp_path, shape)) == set(shapes(shape))
+    assert set(load.find(tmp_path, shape)) == set(shapes(shape))
     said = act(tmp_path)
     with pytest.raises(BadFileError) as raised:
-        pretrained.find(tmp_path, shape)
+        load.find(tmp_path, shape)
     assert said in str(raised.value)
 
 
@@ -248,7 +248,7 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     files["model.norm.weight"] = next(f for f in files.values() if f != files["model.norm.weight"])
     index.write_text(json.dumps(document))
     with pytest.raises(BadFileError, match=r"model.norm.weight is not in model-0"):
-        pretrained.find(tmp_path, read_shape(tmp_path))
+        load.find(tmp_path, read_shape(tmp_path))
     index.write_text("{}")
     with pytest.raises(BadFileError, match="no readable weight_map"):
-        pretrained.find(tmp_path, read_shape(tmp_path))
+        load.find(tmp_path, read_shape(tmp_path))

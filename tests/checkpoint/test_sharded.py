@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.errors import UserError
-from nanoscale.parallel import ranks
+from nanoscale.common.errors import UserError
+from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
 
 WHOLE = torch.arange(70.0).reshape(10, 7)
@@ -40,7 +40,7 @@ def state_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | None) -> str:
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     if kill == rank:
         # Die in the middle of the write: after this rank's file, before the manifest.
         store.sum_files = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[return-value]
@@ -48,7 +48,7 @@ def save_rank(rank: int, workspace: Path, world: int, step: int, kill: int | Non
 
 
 def load_rank(rank: int, workspace: Path, world: int) -> Any:
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     state: dict[str, Any] = state_of(torch.zeros(10, 7))
     loaded = sharded.load_newest(workspace, state)
     assert loaded is not None
@@ -80,7 +80,7 @@ def test_a_rank_killed_while_writing_leaves_the_one_before(workspace: Path, kill
 
 
 def full_disk_rank(rank: int, workspace: Path, world: int) -> str:
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     shutil.disk_usage = lambda _: shutil._ntuple_diskusage(10, 10, 0)
     with pytest.raises(OSError, match="nothing was written") as caught:
         sharded.save(workspace, state_of(WHOLE), {"step": 1})

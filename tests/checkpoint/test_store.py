@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from nanoscale.cli.main import run
-from nanoscale.config.compose import compose
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from tests.support.recipes import changed
 
 RECIPES = {

@@ -15,11 +15,11 @@ import pytest
 
 from nanoscale.cli.bench_text import _parts
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Config, Train
-from nanoscale.launch.bench import compared, document
-from nanoscale.plan.model_math import flops_per_token
+from nanoscale.launch.lifecycle.bench import compared, document
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.parts import PARTS
+from nanoscale.view.run.step_parts import PARTS
 from tests.support.jobs import make_config
 
 LIMIT_S = 60.0
@@ -110,11 +110,11 @@ def test_the_dearest_kernels() -> None:
 
 def test_figures_beside_a_run(tmp_path: Path) -> None:
     """The median of what it has logged, after its first steps."""
-    from nanoscale.launch.bench import read_other
+    from nanoscale.launch.lifecycle.bench import read_other
 
     config = make_config(tmp_path, dp=2)
     run = RunDirectory.create(tmp_path, "run")
-    from nanoscale.config import frozen
+    from nanoscale.config.composing import frozen
 
     run.config.write_text(frozen.dump(config))
     lines = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Scheduler, Train
 from nanoscale.runs.directory import write_json
 from tests.support.jobs import SHAPE, make_config, make_run, train, write_tokens

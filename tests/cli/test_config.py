@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_a_fault_of_ours_shows_where_and_exits_1(capsys, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("never")
 
-    monkeypatch.setattr("nanoscale.config.compose.compose", broken)
+    monkeypatch.setattr("nanoscale.config.composing.compose.compose", broken)
     assert nanoscale(["config", "show"]) == 1
     text = capsys.readouterr().err
     assert "ZeroDivisionError: never" in text and "please report" in text

@@ -13,15 +13,15 @@ import pytest
 
 from nanoscale.checkpoint import store
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import dump
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.command import plan_launch
-from nanoscale.launch.fleet import Fleet
-from nanoscale.plan.document import document as plan_document
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.lifecycle.command import plan_launch
 from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.view.plan.prediction_json import document as plan_document
 
 COMMANDS = {
     "runs ls": ("runs", "ls"),

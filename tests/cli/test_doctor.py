@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from nanoscale.cli import doctor as cli
-from nanoscale.launch.bandwidth import AllReduce, Figures, Measured, Pair
-from nanoscale.launch.verdicts import Verdict
+from nanoscale.launch.lifecycle.bandwidth import AllReduce, Figures, Measured, Pair
+from nanoscale.launch.preflight.verdicts import Verdict
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 120

@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.cli.files import require_writable, write_file
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs.directory import RunDirectory
 from tests.support.recipes import changed
 
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_a_file_that_exists_is_refused(words, capsys):
-    from nanoscale.config.frozen import dump
+    from nanoscale.config.composing.frozen import dump
 
     RunDirectory.create(Path("runs"), "x").config.write_text(dump(changed().config))
     Path("my page.yaml").write_text(MINE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from nanoscale.checkpoint.foreign import judge
+from nanoscale.checkpoint.hf.load_any_model import judge
 from nanoscale.cli.main import run as nanoscale
 from tests.support import hf_models
 

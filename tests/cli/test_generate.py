@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale import display
 from nanoscale.cli import generate
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common import display
 from tests.support.jobs import run_of_bytes
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]

@@ -11,10 +11,10 @@ from nanoscale.cli.hosts import as_settings
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.resume import _request
 from nanoscale.cli.train import compose_request
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import dump, load
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.prepare import new_run, provenance
+from nanoscale.launch.lifecycle.prepare import new_run, provenance
 from nanoscale.runs.directory import RunDirectory
 
 CPU = Devices("cpu", 2, cores=2)
@@ -23,7 +23,7 @@ CPU = Devices("cpu", 2, cores=2)
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nanoscale.devices.detect", lambda: CPU)
+    monkeypatch.setattr("nanoscale.common.devices.detect", lambda: CPU)
     Path("hosts").write_text("h1 slots=4\nme@h2 slots=8\n[fe80::1] slots=4\n")
 
 

@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config import pretrained
-from nanoscale.launch import weights
+from nanoscale.config.hf import pretrained
+from nanoscale.launch.preflight import pretrained as weights
 from tests.support import hf_families
 from tests.support.hf_families import COMMON, FAMILIES
 

@@ -10,11 +10,11 @@ import pytest
 
 from nanoscale.cli.attempt import precision_lines
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.prepare import Request
-from nanoscale.plan.document import document
+from nanoscale.launch.lifecycle.prepare import Request
 from nanoscale.plan.predict import predict
+from nanoscale.view.plan.prediction_json import document
 
 H100 = ("recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_checkpointing=selective")
 

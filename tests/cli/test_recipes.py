@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 
 ROOT = Path(__file__).parents[2]
 

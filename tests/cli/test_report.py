@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import dump, load
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.report import MOST_POINTS, document, thinned
-from nanoscale.plan.document import document as plan_document
 from nanoscale.plan.predict import predict
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.failure import RankFailure
+from nanoscale.view.plan.prediction_json import document as plan_document
+from nanoscale.view.run.run_report import MOST_POINTS, document, thinned
 
 
 def make(name="r", state="completed", words=()):

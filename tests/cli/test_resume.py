@@ -10,8 +10,8 @@ import pytest
 from nanoscale.checkpoint.store import FORMAT, render_manifest, sum_files
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.resume import differences
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import dump
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
 from nanoscale.runs import status
@@ -91,7 +91,7 @@ def test_every_layout_is_open_to_a_run_with_checkpoints(run, capsys):
 
 
 def test_another_optimizer_is_another_run(run, capsys, monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
     words = ["resume", "x", "optimizer.name=adamw8bit", "--dry-run"]
     assert nanoscale(words) == 0
     save(run, 5)

@@ -16,11 +16,11 @@ import pytest
 from nanoscale.cli.attempt import report
 from nanoscale.cli.jobs import Job, in_words, way_on
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import dump
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.attempt import Outcome
-from nanoscale.launch.slurm import JobState
+from nanoscale.launch.lifecycle.attempt import Outcome
+from nanoscale.launch.slurm.slurm import JobState
 from nanoscale.runs import events, failure, lock, status, submission, trust
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure

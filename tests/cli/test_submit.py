@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.frozen import load
+from nanoscale.config.composing.frozen import load
 from nanoscale.runs.directory import RunDirectory
 
 CPU = ("recipe=debug", "launcher.device=cpu")

@@ -14,7 +14,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.indexed import IndexedWriter
-from nanoscale.launch.attempt import Attempt
+from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory, read_json
 
@@ -208,8 +208,8 @@ def test_names_are_found_and_repeated_runs_get_a_new_one(folder, capsys):
 
     assert planned(*words(folder)).startswith("debug-20")
     run = RunDirectory.create(folder / "runs", "x")
-    from nanoscale.config.compose import compose
-    from nanoscale.config.frozen import dump
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.composing.frozen import dump
 
     run.config.write_text(dump(compose(words(folder, "run.name=x", "train.micro_batch=8")).config))
     assert planned("--config", str(run.config)) == "x-2"

@@ -21,7 +21,7 @@ import torch
 
 from nanoscale.checkpoint import sharded, store
 from nanoscale.metrics.sinks import Sink
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs.fence import FencedError
 from nanoscale.train.job import noter, sinks_of
 from nanoscale.worker import RankContext
@@ -32,13 +32,13 @@ STEP_S = 0.05
 
 
 def job(context: RankContext) -> str:
-    ranks.join(context.world_size, torch.device("cpu"), 600.0)
+    process_group.join(context.world_size, torch.device("cpu"), 600.0)
     loaded = sharded.load_newest(context.workspace, STATE)
     step = loaded["step"] if loaded else 0
     sinks = sinks_of(context, step)
     note = noter(context)
     note("running", f"training from step {step + 1}")
-    while not ranks.from_first((context.run.path / "enough").exists()):
+    while not process_group.from_first((context.run.path / "enough").exists()):
         step += 1 if context.attempt == 1 else 10
         if (context.attempt, context.rank, step) == (1, 0, WAITS_AT):
             _be_late(context, sinks, note)
@@ -46,7 +46,7 @@ def job(context: RankContext) -> str:
         for sink in sinks:
             sink.write({"step": step, "loss": 1.0, "step_time_s": STEP_S, **_FIGURES})
         time.sleep(STEP_S)
-    ranks.leave()
+    process_group.leave()
     return "completed"
 
 
@@ -90,7 +90,7 @@ def _outcome(attempt: Callable[[], object]) -> str:
 
 def launch(words: list[str]) -> int:
     from nanoscale.cli.main import run
-    from nanoscale.launch import transport
+    from nanoscale.launch.transport import transport
 
     transport._AGENT = ("-P", __file__, "agent")
     return run(words)

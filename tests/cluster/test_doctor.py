@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.launch.fleet import _FAREWELL_S
+from nanoscale.launch.fleet.fleet import _FAREWELL_S
 from tests.cluster.launches import left, nothing_left
 from tests.cluster.machines import wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes

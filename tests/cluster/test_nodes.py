@@ -220,7 +220,7 @@ with Nodes(Path(sys.argv[1])) as nodes:
 # An init ends once those that were put into its namespace from outside are reaped. Not everywhere is that sure.
 HEIR = """
 import os, subprocess, sys
-from nanoscale.launch.processes import adopt_orphans
+from nanoscale.launch.fleet.processes import adopt_orphans
 adopt_orphans()
 owner = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
 sys.stdin.readline()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale import devices
+from nanoscale.common import devices
 
 A, B, C = ("H200", "GPU-aaaa1111"), ("H200", "GPU-bbbb2222"), ("L4", "GPU-cccc3333")
 

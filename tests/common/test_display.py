@@ -16,20 +16,20 @@ from pathlib import Path
 import pytest
 
 import nanoscale
-from nanoscale import display
 from nanoscale.cli.main import run as nanoscale_cli
 from nanoscale.cli.output import print_json, show_error
-from nanoscale.config.frozen import dump
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Parallel
-from nanoscale.errors import UserError, Violation
-from nanoscale.launch.attempt import Outcome
-from nanoscale.launch.command import HostPlan, LaunchPlan
-from nanoscale.launch.console import LiveView
-from nanoscale.launch.mesh import arrange
+from nanoscale.launch.hosts.mesh import arrange
+from nanoscale.launch.lifecycle.attempt import Outcome
+from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure
+from nanoscale.view.run.live import LiveView
 from tests.support.recipes import changed
 
 CLIPBOARD, CLEAR = "\x1b]52;c;cm0gLXJm\x07", "\x1b[2J\x1b[H"
@@ -137,8 +137,8 @@ def test_json_is_the_same_document_and_harmless(capsys):
 
 
 def test_pages_escape_what_a_run_says(run):
-    from nanoscale.launch.report import document
-    from nanoscale.launch.report_page import report_page
+    from nanoscale.view.run.run_page import report_page
+    from nanoscale.view.run.run_report import document
 
     cause = failure.read(run)
     script = "<script>alert(1)</script>"
@@ -264,7 +264,7 @@ def test_what_only_shows_ends_with_its_screen(run, monkeypatch, capfd, kind, cod
 def test_a_closed_descriptor_leads_nowhere(tmp_path):
     (tmp_path / "program.py").write_text("""
 import sys
-from nanoscale import display
+from nanoscale.common import display
 display.prepare_streams()
 file = open("file", "w", encoding="utf-8")
 display.show("text")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.units import GIB, byte_size, duration, share
+from nanoscale.common.units import GIB, byte_size, duration, share
 
 DAY, YEAR = 86400.0, 365.25 * 86400.0
 

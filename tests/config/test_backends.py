@@ -62,7 +62,7 @@ LAWS = [
 
 @pytest.fixture(autouse=True)
 def _every_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
 
 
 @pytest.mark.parametrize(("words", "on", "key"), LAWS, ids=[" ".join(w) for w, _, _ in LAWS])
@@ -98,7 +98,7 @@ def test_a_folder_for_nvme_must_be_there(tmp_path):
 
 
 def test_deepspeed_is_asked_for_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
     (missing,) = violations(DS)
     assert "install 'deepspeed>=0.19'" in missing.message
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config import library
-from nanoscale.config.compose import Composed, Setting, compose
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing import library
+from nanoscale.config.composing.compose import Setting, compose
+from nanoscale.config.values.composed import Composed
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from nanoscale.config.document import parse, read, to_yaml
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
+from nanoscale.config.values.yaml_file import parse, read, to_yaml
 
 
 def refusal(text: str) -> str:

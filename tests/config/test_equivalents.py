@@ -8,8 +8,8 @@ import pytest
 
 from nanoscale.cli.main import run
 from nanoscale.config import reference
-from nanoscale.config.convert import fits, unknown_key
-from nanoscale.config.equivalents import EQUIVALENTS, Equivalent, equivalent, names
+from nanoscale.config.values.convert import fits, unknown_key
+from nanoscale.config.values.equivalents import EQUIVALENTS, Equivalent, equivalent, names
 from tests.support.recipes import changed
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config import frozen
-from nanoscale.config.compose import compose
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
 
 CPU = Devices("cpu", 2)
 
@@ -70,7 +70,7 @@ def test_unknown_keys_and_bad_values_are_refused_with_their_lines(file):
 def test_no_hydra_and_nothing_heavy_is_needed_to_read_it(file):
     freeze(file, "recipe=debug")
     code = (
-        "import sys; from pathlib import Path; from nanoscale.config import frozen;"
+        "import sys; from pathlib import Path; from nanoscale.config.composing import frozen;"
         f"frozen.load(Path({str(file)!r}));"
         "print(*{'hydra', 'omegaconf', 'torch', 'numpy', 'rich', 'typer'} & set(sys.modules))"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config import hub, pretrained
+from nanoscale.config.hf import hub, pretrained
 from nanoscale.data import tokenizer
 from nanoscale.data.prepare import sources
 

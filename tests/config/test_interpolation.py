@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config import frozen, reference
-from nanoscale.config.compose import Composed, Setting, compose
-from nanoscale.config.interpolation import escaped, resolve, unescaped
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config import reference
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import Setting, compose
+from nanoscale.config.composing.interpolation import escaped, resolve, unescaped
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError, Violation
-from nanoscale.launch.prepare import provenance
+from nanoscale.config.values.composed import Composed
+from nanoscale.launch.lifecycle.prepare import provenance
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +139,7 @@ def nasty() -> Config:
     plain["launcher"]["slurm"]["setup"] = ["echo ${HOME} \\${X:-y}", "${"]
     plain["launcher"]["slurm"]["container_mounts"] = ["${a}:/b"]
     plain["train"]["sample_prompt"] = "\\${literal} ${text}"
-    from nanoscale.config.convert import to_config
+    from nanoscale.config.values.convert import to_config
 
     return to_config(plain, lambda _: "test")
 

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.hosts import as_settings
-from nanoscale.config import frozen
-from nanoscale.config.compose import Composed, compose
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.reference import declared
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.rules.slurm import time_limit_s
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError, Violation
-from nanoscale.launch.hosts import read_hosts
+from nanoscale.config.values.composed import Composed
+from nanoscale.launch.hosts.hosts import read_hosts
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2, cores=6)
@@ -364,7 +365,7 @@ def test_gpus_of_other_hosts_are_not_looked_for_here():
 
 
 def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
     line = "precision=fp8 --hostfile"
     weak = gpus(2, "NVIDIA A100")
     assert checked(f"{line} two", weak).precision.fp8
@@ -372,7 +373,7 @@ def test_names_of_gpus_here_say_nothing_of_those_elsewhere(monkeypatch):
 
 
 def test_packages_here_say_nothing_of_those_elsewhere(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
     for line in ("logger=tensorboard", "optimizer=adamw8bit"):
         assert checked(f"{line} --hostfile two")
         assert checked(f"{line} --hostfile here cluster.python=/other/python launcher=ssh")
@@ -380,7 +381,7 @@ def test_packages_here_say_nothing_of_those_elsewhere(monkeypatch):
 
 
 def test_a_folder_of_each_host_is_not_looked_for_here(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
     words = "backend=deepspeed zero=stage3-offload zero.offload_optimizer=nvme zero.nvme_path=/no"
     assert checked(f"{words} --hostfile two").zero.nvme_path == "/no"
     assert violations(f"{words} --hostfile here")[0].key == "zero.nvme_path"

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanoscale.config.compose import compose
-from nanoscale.config.mixture import Source, sources_of
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.data.mixture import Source, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter
-from nanoscale.errors import UserError
 
 
 @pytest.fixture

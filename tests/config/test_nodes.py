@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import Setting, compose
-from nanoscale.config.frozen import dump
-from nanoscale.config.nodes import elastic, node_range, violation
+from nanoscale.config.composing.compose import Setting, compose
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.composing.nodes import elastic, node_range, violation
 
 
 @pytest.mark.parametrize(

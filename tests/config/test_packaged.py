@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import compose
-from nanoscale.config.convert import value_of
-from nanoscale.config.library import RECIPE, Library, packaged
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.library import RECIPE, Library, packaged
 from nanoscale.config.reference import declared, defaults, is_mapping, sections
 from nanoscale.config.rules import Devices, check
+from nanoscale.config.values.convert import value_of
 from tests.config.test_mixture import write_tokens
 
 CPU = Devices("cpu", 2)
@@ -43,7 +43,7 @@ ON = {("precision", "fp8"): GPUS}
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
 
 
 def leaves(values: dict, prefix: str = "") -> dict[str, object]:

@@ -9,13 +9,13 @@ import pytest
 
 from nanoscale.cli.hosts import as_settings
 from nanoscale.cli.plan import resolved
-from nanoscale.config import frozen
-from nanoscale.config.compose import compose
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing import frozen
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config, Precision
-from nanoscale.errors import UserError
-from nanoscale.launch.hosts import read_hosts
+from nanoscale.launch.hosts.hosts import read_hosts
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import Setting, compose
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.derive import derive
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError, Violation
 from tests.config.test_mixture import write_tokens
 from tests.support.recipes import changed
 
@@ -22,7 +22,7 @@ CPU = Devices("cpu", 2)
 @pytest.fixture(autouse=True)
 def _torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every extra were installed."""
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
 
 
 def gpus(count: int) -> Devices:
@@ -466,7 +466,7 @@ def test_gpus_with_8_bit_products(name, has):
 
 
 def test_torchao_is_asked_for_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
     (missing,) = violations("precision=fp8", on=gpus(1))
     assert "install 'torchao>=0.15'" in missing.message
     (missing,) = violations("optimizer=adamw8bit")
@@ -505,7 +505,7 @@ def test_paths_no_longer_depend_on_where_the_command_was_typed(tmp_path):
 
 
 def test_tensorboard_is_asked_for_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda _: None)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda _: None)
     for asked in ("logger.tensorboard=on", "logger=tensorboard"):
         (missing,) = violations(asked)
         assert "install 'tensorboard>=2.18'" in missing.message

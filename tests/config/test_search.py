@@ -9,9 +9,9 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from nanoscale.config.library import RECIPE, ROOT, Library
-from nanoscale.config.search import searching, without_values
-from nanoscale.config.words import read_words
+from nanoscale.config.composing.hydra_search import searching, without_values
+from nanoscale.config.composing.library import RECIPE, ROOT, Library
+from nanoscale.config.composing.overrides import read_words
 
 CHOSEN = (
     [f"recipe={name}" for name in Library().options(RECIPE)],

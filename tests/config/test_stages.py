@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.schema import Model
 from nanoscale.config.stages import (
     ONE_STAGE,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.config.sweep import expand
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.variants import expand
 
 
 def violation(*words: str) -> Violation:

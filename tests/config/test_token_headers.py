@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanoscale.config import token_headers
+from nanoscale.config.data import token_headers
 from nanoscale.data.indexed import IndexedWriter
 from tests.config.test_mixture import refused
 

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from nanoscale.config.compose import compose
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.compose import compose
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,9 @@ from tokenizers import Tokenizer as Native
 from transformers import AutoTokenizer
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.data import open_data
 from nanoscale.data.batch import IGNORED
@@ -25,8 +27,6 @@ from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.inspect import inspect
 from nanoscale.data.prepare import chunks
 from nanoscale.data.tokenizer import train_bpe
-from nanoscale.devices import Devices
-from nanoscale.errors import UserError
 from tests.data.texts import WORDS, Silent, every_file, prepared, texts
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Data
 from nanoscale.data import corpus
 from nanoscale.data.corpus import cache_folder, prepare_corpus, source_files
 from nanoscale.data.indexed import IndexedTokens, IndexedWriter
 from nanoscale.data.tokenizer import train_bpe
-from nanoscale.errors import UserError
 
 
 @pytest.fixture

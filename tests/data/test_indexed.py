@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.data.indexed import IndexedTokens, IndexedWriter
-from nanoscale.errors import UserError
 
 DOCUMENTS = [[1, 2, 3], [], [65535], list(range(1000)), [7, 7]]
 

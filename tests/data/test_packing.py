@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.loader import Form, Loader
 from nanoscale.data.packing import pack
 from nanoscale.data.samples import Split
-from nanoscale.errors import UserError
 from tests.data.test_loader import SEQ, tokens_of
 
 

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer as Native
 
 import nanoscale
 from nanoscale.cli.main import run as nanoscale_command
+from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, run
 from nanoscale.data.prepare.run import _interrupted
 from nanoscale.data.prepare.sources import find_sources
 from nanoscale.data.prepare.workers import LostWorkerError, Workers
 from nanoscale.data.tokenizer import train_bpe
-from nanoscale.errors import UserError
 from tests.data.texts import (
     Silent,
     as_bytes,

@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, encode, run
-from nanoscale.errors import UserError
 from tests.data.texts import as_bytes, found, pair, prepared, texts, write_jsonl, write_parquet
 
 GOOD = texts(6)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config.compose import compose
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.data import open_data
 from nanoscale.data.tokenizer import find, train_bpe
-from nanoscale.devices import Devices
-from nanoscale.errors import UserError
 from tests.data.texts import as_bytes, is_held_out, prepared, texts, write_datatrove, write_jsonl
 
 DOCUMENTS = texts(100)

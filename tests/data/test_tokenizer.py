@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.data.tokenizer import END, ByteTokenizer, load, train_bpe
-from nanoscale.errors import UserError
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",

@@ -13,9 +13,9 @@ import torch
 from tokenizers import AddedToken, processors
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.data.tokenizer import END
 from nanoscale.data.vocabulary import bytes_native
-from nanoscale.errors import UserError
 from nanoscale.generate import harness
 from nanoscale.generate.harness import Answers, evaluate_tasks
 from nanoscale.generate.sampling import Sampling

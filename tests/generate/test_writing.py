@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nanoscale.checkpoint import store
-from nanoscale.checkpoint.export import export
+from nanoscale.checkpoint.hf.export import export
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Data
 from nanoscale.data.tokenizer import ByteTokenizer
-from nanoscale.errors import UserError
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import DTYPES, Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write

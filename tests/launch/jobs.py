@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.runs import events
 
 STEP_S = 0.02

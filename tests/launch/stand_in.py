@@ -13,12 +13,12 @@ from typing import NoReturn
 
 def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.cli import attempt as cli
-    from nanoscale.config.compose import Composed
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
-    from nanoscale.launch import transport
-    from nanoscale.launch.prepare import Request, new_run
-    from nanoscale.launch.signals import Signals
+    from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.launch.lifecycle.prepare import Request, new_run
+    from nanoscale.launch.transport import transport
 
     config = Config(
         run=Run(name="run", root=root),
@@ -51,7 +51,7 @@ def agent(job: str) -> NoReturn:
 
 
 if __name__ == "__main__":
-    from nanoscale.errors import UserError
+    from nanoscale.common.errors import UserError
     from nanoscale.runs.lock import TakenOverError
 
     try:

@@ -11,10 +11,10 @@ import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Launcher
-from nanoscale.launch.attempt import Attempt
-from nanoscale.launch.command import HostPlan, LaunchPlan
-from nanoscale.launch.fleet import Member
-from nanoscale.launch.signals import Signals
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.attempt import Attempt
+from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, agent_failure

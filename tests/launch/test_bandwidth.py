@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.launch.bandwidth import bus_gb_s, judge_pairs, judge_ways, read_figures
+from nanoscale.launch.lifecycle.bandwidth import bus_gb_s, judge_pairs, judge_ways, read_figures
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
-from nanoscale.launch.batch import array_script, batch_script, runs_list
+from nanoscale.launch.submission.batch import array_script, batch_script, runs_list
 from nanoscale.runs.directory import RunDirectory
 from tests.support.batch import LIMIT_S, NASTY, STAND_IN, Batch, config
 

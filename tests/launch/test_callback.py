@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from nanoscale.agent.link import Link
-from nanoscale.handshake import HandshakeError, introduce
-from nanoscale.launch import callback
-from nanoscale.launch.callback import Callbacks, Caller
+from nanoscale.launch.fleet import reverse_connection
+from nanoscale.launch.fleet.reverse_connection import Callbacks, Caller
+from nanoscale.processes.handshake import HandshakeError, introduce
 
 KEY = b"k" * 32
 HELLO = {"names": ["n1"], "addresses": ["10.0.0.1"]}
@@ -88,7 +88,7 @@ def test_who_has_another_key_is_refused_by_both_ends(listener: Callbacks) -> Non
 
 
 def test_no_stranger_lives_long(listener: Callbacks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callback, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(reverse_connection, "_PATIENCE_S", 0.05)
     stranger = connect(listener)
     serve(listener, lambda _: len(listener._strangers) == 1)
     serve(listener, lambda _: not listener._strangers)

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
-from nanoscale.errors import UserError
-from nanoscale.launch import transport
-from nanoscale.launch.command import passed_on, plan_launch, read_plan
+from nanoscale.launch.lifecycle.command import passed_on, plan_launch, read_plan
+from nanoscale.launch.transport import transport
 from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.command import HostPlan, LaunchPlan
-from nanoscale.launch.console import LiveView
-from nanoscale.launch.mesh import arrange
+from nanoscale.launch.hosts.mesh import arrange
+from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.view.run.live import LiveView
 
 PLAN = LaunchPlan(1, 2, (HostPlan("h", 2, (0, 1), ("x",)),), "127.0.0.1", 1, {}, ())
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import Setting, compose
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.rules import Devices, Host, check
-from nanoscale.errors import UserError, Violation
-from nanoscale.launch.hosts import parse, read_hosts
+from nanoscale.launch.hosts.hosts import parse, read_hosts
 from tests.support.recipes import changed
 
 HOSTS = """\

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from nanoscale.config.schema import Parallel
-from nanoscale.launch.mesh import Place, arrange, lines
+from nanoscale.launch.hosts.mesh import Place, arrange, lines
 
 
 def on_one_host(parallel: Parallel):

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.cli import attempt as cli
-from nanoscale.config.compose import Composed
+from nanoscale.common.errors import UserError
+from nanoscale.common.versions import versions
 from nanoscale.config.rules import Devices, Host
 from nanoscale.config.schema import (
     Backend,
@@ -24,20 +25,19 @@ from nanoscale.config.schema import (
     Precision,
     Run,
 )
-from nanoscale.errors import UserError
-from nanoscale.launch.fleet import Member
-from nanoscale.launch.preflight import (
+from nanoscale.config.values.composed import Composed
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.prepare import Request
+from nanoscale.launch.preflight.preflight import (
     can_compute,
     judge,
     mixed_versions,
     require_ready,
     skew_s,
 )
-from nanoscale.launch.prepare import Request
-from nanoscale.launch.reach import explain
-from nanoscale.launch.signals import Signals
+from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.runs.failure import agent_failure
-from nanoscale.versions import versions
 
 SSH = Config(launcher=Launcher(name="ssh", device="cuda"))
 ON_CPU = replace(SSH, launcher=replace(SSH.launcher, device="cpu"))

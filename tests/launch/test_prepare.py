@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import compose
-from nanoscale.config.frozen import load
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import load
 from nanoscale.config.rules import Devices, check
-from nanoscale.errors import UserError
-from nanoscale.launch import prepare
-from nanoscale.launch.prepare import (
+from nanoscale.launch.lifecycle import prepare
+from nanoscale.launch.lifecycle.prepare import (
     Request,
     check_new_run,
     name_run,

@@ -8,8 +8,8 @@ import time
 
 import psutil
 
-from nanoscale.channel import MARK
-from nanoscale.launch.processes import Process, adopt_orphans, end_all, members
+from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all, members
+from nanoscale.processes.messages import MARK
 
 ESCAPES = """
 import subprocess, sys

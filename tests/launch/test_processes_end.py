@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanoscale import cgroup, orphans
+from nanoscale.processes import cgroup, orphans
 from nanoscale.runs import lock
 
 HERE = Path(__file__).parent

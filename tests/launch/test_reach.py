@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nanoscale.config.rules import Host
-from nanoscale.launch.reach import explain
+from nanoscale.launch.transport.connection_errors import explain
 
 NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved.
 /usr/lib/python3/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 4 leaked objects

@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Launcher, Run, Slurm
-from nanoscale.errors import UserError
-from nanoscale.launch import slurm
-from nanoscale.launch.slurm import SlurmError, container_prefix, job_states, scrubbed, srun_options
+from nanoscale.launch.slurm import slurm
+from nanoscale.launch.slurm.slurm import (
+    SlurmError,
+    container_prefix,
+    job_states,
+    scrubbed,
+    srun_options,
+)
 from nanoscale.runs.submission import Submission
 
 IMAGE = "image with $(blanks).sqsh"

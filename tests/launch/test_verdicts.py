@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.launch.verdicts import Verdict, grouped, named
+from nanoscale.launch.preflight.verdicts import Verdict, grouped, named
 
 
 @pytest.mark.parametrize(

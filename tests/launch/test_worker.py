@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale import lifeline, worker
+from nanoscale import worker
+from nanoscale.processes import lifeline
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
 
@@ -51,7 +52,7 @@ def test_a_word_too_many_is_a_usage_error(capsys):
 
 WATCHES = """
 import os, sys, time
-from nanoscale.lifeline import die_with
+from nanoscale.processes.lifeline import die_with
 if sys.argv[2] == "polling":
     del os.pidfd_open
 die_with(int(sys.argv[1]), group=os.getpid())
@@ -85,7 +86,7 @@ def test_a_process_in_another_group_ends_alone():
         [
             sys.executable,
             "-c",
-            "import os; from nanoscale.lifeline import _watch; _watch(2**22, 1)",
+            "import os; from nanoscale.processes.lifeline import _watch; _watch(2**22, 1)",
         ],
         env={**os.environ, "PYTHONPATH": ROOT},
         timeout=30,

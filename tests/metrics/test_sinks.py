@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Logger
-from nanoscale.errors import UserError
 from nanoscale.metrics import sinks
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory

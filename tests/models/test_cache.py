@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoscale.config.huggingface import read_shape
+from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Model
 from nanoscale.models.cache import Cache
 from nanoscale.models.initialization import initialise

@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from nanoscale.models import head
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.parallel.tensor import DividedVocabulary
-from nanoscale.plan import loss as planned
+from nanoscale.plan.memory import loss as planned
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 
@@ -131,7 +131,7 @@ def test_the_plan_knows_the_size_of_a_piece() -> None:
 
 
 def divided(rank: int, dtype: torch.dtype) -> list[list[float]]:
-    ranks.join(2, torch.device("cpu"), 120.0)
+    process_group.join(2, torch.device("cpu"), 120.0)
     head.LOGITS_AT_ONCE = TOKENS * VOCAB // 2 // 5
     hidden, weight, targets = example(dtype)
     mine = weight.detach().chunk(2)[rank].clone().requires_grad_()

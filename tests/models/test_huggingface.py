@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nanoscale.checkpoint import pretrained
-from nanoscale.config.compose import compose
-from nanoscale.config.huggingface import HEAD, UnsupportedError, read_shape, write_shape
+from nanoscale.checkpoint.hf import load
+from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.hf.safetensors_headers import BadFileError, read_folder
+from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape, write_shape
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Model
-from nanoscale.config.tensor_headers import BadFileError, read_folder
-from nanoscale.models.huggingface import shapes
 from nanoscale.models.transformer import Transformer
-from nanoscale.plan.model_math import parameters
 from tests.support.hf_families import COMMON, FAMILIES, logits, save, tokens
 
 BOUND = 1e-5
@@ -31,7 +31,7 @@ def ours_of(folder: Path) -> Transformer:
     state = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
-    pretrained.load(folder, shape, state)
+    load.load(folder, shape, state)
     return model
 
 
@@ -107,7 +107,7 @@ def test_what_is_wrong_with_merged_experts_is_said_from_their_headers(tmp_path: 
         held = {key: it for key, it in whole.items() if key != name}
         save_file(held | ({} if value is None else {name: value.contiguous()}), file)
         with pytest.raises(BadFileError, match=said):
-            pretrained.find(tmp_path, shape)
+            load.find(tmp_path, shape)
 
 
 TIED = {"llama tied, llama3": "model.embed_tokens.weight", "qwen2": "model.embed_tokens.weight",
@@ -139,7 +139,7 @@ def test_a_tied_head_can_begin_a_life_of_its_own(tmp_path: Path) -> None:
     theirs = save("qwen2", tmp_path)
     shape = replace(read_shape(tmp_path), tie_embeddings=False)
     model = Transformer(shape)
-    pretrained.load(tmp_path, shape, {f"model.{n}": p for n, p in model.named_parameters()})
+    load.load(tmp_path, shape, {f"model.{n}": p for n, p in model.named_parameters()})
     assert_equal_logits(model(tokens()), logits(theirs, tokens()))
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nanoscale.config.compose import compose
-from nanoscale.config.library import Library
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.library import Library
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Config, Model, Parallel, RopeScaling
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
-from nanoscale.plan.model_math import parameters
-from nanoscale.plan.shards import rank_stages
+from nanoscale.plan.memory.shards import rank_stages
 
 LLAMA = Model(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, rope_theta=1e4

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
-from nanoscale.parallel import activation, ranks
-from nanoscale.parallel.stream import Stream
+from nanoscale.parallel import activation, process_group
+from nanoscale.parallel.sequence_parallel import Stream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
 
@@ -215,7 +215,7 @@ Case = tuple[str, bool]  # mode, offload
 
 
 def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict[str, Any]]:
-    ranks.join(2, torch.device("cpu"), 120.0)
+    process_group.join(2, torch.device("cpu"), 120.0)
     mesh = init_device_mesh("cpu", (2,))
     expected = two_steps(Stack(*make("none")))
     found = {}
@@ -238,7 +238,7 @@ def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict
             "parameters moved": {own_bytes(p) for p in model.parameters()} & set(moved),
             "counts": counter.counts,
         }
-    ranks.leave()
+    process_group.leave()
     return found
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanoscale.parallel import bandwidth, ranks
-from nanoscale.parallel.bandwidth import Pair, all_reduces, ends, measure_pairs, rounds, slow
-from nanoscale.parallel.connections import closed_ways
+from nanoscale.measure import bandwidth
+from nanoscale.measure.bandwidth import Pair, all_reduces, ends, measure_pairs, rounds, slow
+from nanoscale.measure.connections import closed_ways
+from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ def test_a_pair_is_slow_with_less_than_half_of_the_median():
 
 
 def _measure(rank):
-    ranks.join(3, CPU, 30)
+    process_group.join(3, CPU, 30)
     began = time.perf_counter()
     # Time enough on a busy machine: the repetitions have a limit of their own.
     reduced = all_reduces(CPU, (1 << 10, 1 << 16, 1 << 20), 10)
@@ -72,7 +73,7 @@ def test_all_ranks_come_to_the_same_times_within_the_limit():
 
 
 def _run_out_of_time(rank):
-    ranks.join(2, CPU, 30)
+    process_group.join(2, CPU, 30)
     slowed = dist.all_reduce
 
     def all_reduce(data):
@@ -98,7 +99,7 @@ THINKS_S = 0.8
 
 def _exchange_with_a_sluggard(rank):
     """Rank 1 thinks for a while before each long answer."""
-    ranks.join(2, CPU, 30)
+    process_group.join(2, CPU, 30)
     real = dist.send
 
     def send(data, peer):

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from nanoscale.config.schema import Backend, Config, Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
-from nanoscale.parallel import activation, compile, ranks
-from nanoscale.parallel.stream import Stream
+from nanoscale.parallel import activation, compile, process_group
+from nanoscale.parallel.sequence_parallel import Stream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
 
@@ -112,7 +112,7 @@ class Stack(nn.Module):
 
 
 def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
-    ranks.join(2, torch.device("cpu"), 120.0)
+    process_group.join(2, torch.device("cpu"), 120.0)
     expected = gradients(*make("none", "off"))
     found = {}
     for axis, sizes in {"dp": (2, 1), "tp": (1, 2)}.items():
@@ -129,7 +129,7 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
         graphs = counters["stats"]["unique_graphs"], counters["graph_break"].total()
         whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in seen]
         found[axis] = largest_difference(whole, expected), graphs
-    ranks.leave()
+    process_group.leave()
     return found
 
 

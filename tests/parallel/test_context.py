@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from nanoscale.parallel import blocks, context, ring
-from nanoscale.parallel.blocks import KERNELS
+from nanoscale.parallel import attention_kernels, context, ring
+from nanoscale.parallel.attention_kernels import KERNELS
 from tests.support.ranks import run_ranks
 
 DEGREES = (2, 4)
@@ -368,4 +368,4 @@ def test_a_ring_on_gpus_is_compiled_as_a_whole(
         assert q.is_cuda
         compiled = torch.compile(core, backend=backend, fullgraph=True)
         assert compiled(q, k, k).shape == q.shape
-        assert blocks.choose_kernel(q, True) == kernel
+        assert attention_kernels.choose_kernel(q, True) == kernel

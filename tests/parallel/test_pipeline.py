@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.parallel.pipeline import MULTI, SINGLE, _require_torch
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
 
 
@@ -21,9 +21,9 @@ def recorded(rank: int, entries: str | None) -> dict[str, Any]:
     """What PyTorch's flight recorder holds after a collective."""
     if entries is not None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = entries
-    ranks.join(2, torch.device("cpu"), 120.0)
+    process_group.join(2, torch.device("cpu"), 120.0)
     dist.all_reduce(torch.ones(1))
-    ranks.leave()
+    process_group.leave()
     found: dict[str, Any] = json.loads(_distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
     return found
 
@@ -31,7 +31,7 @@ def recorded(rank: int, entries: str | None) -> dict[str, Any]:
 def policies(rank: int, chosen: int) -> set[int]:
     """How the system chooses among the threads of a rank that has met another, by the number of the policy."""
     os.sched_setscheduler(0, chosen, os.sched_param(0))
-    ranks.join(2, torch.device("cpu"), 120.0)
+    process_group.join(2, torch.device("cpu"), 120.0)
     dist.all_reduce(torch.ones(1))
     return {os.sched_getscheduler(thread) for thread in threads_of_gloo()} | {
         os.sched_getscheduler(0)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoscale.parallel import ranks, replicas
+from nanoscale.parallel import ddp, process_group
 from tests.support.ranks import run_ranks
 
 SHAPES = [(7, 3), (300,), (5,), (2, 2, 2), (64, 8), (1,)]
@@ -24,13 +24,13 @@ def loss(parameters: list[nn.Parameter], rank: int, micro_batch: int) -> Tensor:
 
 def train_rank(rank: int, bucket: int) -> tuple[int, list[np.ndarray]]:
     """How many times was reduced in the second step, and its gradients."""
-    ranks.join(2, torch.device("cpu"), 120.0)
-    replicas.FIRST_BUCKET = bucket
-    replicas.GRADIENT_BUCKET = bucket  # type: ignore[attr-defined]
+    process_group.join(2, torch.device("cpu"), 120.0)
+    ddp.FIRST_BUCKET = bucket
+    ddp.GRADIENT_BUCKET = bucket  # type: ignore[attr-defined]
     parameters = make_parameters()
     group = dist.group.WORLD
     assert group is not None
-    found = replicas.Replicas(parameters, group)
+    found = ddp.Replicas(parameters, group)
     reduced = 0
     send = dist.all_reduce
 
@@ -49,7 +49,7 @@ def train_rank(rank: int, bucket: int) -> tuple[int, list[np.ndarray]]:
         for p in parameters:
             p.grad = None
     dist.all_reduce = send
-    ranks.leave()
+    process_group.leave()
     return reduced, grads
 
 

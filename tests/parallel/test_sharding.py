@@ -21,8 +21,8 @@ from nanoscale.config.derive import derive
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config, Launcher, Model, Parallel, Precision, Train, Zero
 from nanoscale.data.batch import Batch
-from nanoscale.parallel import data as data_parallel
-from nanoscale.parallel import ranks
+from nanoscale.parallel import fsdp as data_parallel
+from nanoscale.parallel import process_group
 from nanoscale.parallel.mesh import lay_out
 from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
@@ -103,7 +103,7 @@ def live_numbers() -> float:
 
 
 def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
-    ranks.join(derive(config).world_size, CPU, 120.0)
+    process_group.join(derive(config).world_size, CPU, 120.0)
     before = live_numbers()
     engine = NativeEngine(config, CPU)
     batches = [Batch.of_rows(np.zeros((1, config.train.seq_len + 1), dtype=np.int64))] * 2
@@ -172,7 +172,7 @@ WIDE = replace(SHAPE, hidden=32, heads=4, head_dim=8, ffn=48, vocab=4096)
 
 def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
     """Whether this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
-    ranks.join(derive(config).world_size, CPU, 120.0)
+    process_group.join(derive(config).world_size, CPU, 120.0)
     engine = NativeEngine(config, CPU)
     batches = [Batch.of_rows(np.zeros((1, TOKENS + 1), dtype=np.int64))] * 2
     engine.train_step(batches, 1e-3)

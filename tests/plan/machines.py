@@ -6,9 +6,9 @@ from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
-from nanoscale.config.compose import compose
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.schema import Cluster, Config, Model, Parallel, Precision, Train
-from nanoscale.plan.hardware import Hardware, hardware_of
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 
 BF16 = Precision(compute="bf16")
 

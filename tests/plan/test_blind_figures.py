@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from nanoscale.common.units import GIB
+from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import (
     Backend,
     Cluster,
@@ -24,14 +26,12 @@ from nanoscale.config.schema import (
     Reached,
     Zero,
 )
-from nanoscale.plan import blocks
-from nanoscale.plan.hardware import hardware_of
-from nanoscale.plan.memory import setting_memory
-from nanoscale.plan.model_math import flops_per_token
+from nanoscale.plan.hardware.hardware import hardware_of
+from nanoscale.plan.memory.peak import setting_memory
+from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.predict import ENOUGH, capacity, fits_probability
-from nanoscale.plan.setting import setting_of
-from nanoscale.plan.timing import step_time
-from nanoscale.units import GIB
+from nanoscale.plan.time import block
+from nanoscale.plan.time.step import step_time
 from tests.plan.machines import BF16, job
 from tests.plan.machines import model as named
 
@@ -199,7 +199,7 @@ MIXTURES = [
 
 
 def error(one: Run) -> float:
-    part = replace(blocks.slice_of(one.config), **one.ways)
+    part = replace(block.slice_of(one.config), **one.ways)
     step = step_time(one.config, hardware_of(one.config), part=part)
     return step.tokens_per_s_per_gpu / one.tokens_per_s - 1
 

@@ -7,15 +7,15 @@ from math import prod
 
 import pytest
 
+from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.config.schema import Zero
-from nanoscale.models.huggingface import shapes
-from nanoscale.plan import blocks, routing
-from nanoscale.plan.dataparallel import own_parameters
-from nanoscale.plan.model_math import active_parameters, parameters
+from nanoscale.plan.memory.setting import setting_of
+from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.predict import predict
-from nanoscale.plan.setting import setting_of
-from nanoscale.plan.shards import rank_holdings
-from nanoscale.plan.timing import step_time
+from nanoscale.plan.time import block, moe
+from nanoscale.plan.time.data_parallel import own_parameters
+from nanoscale.plan.time.step import step_time
 from tests.plan.machines import job, machine, model
 
 MIXTRAL, QWEN = model("mixtral-8x7b"), model("qwen3-30b-a3b")
@@ -68,12 +68,12 @@ def test_a_rank_holds_its_share(name: str, degrees: dict[str, int], stage: int) 
 def test_one_expert_that_all_take_costs_what_a_dense_block_does_and_its_routing() -> None:
     hardware, dense = machine(), replace(model("llama-8b"), ffn=14336)
     one = replace(dense, experts=1, experts_per_token=1)
-    part = replace(blocks.slice_of(job("llama-8b", seq_len=4096)), model=dense, compiled=False)
-    with_one = blocks.block(hardware, replace(part, model=one))
-    without = blocks.block(hardware, part)
-    router = blocks.product(hardware, part, blocks.linears(one, 1)[4])
+    part = replace(block.slice_of(job("llama-8b", seq_len=4096)), model=dense, compiled=False)
+    with_one = block.block(hardware, replace(part, model=one))
+    without = block.block(hardware, part)
+    router = block.product(hardware, part, block.linears(one, 1)[4])
     assert with_one.forward.matmul == pytest.approx(without.forward.matmul + router)
-    moved = routing.traffic(replace(part, model=one))[0] / hardware.memory_bandwidth
+    moved = moe.traffic(replace(part, model=one))[0] / hardware.memory_bandwidth
     more = with_one.forward.elementwise - without.forward.elementwise
     assert more == pytest.approx(moved / hardware.efficiency.memory)
 
@@ -83,24 +83,24 @@ def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> Non
     hardware = machine()
     shares = []
     for tokens in (65536, 4096, 256):
-        part = replace(blocks.slice_of(job("qwen3-30b-a3b", seq_len=tokens)), ep=1)
-        linear = blocks.linears(QWEN, 1)[5]
+        part = replace(block.slice_of(job("qwen3-30b-a3b", seq_len=tokens)), ep=1)
+        linear = block.linears(QWEN, 1)[5]
         flops = 2.0 * tokens * QWEN.experts_per_token * QWEN.hidden * QWEN.ffn
-        shares.append(flops / blocks.product(hardware, part, linear) / hardware.peaks["bf16"])
+        shares.append(flops / block.product(hardware, part, linear) / hardware.peaks["bf16"])
     assert hardware.efficiency.matmul >= shares[0] > shares[1] > shares[2] > 0
     read = 2.0 * QWEN.experts * QWEN.hidden * QWEN.ffn / hardware.memory_bandwidth
-    assert blocks.product(hardware, part, linear) > read
+    assert block.product(hardware, part, linear) > read
 
 
 def test_tokens_travel_to_seven_of_eight_ranks_and_back() -> None:
     hardware = machine()
-    part = blocks.slice_of(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))
+    part = block.slice_of(job("mixtral-8x7b", dp=8, ep=8, seq_len=4096, micro_batch=4))
     rows = 4 * 4096 * 2 * 4096 * 2 * 7 / 8
     wire = rows / (hardware.intra_bandwidth * hardware.efficiency.intra_host * 0.87)
-    forward, backward = routing.exchange(hardware, part)
+    forward, backward = moe.exchange(hardware, part)
     assert 2 * wire < backward < 2 * wire + 1e-4
     assert backward < forward < backward + 1e-4
-    assert routing.exchange(hardware, replace(part, ep=1)) == (0.0, 0.0)
+    assert moe.exchange(hardware, replace(part, ep=1)) == (0.0, 0.0)
 
 
 def test_utilisation_counts_the_experts_that_a_token_takes() -> None:

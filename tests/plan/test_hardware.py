@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Cluster, Config, Launcher, Peaks, Precision
-from nanoscale.devices import Devices
-from nanoscale.errors import UserError
-from nanoscale.plan import hardware as room
-from nanoscale.plan.hardware import Efficiency, hardware_of, known_devices, peak_of, recognise
+from nanoscale.plan.hardware import hardware as room
+from nanoscale.plan.hardware.hardware import (
+    Efficiency,
+    hardware_of,
+    known_devices,
+    peak_of,
+    recognise,
+)
 from tests.plan.machines import BF16, machine
 
 BRIEF = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.plan import links
-from nanoscale.plan.links import Group, group
+from nanoscale.plan.time import collectives
+from nanoscale.plan.time.collectives import Group, group
 from tests.plan.machines import changed, machine
 
 IDEAL = {"intra_host": 1.0, "inter_host": 1.0}
@@ -25,17 +25,17 @@ def walked(ranks: int, size: float, bandwidth: float, latency: float) -> float:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_ring_inside_a_host(ranks):
     hardware = changed(machine(), **IDEAL)
-    hop = hardware.intra_latency + links.SLICE
+    hop = hardware.intra_latency + collectives.SLICE
     expected = walked(ranks, 1e8, hardware.intra_bandwidth, hop)
-    found = links.all_gather(hardware, group(hardware, ranks, 1), 1e8)
-    assert found - links.START == pytest.approx(expected)
+    found = collectives.all_gather(hardware, group(hardware, ranks, 1), 1e8)
+    assert found - collectives.START == pytest.approx(expected)
 
 
 def test_a_ring_of_one_rank_a_host_goes_over_the_network():
     hardware = changed(machine(), **IDEAL)
     expected = walked(4, 1e8, hardware.inter_bandwidth, hardware.inter_latency)
-    found = links.all_gather(hardware, group(hardware, 4, 8), 1e8)
-    assert found - links.START == pytest.approx(expected)
+    found = collectives.all_gather(hardware, group(hardware, 4, 8), 1e8)
+    assert found - collectives.START == pytest.approx(expected)
 
 
 def test_ranks_of_a_host_share_its_adapters():
@@ -44,8 +44,8 @@ def test_ranks_of_a_host_share_its_adapters():
     one, eight = group(hardware, 4, 8), group(hardware, 32, 1)
     size = 1e14  # beside which the hops' slices are nothing
     enters = size * 3 / 4
-    alone = links.all_gather(hardware, one, size) - links.START
-    together = links.all_gather(hardware, eight, size) - links.START
+    alone = collectives.all_gather(hardware, one, size) - collectives.START
+    together = collectives.all_gather(hardware, eight, size) - collectives.START
     assert alone == pytest.approx(enters / hardware.inter_bandwidth)
     inside = size * 31 / 32 / hardware.intra_bandwidth
     assert together == pytest.approx(max(enters / (8 * hardware.inter_bandwidth), inside))
@@ -72,16 +72,16 @@ def test_72_devices_of_an_nvl72_are_an_island_though_hosts_have_4():
 def test_bus_bandwidth_of_an_all_reduce(device, size, published):
     """GB/s as NCCL's tests count it, 2(n - 1)/n · S / t, on 8 devices (Azure's AI benchmarking guide)."""
     hardware = machine(device)
-    seconds = links.all_reduce(hardware, group(hardware, 8, 1), size)
+    seconds = collectives.all_reduce(hardware, group(hardware, 8, 1), size)
     assert 2 * 7 / 8 * size / seconds / 1e9 == pytest.approx(published, rel=0.10)
 
 
 @pytest.mark.parametrize(
     ("collective", "hop", "once", "share"),
     [
-        (links.all_gather, 9.1828, 23.1049, 0.6735),
-        (links.reduce_scatter, 8.0325, 25.5604, 0.6731),
-        (links.all_to_all, 7.3039, 0.0, 0.5968),
+        (collectives.all_gather, 9.1828, 23.1049, 0.6735),
+        (collectives.reduce_scatter, 8.0325, 25.5604, 0.6731),
+        (collectives.all_to_all, 7.3039, 0.0, 0.5968),
     ],
 )
 @pytest.mark.parametrize("size", [2**26, 2**27, 2**28])
@@ -95,17 +95,20 @@ def test_collectives_on_8_b200(collective, hop, once, share, size):
 
 def test_all_to_all_sends_each_part_once():
     hardware = changed(machine(), **IDEAL, intra_latency=0.0)
-    seconds = links.all_to_all(hardware, group(hardware, 8, 1), 8e9) - links.START
+    seconds = collectives.all_to_all(hardware, group(hardware, 8, 1), 8e9) - collectives.START
     assert seconds == pytest.approx(7e9 / (0.87 * hardware.intra_bandwidth))
 
 
-@pytest.mark.parametrize("collective", [links.all_gather, links.all_reduce, links.all_to_all])
+@pytest.mark.parametrize(
+    "collective", [collectives.all_gather, collectives.all_reduce, collectives.all_to_all]
+)
 def test_a_group_of_one_sends_nothing(collective):
     assert collective(machine(), group(machine(), 1, 1), 1e9) == 0.0
 
 
 @pytest.mark.parametrize(
-    "collective", [links.all_gather, links.all_reduce, links.all_to_all, links.send]
+    "collective",
+    [collectives.all_gather, collectives.all_reduce, collectives.all_to_all, collectives.send],
 )
 @pytest.mark.parametrize("ranks", [(8, 1), (64, 1), (16, 8), (32, 2)])
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Transformer, rope_rotation
 from nanoscale.parallel import activation
-from nanoscale.plan.activations import Execution, shape_of, stage_activations
+from nanoscale.plan.memory.activations import shape_of, stage_activations
+from nanoscale.plan.memory.shape import Execution
 from tests.support.live_memory import LiveMemory
 
 LLAMA = Model(

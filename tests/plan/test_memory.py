@@ -9,28 +9,18 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.compose import compose
+from nanoscale.common.units import GIB
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.derive import derive
+from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Config, Model, Optimizer, Precision
-from nanoscale.plan.activations import (
-    Execution,
-    Shape,
-    block_memory,
-    products,
-    saved,
-    stage_activations,
-)
-from nanoscale.plan.memory import rank_memory, setting_memory
-from nanoscale.plan.model_math import parameters
-from nanoscale.plan.phases import PARTS
-from nanoscale.plan.setting import setting_of
-from nanoscale.plan.shards import rank_stages
-from nanoscale.plan.states import (
-    BytesPerParameter,
-    bytes_per_parameter,
-    textbook,
-)
-from nanoscale.units import GIB
+from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
+from nanoscale.plan.memory.peak import rank_memory, setting_memory
+from nanoscale.plan.memory.phases import PARTS
+from nanoscale.plan.memory.setting import setting_of
+from nanoscale.plan.memory.shape import Execution, Shape
+from nanoscale.plan.memory.shards import rank_stages
+from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter, textbook
 
 GB = 10**9
 

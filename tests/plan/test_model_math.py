@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.config.compose import compose
-from nanoscale.config.schema import Model
-from nanoscale.plan.model_math import (
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.model_math import (
     flops_per_token,
     flops_per_token_causal,
     matmul_parameters,
     parameters,
 )
+from nanoscale.config.schema import Model
 
 PUBLISHED = {
     "llama-8b": 8_030_261_248,

@@ -6,8 +6,8 @@ from math import ceil
 
 import pytest
 
-from nanoscale.plan import operations
-from nanoscale.plan.operations import attention, elementwise, product
+from nanoscale.plan.time import operations
+from nanoscale.plan.time.operations import attention, elementwise, product
 from tests.plan.machines import changed, machine
 
 IDEAL = {"matmul": 1.0, "memory": 1.0, "attention": 1.0}

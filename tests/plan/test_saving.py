@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.compose import compose
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Checkpoint, Config, Lora, Optimizer
-from nanoscale.errors import UserError
 from nanoscale.plan.saving import checkpoint_bytes, plan_saving
 from tests.support.jobs import make_config, make_run, train, write_tokens
 

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.config.compose import Composed, compose
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
-from nanoscale.errors import UserError
-from nanoscale.plan.candidates import SHORTEST_PIECE, Room, expert_degrees, shapes
-from nanoscale.plan.hardware import hardware_of
-from nanoscale.plan.machines import planned_devices
+from nanoscale.config.values.composed import Composed
+from nanoscale.plan.hardware.hardware import hardware_of
+from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
-from nanoscale.plan.reasons import advice, reasons
-from nanoscale.plan.request import recipe_of, room, to_type
-from nanoscale.plan.search import Found, search
+from nanoscale.plan.search.candidates import SHORTEST_PIECE, Room, expert_degrees, shapes
+from nanoscale.plan.search.request import recipe_of, room, to_type
+from nanoscale.plan.search.search import Found, search
+from nanoscale.view.plan.reasons import advice, reasons
 
 MIDDLE = ("recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
 SMALL = ("recipe=llama-1b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")

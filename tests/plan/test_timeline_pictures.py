@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from nanoscale.plan.pipeline import Costs, Timeline, order, simulate, transfers_overlap
-from nanoscale.plan.timeline_svg import timeline_svg
-from nanoscale.plan.timeline_text import timeline_lines, timeline_rich
-from nanoscale.plan.timeline_view import rows, windows
+from nanoscale.view.plan.timeline import rows, windows
+from nanoscale.view.plan.timeline_svg import timeline_svg
+from nanoscale.view.plan.timeline_text import timeline_lines, timeline_rich
 from tests.plan.schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,17 +6,18 @@ from dataclasses import fields, replace
 
 import pytest
 
+from nanoscale.common.devices import Devices
 from nanoscale.config.derive import derive
+from nanoscale.config.model_math import flops_per_token, flops_per_token_causal, parameters
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precision, Zero
-from nanoscale.devices import Devices
-from nanoscale.plan import blocks, dataparallel
-from nanoscale.plan.hardware import Hardware, hardware_of
-from nanoscale.plan.how import how
-from nanoscale.plan.model_math import flops_per_token, flops_per_token_causal, parameters
+from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.pipeline import bubble
-from nanoscale.plan.shards import rank_holdings
-from nanoscale.plan.timing import Parts, stage_costs, step_time, training
+from nanoscale.plan.time import block as blocks
+from nanoscale.plan.time import data_parallel
+from nanoscale.plan.time.step import Parts, stage_costs, step_time, training
+from nanoscale.view.plan.explain import how
 from tests.plan.machines import BF16, changed, job, machine
 from tests.support.recipes import changed as recipe
 
@@ -177,7 +178,7 @@ def test_ranks_of_a_v_hold_the_first_and_the_last_stage():
 def test_parameters_of_the_ranks_are_those_of_the_model(name, pp):
     config = job(name, pp=pp, dp=2)
     together = sum(
-        dataparallel.rank_parameters(config.model, 1, held) for held in rank_holdings(config, 1)
+        data_parallel.rank_parameters(config.model, 1, held) for held in rank_holdings(config, 1)
     )
     twice = (
         config.model.vocab * config.model.hidden if config.model.tie_embeddings and pp > 1 else 0
@@ -224,7 +225,7 @@ def test_zero_3_sends_half_as_much_again_as_zero_2():
 
     def sent(stage: int) -> float:
         config = job(zero=Zero(stage=stage), precision=precision, global_batch=8)
-        plan = dataparallel.plan(config, hardware, 1)
+        plan = data_parallel.plan(config, hardware, 1)
         return plan.gather * plan.gathers + plan.gather_again * plan.gathers_again + plan.reduce
 
     assert sent(3) / sent(2) == pytest.approx(1.5)
@@ -234,7 +235,7 @@ def test_when_each_stage_communicates():
     """The table at the head of nanoscale.parallel.data, with 4 micro batches."""
 
     def counts(stage: int, **keys: object) -> tuple[int, int, int]:
-        plan = dataparallel.plan(job(zero=Zero(stage=stage), **keys), machine(), 4)
+        plan = data_parallel.plan(job(zero=Zero(stage=stage), **keys), machine(), 4)
         return plan.gathers, plan.gathers_again, plan.reduces
 
     assert [counts(stage) for stage in (0, 1, 2, 3)] == [(1, 0, 1), (1, 0, 1), (1, 0, 4), (4, 4, 4)]
@@ -244,10 +245,10 @@ def test_when_each_stage_communicates():
 def test_hsdp_gathers_inside_a_host_and_sums_between_hosts():
     far = job(dp=64, zero=Zero(stage=3), global_batch=64)
     hybrid = replace(far, parallel=replace(far.parallel, dp_replicate=8))
-    plain, both = (dataparallel.plan(c, machine(), 1) for c in (far, hybrid))
+    plain, both = (data_parallel.plan(c, machine(), 1) for c in (far, hybrid))
     assert both.gather < plain.gather
     assert both.all_reduce > 0 == plain.all_reduce
-    assert dataparallel.shards(hybrid) == 8
+    assert data_parallel.shards(hybrid) == 8
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -265,7 +266,7 @@ def test_zero_plus_plus_sends_less():
         config = job(
             dp=64, global_batch=64, zero=Zero(stage=3, **keys), backend=Backend(name="deepspeed")
         )
-        plan = dataparallel.plan(config, machine(), 1)
+        plan = data_parallel.plan(config, machine(), 1)
         return plan.gather + plan.gather_again + plan.reduce
 
     usual = gather()
@@ -343,7 +344,7 @@ def test_the_optimizers_time_is_its_traffic():
     """AdamW without clipping: four numbers read and three written a parameter, 4 bytes each."""
     config = job(dp=1, global_batch=1, optimizer=Optimizer(clip_norm=None))
     hardware = changed(machine(), memory=1.0)
-    count = dataparallel.rank_parameters(config.model, 1, rank_holdings(config, 1)[0])
+    count = data_parallel.rank_parameters(config.model, 1, rank_holdings(config, 1)[0])
     assert step_time(config, hardware).parts.optimizer == pytest.approx(28 * count / 3.35e12)
 
 
@@ -387,7 +388,7 @@ def test_every_machine_takes_a_job():
     ids=" ".join,
 )
 def test_what_the_laws_let_through_is_predicted(words, monkeypatch):
-    monkeypatch.setattr("nanoscale.config.rules.case.find_spec", lambda name: name)
+    monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
     config = check(recipe("cluster=cpu", *words), Devices("cpu", 2))
     hardware = hardware_of(config)
     step = step_time(config, hardware)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.config.schema import Config, Model, Parallel
-from nanoscale.plan.activations import Execution, Shape, saved, shape_of, working_memory
-from nanoscale.plan.setting import setting_of
+from nanoscale.plan.memory.activations import saved, shape_of, working_memory
+from nanoscale.plan.memory.setting import setting_of
+from nanoscale.plan.memory.shape import Execution, Shape
 
 MODEL = Model(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=512, vocab=64)
 TOKENS, HIDDEN, BYTES = 128, 256, 2

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from nanoscale.channel import LONGEST_LINE, MOST_BYTES, Sender, Unpacker, pack
+from nanoscale.processes.messages import LONGEST_LINE, MOST_BYTES, Sender, Unpacker, pack
 
 
 def test_messages_are_told_apart_from_what_a_shell_prints() -> None:

@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 
-from nanoscale import cgroup, orphans, scratch
-from nanoscale.channel import MARK
+from nanoscale.processes import cgroup, orphans, scratch
+from nanoscale.processes.messages import MARK
 
 KILLED = """
 import os, signal, sys
-from nanoscale import scratch
+from nanoscale.processes import scratch
 print(scratch.make(sys.argv[1]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

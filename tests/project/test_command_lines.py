@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Model
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.data.tokenizer import train_bpe
@@ -225,7 +225,7 @@ def _type(line: str, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     arguments = shlex.split((after if pipe else typed).replace(r"$'\n\n'", "'\n\n'"))
     arguments = arguments if pipe else arguments[1:]
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    monkeypatch.setattr("nanoscale.launch.errand.run_errand", lambda *_: FIGURES)
+    monkeypatch.setattr("nanoscale.launch.lifecycle.one_shot_job.run_errand", lambda *_: FIGURES)
     if arguments[0] in ("train", "submit", "resume") and "--dry-run" not in arguments:
         arguments.append("--dry-run")
     if arguments[0] in ("train", "submit"):

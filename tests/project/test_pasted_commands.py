@@ -11,9 +11,9 @@ import pytest
 
 import nanoscale
 from nanoscale.cli.jobs import way_on
-from nanoscale.config.report import override
+from nanoscale.common.errors import UserError
+from nanoscale.config.violations import override
 from nanoscale.data.prepare.folder import _check_request
-from nanoscale.errors import UserError
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory, check_free, check_name
 from nanoscale.runs.lock import RunLock

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs import directory
 from nanoscale.runs.directory import (
     RunDirectory,

@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from nanoscale.channel import LONGEST_LINE, pack
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.processes.messages import LONGEST_LINE, pack
 from nanoscale.runs import failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose, digest, first_cause

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from nanoscale.common.devices import Devices
 from nanoscale.config.rules import check
-from nanoscale.devices import Devices
 from nanoscale.runs import failure
 from nanoscale.runs.failure import Evidence, RankFailure
 from tests.support.recipes import changed, debug_recipe

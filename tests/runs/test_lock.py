@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.lock import RunLock
@@ -23,7 +23,7 @@ from nanoscale.runs.lock import RunLock
 LAUNCHER = """
 import errno, fcntl, json, os, sys, time
 from pathlib import Path
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs import lock
 from nanoscale.runs.directory import RunDirectory
 

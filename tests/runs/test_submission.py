@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.errors import UserError
+from nanoscale.common.errors import UserError
 from nanoscale.runs import submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission

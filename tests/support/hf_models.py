@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from nanoscale.config import foreign
+from nanoscale.config.hf import any_model
 from nanoscale.config.schema import Model
 from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 from tests.support.reference import CURVE
@@ -55,7 +55,7 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
 def shape_of(folder: Path, *, loaded: bool = True) -> Model:
     """What the launcher makes of a folder."""
     document = json.loads((folder / "config.json").read_text())
-    sizes = foreign.sizes(document)
+    sizes = any_model.sizes(document)
     begin = str(folder) if loaded else None
     return Model(source="hf", name=str(folder), init_from=begin, hf_config=document, **sizes)
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import (
     Checkpoint,

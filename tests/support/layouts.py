@@ -16,7 +16,7 @@ from nanoscale.config.schema import Config, Lora, Model
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
@@ -235,7 +235,7 @@ def record_all(
 ) -> Records:
     """What each step logs."""
     if not dist.is_initialized():
-        ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+        process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     device, records = torch.device("cpu"), Records()
     training = Training(
         workspace=Path(config.run.root) / "none",

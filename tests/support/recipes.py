@@ -8,10 +8,11 @@ from functools import cache
 from typing import Any
 
 from nanoscale.config import reference
-from nanoscale.config.compose import Composed, Setting, compose
-from nanoscale.config.convert import to_config
-from nanoscale.config.library import Library
-from nanoscale.config.words import read_words
+from nanoscale.config.composing.compose import Setting, compose
+from nanoscale.config.composing.library import Library
+from nanoscale.config.composing.overrides import read_words
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.convert import to_config
 
 
 @cache

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Precision
+from nanoscale.measure import matmul, steps
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
-from nanoscale.train import bench, matmul
 from nanoscale.worker import RankContext, StopFlag
 from tests.support.jobs import PRECISIONS, make_config, write_tokens
 from tests.support.ranks import run_ranks
@@ -25,7 +25,7 @@ def _bench_rank(rank: int, path: Path) -> str:
     run = RunDirectory(path)
     world_size = int(os.environ["WORLD_SIZE"])
     config = frozen.load(run.config)
-    return bench.run(RankContext(run, config, rank, rank, world_size, "localhost", 1, StopFlag()))
+    return steps.run(RankContext(run, config, rank, rank, world_size, "localhost", 1, StopFlag()))
 
 
 @pytest.mark.slow

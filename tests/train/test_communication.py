@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanoscale.backends.native import NativeEngine
 from nanoscale.data.batch import Batch
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from tests.support.jobs import SEQ_LEN, SHAPE, make_config
 from tests.support.ranks import run_ranks
 
@@ -29,7 +29,7 @@ Traffic = dict[str, Any]
 
 def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -> list[Traffic]:
     device = torch.device("cpu")
-    ranks.join(dp, device, 120.0)
+    process_group.join(dp, device, 120.0)
     found = []
     for stage in stages:
         layout = {"dp": dp, "stage": stage, "dp_replicate": dp_replicate}
@@ -55,7 +55,7 @@ def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -
                 "local": sum(local_numbers(p) for _, p in engine.parameters()),
             }
         )
-    ranks.leave()
+    process_group.leave()
     return found
 
 

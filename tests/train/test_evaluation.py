@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
 from nanoscale.runs.directory import RunDirectory, read_json, write_json

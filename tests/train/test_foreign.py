@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanoscale.checkpoint.export import export
+from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.schema import Backend, Config
-from nanoscale.models.foreign import Foreign, RandomWeights, blocks, build
+from nanoscale.models.hf_model import Foreign, RandomWeights, blocks, build
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_models

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoscale.backends.native import NativeEngine
 from nanoscale.config.schema import Data
 from nanoscale.data.batch import Batch
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from tests.support.jobs import SEQ_LEN, SHAPE, make_config
 from tests.support.ranks import run_ranks
 
@@ -37,7 +37,7 @@ Job = dict[str, Any]
 def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
     """How often a step of each job asks, by operation."""
     device = torch.device("cpu")
-    ranks.join(world_size, device, 120.0)
+    process_group.join(world_size, device, 120.0)
     found = []
     for job in jobs:
         config = make_config(Path(), **{"micro_batch": 2} | job)
@@ -51,7 +51,7 @@ def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
         with Questions() as questions:
             engine.train_step(batches, 1e-3)
         found.append(questions.found)
-    ranks.leave()
+    process_group.leave()
     return found
 
 

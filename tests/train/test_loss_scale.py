@@ -11,7 +11,7 @@ import torch
 from nanoscale.backends import gradients
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Checkpoint
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import StopBefore, make_config, make_run, read_metrics, train, write_tokens
 from tests.support.layouts import Records, record_all
@@ -41,7 +41,7 @@ def train_with_overflow(rank: int, config: Any) -> Records:
     """The last rank alone finds an infinite gradient in one step."""
     world = derive(config).world_size
     gradients.scale = _spoil(gradients.scale, world - 1 == rank)
-    ranks.join(world, torch.device("cpu"), 120.0)
+    process_group.join(world, torch.device("cpu"), 120.0)
     return record_all(rank, config)
 
 

@@ -16,7 +16,7 @@ from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.dataset import open_data
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
 from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, make_config, packed_data, write_documents
 from tests.support.ranks import run_ranks
@@ -54,7 +54,7 @@ def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[s
 
 def evaluate(rank: int, config: Config) -> tuple[Any, Any, Any]:
     """Of all samples; of one without a loss; and a step of such ones."""
-    ranks.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
     loader = open_data(config.data, config.train, SHAPE.vocab).train
     batches = loader.valid_batches(SAMPLES, 0, 1, engine.sizes.micro_batch)

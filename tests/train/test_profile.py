@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.profiling import series_of
+from nanoscale.config.profile_steps import series_of
 from nanoscale.config.schema import Checkpoint, Config, Profile
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nanoscale.checkpoint.store import list_checkpoints
+from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Checkpoint, Optimizer
-from nanoscale.errors import UserError
 from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import (

@@ -20,9 +20,9 @@ from nanoscale.checkpoint import configuration, sharded
 from nanoscale.checkpoint.saver import Saver
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config import frozen
+from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Config
-from nanoscale.parallel import ranks
+from nanoscale.parallel import process_group
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train.job import noter
@@ -213,7 +213,7 @@ def recorded_groups(rank: int, version: str, asynchronous: bool, folder: str) ->
     """Return the sizes of tensors that the flight recorder saw in collectives while a Saver was made."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "64"  # ranks.join turns it off on CPUs alone
     torch.__version__ = TorchVersion(version)
-    ranks.join(2, torch.device("cpu"), 60.0)
+    process_group.join(2, torch.device("cpu"), 60.0)
     before = len(recorded())
     Saver(Path(folder), Checkpoint(asynchronous=asynchronous), rank)
     return [entry["input_sizes"][0][0] for entry in recorded()[before:]]

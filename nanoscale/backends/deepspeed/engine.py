@@ -17,8 +17,8 @@ from nanoscale.backends.deepspeed import pieces, pipeline, tensor
 from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.library import load_deepspeed
 from nanoscale.backends.optimizer import first_state, make_optimizer, set_lr
-from nanoscale.checkpoint import pretrained
 from nanoscale.checkpoint.flat import Box, FlatShard
+from nanoscale.checkpoint.hf import load
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
@@ -169,7 +169,7 @@ class DeepSpeedEngine(Engine):
                     piece.master.copy_(part.reshape(-1)[piece.start : end])
         for name, target in self.frozen_state().items() if frozen else ():
             whole = draw(name.removeprefix("model."), target.shape)
-            for box, memory in pretrained.boxes(target):
+            for box, memory in load.boxes(target):
                 ends = zip(box.offsets, box.sizes, strict=True)
                 memory.copy_(whole[tuple(slice(at, at + n) for at, n in ends)])
         pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)

@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NoReturn
 
-from nanoscale.config.compose import Composed
-from nanoscale.config.report import refuse
+from nanoscale.common.devices import Devices
+from nanoscale.config.machines import Host
+from nanoscale.config.rules.any_model import check_foreign
 from nanoscale.config.rules.backends import check_backend
-from nanoscale.config.rules.case import Case, Host
 from nanoscale.config.rules.execution import check_attention, check_recomputation, resolve_compile
-from nanoscale.config.rules.experts import check_experts
 from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
-from nanoscale.config.rules.foreign import check_foreign
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
+from nanoscale.config.rules.moe import check_experts
 from nanoscale.config.rules.numbers import (
     check_mask,
     check_optimizer,
@@ -29,10 +28,12 @@ from nanoscale.config.rules.numbers import (
 )
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.profiling import check_profile
+from nanoscale.config.rules.resolution import Case
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
-from nanoscale.devices import Devices
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import refuse
 
 __all__ = ["Devices", "Host", "check", "check_machines"]
 

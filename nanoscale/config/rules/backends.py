@@ -9,9 +9,9 @@ from typing import Any
 
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.schema import Backend, Config, Zero
+from nanoscale.config.violations import override
 
 OUTSIDE = (
     "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nanoscale.config.interpolation import SECRET
-from nanoscale.config.rules.case import Case
-from nanoscale.errors import Violation
+from nanoscale.common.errors import Violation
+from nanoscale.config.composing.interpolation import SECRET
+from nanoscale.config.rules.resolution import Case
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from nanoscale.config.rules.case import Case, listed
 from nanoscale.config.rules.numbers import device_names, lacks_bf16
+from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.schema import Parallel
 from nanoscale.config.stages import SPLIT_BACKWARD
 

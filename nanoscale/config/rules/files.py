@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.config.mixture import sources_of
-from nanoscale.config.prepared import answers_of
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case, near_multiples
-from nanoscale.config.rules.mixture import resolve_mixture
+from nanoscale.config.data.mixture import sources_of
+from nanoscale.config.data.prepared_folder import answers_of
+from nanoscale.config.rules.data_mixture import resolve_mixture
+from nanoscale.config.rules.resolution import Case, near_multiples
 from nanoscale.config.rules.token_files import look
 from nanoscale.config.schema import Data, Run
+from nanoscale.config.violations import override
 
 BYTE_VOCAB = 257
 """256 bytes and the end of a document"""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Literal
 
-from nanoscale.config import nodes
-from nanoscale.config.rules.case import Case, Host, counted
-from nanoscale.errors import Violation
+from nanoscale.common.errors import Violation
+from nanoscale.config.composing import nodes
+from nanoscale.config.machines import Host
+from nanoscale.config.rules.resolution import Case, counted
 
 _MOST_ENTRIES = 8
 """a longer filter would be no help"""

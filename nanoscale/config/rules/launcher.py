@@ -7,14 +7,15 @@ from dataclasses import replace
 from functools import reduce
 from typing import Literal
 
-from nanoscale.config import hostnames, nodes, reference
-from nanoscale.config.compose import Composed
-from nanoscale.config.rules.case import Case, listed
+from nanoscale.common.errors import Violation
+from nanoscale.config import hostnames, reference
+from nanoscale.config.composing import nodes
 from nanoscale.config.rules.environment import check_environment
 from nanoscale.config.rules.files import absolute
+from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.rules.slurm import check_slurm
 from nanoscale.config.schema import Launcher, Slurm
-from nanoscale.errors import Violation
+from nanoscale.config.values.composed import Composed
 
 _CONCERNS: dict[str, tuple[str, ...]] = {
     "launcher.hostfile": ("ssh", "pdsh"),

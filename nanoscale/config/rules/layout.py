@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from nanoscale.config import nodes
-from nanoscale.config.rules.case import (
+from nanoscale.config.composing import nodes
+from nanoscale.config.rules.hosts import check_slots, first_hosts, refuse_degree, slots_of
+from nanoscale.config.rules.pipeline import without_pipeline
+from nanoscale.config.rules.resolution import (
     Case,
     counted,
     divisors,
@@ -15,8 +17,6 @@ from nanoscale.config.rules.case import (
     near_divisors,
     near_multiples,
 )
-from nanoscale.config.rules.hosts import check_slots, first_hosts, refuse_degree, slots_of
-from nanoscale.config.rules.pipeline import without_pipeline
 from nanoscale.config.schema import Model
 
 _PADDING = 128

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.suggest import nearest
+from nanoscale.config.violations import override
 
 _OFF = "lora.rank=0"
 _THEIRS = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {

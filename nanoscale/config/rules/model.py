@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanoscale.config.pretrained import absolute_name
-from nanoscale.config.rules.case import Case, near_divisors
+from nanoscale.config.hf.pretrained import absolute_name
+from nanoscale.config.rules.resolution import Case, near_divisors
 from nanoscale.config.schema import Model
 
 

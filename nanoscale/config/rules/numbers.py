@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from nanoscale.config.rules.case import Case, listed
+from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.schema import Precision
 
 _NOT_OF = {

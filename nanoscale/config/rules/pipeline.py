@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case, divisors
+from nanoscale.config.rules.resolution import Case, divisors
 from nanoscale.config.schema import Model
 from nanoscale.config.stages import (
     IN_ROUNDS,
@@ -17,6 +16,7 @@ from nanoscale.config.stages import (
     takes,
     usual_virtual_stages,
 )
+from nanoscale.config.violations import override
 
 _ONLY_WITH_PP = ("parallel.schedule", "parallel.layers_per_stage")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from nanoscale.config.profiling import series_of
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case, counted
+from nanoscale.config.profile_steps import series_of
+from nanoscale.config.rules.resolution import Case, counted
 from nanoscale.config.schema import Train
+from nanoscale.config.violations import override
 
 _OFF = "profile.steps=null"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case
+from nanoscale.config.rules.resolution import Case
+from nanoscale.config.violations import override
 
 _TIME = re.compile(
     r"(?P<minutes>[0-9]+)"

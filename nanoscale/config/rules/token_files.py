@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoscale.config import prepared
-from nanoscale.config.mixture import Source
-from nanoscale.config.report import override
-from nanoscale.config.rules.case import Case
-from nanoscale.config.token_headers import (
+from nanoscale.common.errors import Violation
+from nanoscale.config.data import prepared_folder as prepared
+from nanoscale.config.data.mixture import Source
+from nanoscale.config.data.token_headers import (
     DamagedError,
     glance_at_datatrove,
     glance_at_megatron,
 )
-from nanoscale.errors import Violation
+from nanoscale.config.rules.resolution import Case
+from nanoscale.config.violations import override
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from nanoscale.config.rules.case import Case, counted, near_divisors
 from nanoscale.config.rules.pipeline import largest_micro_batch, micro_batches, near_batches
+from nanoscale.config.rules.resolution import Case, counted, near_divisors
 from nanoscale.config.schema import Scheduler, Train
 
 

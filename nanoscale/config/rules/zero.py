@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from nanoscale.config.rules.case import Case, near_divisors
+from nanoscale.config.rules.resolution import Case, near_divisors
 
 
 def check_zero(case: Case, device: Literal["cpu", "cuda"], dp: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanoscale.errors import UserError, Violation
+from nanoscale.common.errors import UserError, Violation
 
 
 @dataclass(frozen=True)

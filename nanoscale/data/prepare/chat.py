@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config.prepared import TEMPLATE
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.prepared_folder import TEMPLATE
 from nanoscale.data.prepare.render import Chat, Template
 from nanoscale.data.prepare.renderer import Renderer, TemplateProblem
 from nanoscale.data.tokenizer import CONFIG, END
 from nanoscale.data.vocabulary import bytes_native
-from nanoscale.errors import UserError, Violation
 
 PLAIN = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}"

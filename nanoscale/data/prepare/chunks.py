@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nanoscale.common.units import byte_size
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.sources import Source, dataset, first_line, problem
-from nanoscale.units import byte_size
 
 CHUNK = 1 << 19
 """bytes of text that a worker gets at a time, at least"""

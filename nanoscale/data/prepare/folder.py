@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from nanoscale.config.prepared import MANIFEST, TOKENS, VALID, answers_of
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.prepared_folder import MANIFEST, TOKENS, VALID, answers_of
 from nanoscale.data.indexed import bin_path, idx_path, index_parts, sync_folder
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
-from nanoscale.errors import UserError, Violation
 
 SHOWN = 20
 """bad records that are kept with their places"""

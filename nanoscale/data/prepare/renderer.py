@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import IO, Any
 
+from nanoscale.common.units import byte_size
 from nanoscale.data.prepare import render
 from nanoscale.data.prepare.render import Chat, RecordError, Template
-from nanoscale.units import byte_size
 
 _MOST_RECORDS, _MOST_BYTES = 64, 1 << 20
 """of a batch, unless a single record is larger"""

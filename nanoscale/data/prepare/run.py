@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoscale.config.prepared import TEMPLATE, TOKENIZER, manifest
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
 from nanoscale.data.prepare.bad import refused
@@ -36,7 +37,6 @@ from nanoscale.data.tokenizer import (
     load,
     train_bpe,
 )
-from nanoscale.errors import UserError, Violation
 
 FORMAT = 1
 """raised whenever the same request would give other bytes"""

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.config.hub import asking, missing_path, similar_paths, why_not
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.versions import install_command
+from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.bad import Bad
-from nanoscale.errors import UserError, Violation
-from nanoscale.versions import install_command
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}

@@ -1,0 +1,98 @@
+"""Checkpoints of a training with `lora`: they hold the adapters, and the weights lie in `model.init_from`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.checkpoint.hf.load import find, fingerprint, read_part
+from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config import lora
+from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.schema import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read = Callable[[str, tuple[int, ...]], "Tensor"]
+"""a tensor of a checkpoint, whole, by its name in `Engine.state` and its shape"""
+
+
+_KEY = "model.init_from"
+
+
+def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]) -> None:
+    """Raise a UserError unless `base` is the fingerprint of the weights that the adapters are for."""
+    if manifest.get("base") != base:
+        folder = config.model.init_from
+        found = "has other weights than those that the adapters of this run were trained for"
+        raise UserError("model", f"{_KEY}={folder} {found}", [Violation(_KEY, folder, "", found)])
+
+
+def require_base(config: Config, checkpoints: Path) -> None:
+    """Hold the folder of the frozen weights against a run's newest checkpoint, if it has any.
+
+    Raises:
+        UserError: files are missing, damaged, or of another model.
+    """
+    for stored in reversed(list_checkpoints(checkpoints)):
+        with suppress(DamagedCheckpointError):  # it will be passed over
+            require_base_of(config, stored.manifest, f"{_KEY}=/where/it/is/now")
+            return
+
+
+def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> None:
+    """The same of one checkpoint. `instead`: what to type if the folder is elsewhere now."""
+    folder = str(config.model.init_from)
+    try:
+        if not Path(folder).is_dir():
+            raise BadFileError("is not there")
+        base = fingerprint(Path(folder), config.model)
+    except BadFileError as error:
+        message = f"{error}, and its weights are needed beside the adapters that were trained"
+        found = Violation(_KEY, folder, "", message, (instead,))
+        raise UserError("model", f"{_KEY}={folder}: {message}", [found]) from error
+    require_same_base(config, base, manifest)
+
+
+class Merged:
+    """W + alpha/rank · B·A of every weight, computed in fp32 or better, one at a time."""
+
+    def __init__(self, config: Config, read: Read) -> None:
+        self._config, self._read = config, read
+        self._found = find(Path(str(config.model.init_from)), config.model)
+        self._sizes = shapes(config.model)
+        self._adapted = set(lora.modules(config.model, config.lora).values())
+
+    def __call__(self, name: str) -> Tensor:
+        """One of our parameters, whole."""
+        import torch
+
+        weight = self._frozen(name)
+        module, _, kind = name.rpartition(".")
+        _, _, within = module.rpartition("layers.")[2].partition(".")
+        if kind != "weight" or within not in self._adapted:
+            return weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        rank, (outputs, inputs) = self._config.lora.rank, self._sizes[name]
+        a = self._read(f"model.{module}.adapter.a", (rank, inputs))
+        b = self._read(f"model.{module}.adapter.b", (outputs, rank))
+        wide = torch.promote_types(wide, a.dtype)
+        scale = self._config.lora.alpha / rank
+        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
+
+    def _frozen(self, name: str) -> Tensor:
+        import torch
+        from safetensors import safe_open
+
+        size, parts = self._sizes[name], []
+        for place, there in self._found[name]:
+            slices = place.slices(size, (0,) * len(size), size)
+            with safe_open(there.file, "pt") as opened:
+                part = read_part(opened, there.name, slices)
+            parts.append(part.T if place.transposed else part)
+        return parts[0] if place.expert is None else torch.stack(parts)

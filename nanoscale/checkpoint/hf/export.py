@@ -1,0 +1,252 @@
+"""A checkpoint of any layout and backend as the folder of a Hugging Face model, tensor by tensor.
+
+It is written beside its place and appears there by one rename, when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from nanoscale.checkpoint import store
+from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
+from nanoscale.checkpoint.hf.names import Place, Shape, places, shapes
+from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_file
+from nanoscale.checkpoint.reader import Reader
+from nanoscale.checkpoint.store import StoredCheckpoint
+from nanoscale.common.errors import UserError
+from nanoscale.config.hf.safetensors_headers import INDEX, WIDTH, Shapes
+from nanoscale.config.hf.shape import UnsupportedError, write_shape
+from nanoscale.config.schema import Config, Model
+from nanoscale.data import vocabulary
+from nanoscale.models.hf_model import PREFIX
+
+TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+Tensors = dict[str, tuple[Shape, tuple[Place, ...]]]
+"""parameters of ours by name, each with its shape and where it stands in theirs"""
+Note = Callable[[str, int, int], None]
+"""called before each tensor: its name, its number from 1, and how many there are"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    step: int
+    dtype: str
+    files: list[str]
+    bytes: int
+    tokenizer: bool
+    dropped_bias: float
+    """the largest preference of an expert that was left out, in units of the router's softmax; mostly 0"""
+
+
+def export(
+    stored: StoredCheckpoint,
+    config: Config,
+    out: Path,
+    dtype: str,
+    largest: int,
+    note: Note,
+    drop_bias: bool = False,
+) -> Exported:
+    """Write a checkpoint that `require_whole` has found whole.
+
+    Args:
+        dtype: fp32, bf16, fp16 or fp64.
+        largest: bytes of a file, at most, unless one tensor has more.
+        drop_bias: leave out what `model.balance=bias` has made of the choice of experts.
+
+    Raises:
+        UserError: no family of transformers has this shape or a bias of its experts, `out` is there, or the
+            disk is full; with lora, the weights that the adapters are for are not what they were.
+    """
+    if out.exists():
+        raise UserError("usage", f"{out} exists already; name another folder with --out")
+    if config.lora.rank:
+        require_base_of(config, stored.manifest, "--base /where/it/is/now")
+    kind, tensors = TYPES[dtype], _tensors(stored, config.model)
+    wanted = {
+        place.name: place.shape(shape) for shape, parts in tensors.values() for place in parts
+    }
+    files = divide(wanted, kind, largest)
+    names = file_names(len(files))
+    size = sum(WIDTH[kind] * math.prod(shape) for shape in wanted.values())
+    about = _config(config.model, kind)
+    bias = _largest_bias(stored.path, config.model)
+    if bias and not drop_bias:
+        _refuse_bias(bias, config.model)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    store.require_space(out.parent, size)
+    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    aside.mkdir()
+    try:
+        about = _with_special(about, vocabulary.write(aside, config), config.model)
+        _require_accepted(about, config.model)
+        source = _Source(stored.path, config, tensors, kind, note)
+        _write_weights(source, files, names, aside, size)
+        _copy_code(config.model, aside)
+        _write_json(aside / "config.json", about)
+        store.sync_folder(aside)
+        aside.rename(out)
+        store.sync_folder(out.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
+    return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
+
+
+def require_whole(stored: StoredCheckpoint) -> None:
+    """Read every byte of it. Raises UserError where one is not what was written."""
+    damage = store.find_damage(stored.path)
+    if damage:
+        raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
+
+
+def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
+    """Our parameters."""
+    if model.source == "own":
+        where = places(model)
+        return {name: (shape, where[name]) for name, shape in shapes(model).items()}
+    prefix = f"model.{PREFIX}"
+    return {
+        name.removeprefix("model."): (tuple(about["shape"]), (Place(name.removeprefix(prefix)),))
+        for name, about in stored.manifest["tensors"].items()
+        if name.startswith(prefix)
+    }
+
+
+def _with_special(about: dict[str, Any], special: dict[str, Any], model: Model) -> dict[str, Any]:
+    """With the numbers of special tokens; what the data leave open is as `model=hf` had it."""
+    if model.source == "hf":
+        special = {name: number for name, number in special.items() if number is not None}
+    return about | special
+
+
+def _copy_code(model: Model, folder: Path) -> None:
+    """The Python files that a model has come with."""
+    if model.trust_remote_code and Path(model.name).is_dir():
+        for file in sorted(Path(model.name).glob("*.py")):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _config(model: Model, kind: str) -> dict[str, Any]:
+    if model.source == "hf":
+        plain = {name: value for name, value in model.hf_config.items() if name != "dtype"}
+        return plain | {"torch_dtype": _OF_TRANSFORMERS[kind]}
+    try:
+        return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
+    except UnsupportedError as error:
+        raise UserError("model", f"transformers has no such model: {error}") from error
+
+
+def _require_accepted(about: dict[str, Any], model: Model) -> None:
+    """Raise a UserError if the transformers that is installed, if any, refuses this config.json.
+
+    That of `model=hf` has been read by it before.
+    """
+    if model.source == "hf" or find_spec("transformers") is None:
+        return
+    import transformers
+
+    try:
+        transformers.CONFIG_MAPPING[about["model_type"]].from_dict(dict(about))
+    except Exception as error:  # its own kinds, and a KeyError for a family that it does not know
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        name = f"transformers {transformers.__version__}"
+        message = f"{name} refuses this model as model_type={about['model_type']}: {why}"
+        raise UserError("model", message) from error
+
+
+def _largest_bias(path: Path, model: Model) -> float:
+    """How far, at most, the run has moved the preference for an expert."""
+    reader, largest = Reader(path), 0
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith("balance.") and model.balance == "bias":
+            lean = reader.read(name, tuple(cast(Any, about).size))
+            largest = max(largest, int(lean.abs().max()))
+    return largest * model.balance_rate
+
+
+def _refuse_bias(bias: float, model: Model) -> NoReturn:
+    message = (
+        f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
+        f"router's scores is {1 / model.experts:.3g}; transformers has no place for them, and its model "
+        "would choose other experts. --drop-bias exports it all the same; runs with model.balance=aux or none "
+        "have no such bias"
+    )
+    raise UserError("model", message)
+
+
+def _write_weights(
+    source: _Source, files: list[Shapes], names: list[str], folder: Path, size: int
+) -> None:
+    for name, tensors in zip(names, files, strict=True):
+        write_file(folder / name, tensors, source.kind, source.bytes_of(tensors))
+    if len(names) > 1:
+        where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+
+
+def _write_json(file: Path, document: dict[str, Any]) -> None:
+    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+class _Source:
+    """Their tensors, made of those of a checkpoint one after another."""
+
+    def __init__(self, path: Path, config: Config, tensors: Tensors, kind: str, note: Note) -> None:
+        self.kind = kind
+        self._note = note
+        self._reader = Reader(path)
+        self._ours = {name: shape for name, (shape, _) in tensors.items()}
+        self._weight: Callable[[str], Tensor] = self._stored
+        if config.lora.rank:
+            self._weight = Merged(config, self._reader.read)
+        self._parts: dict[str, list[tuple[str, Place]]] = {}
+        for name, (_, parts) in tensors.items():
+            for place in parts:
+                self._parts.setdefault(place.name, []).append((name, place))
+        self._done = 0
+        self._held: tuple[str, Tensor] | None = None
+
+    def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
+        for name in tensors:
+            self._done += 1
+            self._note(name, self._done, len(self._parts))
+            for part in self._whole(name):
+                numbers: Any = part.contiguous().view(-1).view(torch.uint8).numpy()
+                yield memoryview(numbers)
+
+    def _whole(self, name: str) -> Iterator[Tensor]:
+        """One of theirs; several of ours side by side make one, along its last dimension."""
+        made = []
+        for ours, place in self._parts[name]:
+            value = self._one(ours, place).to(_DTYPES[self.kind])
+            made.append(value.T if place.transposed else value)
+        yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
+
+    def _one(self, ours: str, place: Place) -> Tensor:
+        """The experts of a matrix follow each other: it is read once, and held for all of them."""
+        if self._held is None or self._held[0] != ours:
+            self._held = None
+            self._held = ours, self._weight(ours)
+        value = self._held[1]
+        return value if place.expert is None else value[place.expert]
+
+    def _stored(self, name: str) -> Tensor:
+        return self._reader.read(f"model.{name}", self._ours[name])

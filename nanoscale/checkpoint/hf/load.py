@@ -1,0 +1,197 @@
+"""The weights of a Hugging Face folder: held against a shape from their headers, and read into shards.
+
+A rank reads the part of each tensor that it has, one tensor after another, whatever its layout and backend:
+to it they are the tensors of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.checkpoint.hf.names import (
+    PREFIXES,
+    Place,
+    Shape,
+    is_merged,
+    is_needless,
+    places,
+    shapes,
+)
+from nanoscale.config.hf.safetensors_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
+from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape
+from nanoscale.config.schema import Model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nanoscale.checkpoint.flat import Box
+
+_SHOWN = 4
+_SAMPLED = 4096
+"""bytes of a tensor that its model's fingerprint is made from"""
+
+
+Found = dict[str, list[tuple[Place, Stored]]]
+"""parameters of ours by name, each with its places and the tensors of files that hold them"""
+
+
+def find(folder: Path, model: Model) -> Found:
+    """Where each parameter of the shape is. Reads headers only, and imports no torch.
+
+    Raises:
+        BadFileError: files or tensors are missing, of other shapes, or more than the shape has places for.
+    """
+    held = read_folder(folder)
+    ours, where = shapes(model), places(model, merged=is_merged(held))
+    wanted = {it.name: it.shape(ours[name]) for name, parts in where.items() for it in parts}
+    stored = {name: there for name in wanted if (there := _named(held, name)) is not None}
+    embedding = where["embed.weight"][0].name
+    for missing, other in ((HEAD, embedding), (embedding, HEAD)):
+        there = _named(held, other)
+        if missing in wanted.keys() - stored.keys() and there is not None and _is_tied(folder):
+            stored[missing] = there
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += differences(stored, wanted)
+    used = {there.name for there in stored.values()}
+    problems += [
+        f"{name} has no place in the shape"
+        for name in held
+        if name not in used and not is_needless(name, model)
+    ]
+    refuse_all(problems)
+    return {name: [(it, stored[it.name]) for it in parts] for name, parts in where.items()}
+
+
+def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
+    """Tensors of other shapes, and of types that are not read, in words."""
+    problems = [
+        f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
+        for name, there in stored.items()
+        if there.shape != wanted[name]
+    ]
+    return problems + [
+        f"{name} is {there.dtype}, and only {', '.join(WIDTH)} are read"
+        for name, there in stored.items()
+        if there.dtype not in WIDTH
+    ]
+
+
+def refuse_all(problems: list[str]) -> None:
+    """Raise a BadFileError of the first of them, if there are any."""
+    if problems:
+        more = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
+        raise BadFileError("; ".join(problems[:_SHOWN]) + more)
+
+
+def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
+    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's part of a tensor.
+
+    Raises:
+        BadFileError: as `find`, or a file is damaged otherwise.
+    """
+    whole = shapes(model)
+    read_parts(
+        [
+            (there, place, whole[name], state[f"model.{name}"])
+            for name, parts in find(folder, model).items()
+            if f"model.{name}" in state
+            for place, there in parts
+        ]
+    )
+
+
+def read_parts(wanted: list[tuple[Stored, Place, Shape, Tensor]]) -> None:
+    """Fill each tensor, in place, from where it is: its place there, and its shape as a whole.
+
+    Raises:
+        BadFileError: a file is damaged.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    by_file = sorted(wanted, key=lambda entry: str(entry[0].file))
+    with ExitStack() as held, torch.no_grad():
+        file, opened = None, None
+        for there, place, whole, target in by_file:
+            try:
+                if there.file != file:
+                    held.close()
+                    file, opened = there.file, held.enter_context(safe_open(there.file, "pt"))
+                for box, memory in _parts(target, place):
+                    slices = place.slices(whole, box.offsets, box.sizes)
+                    part = read_part(opened, there.name, slices)
+                    memory.copy_(part.T if place.transposed else part)
+            except (SafetensorError, OSError) as error:
+                raise BadFileError(f"{there.file.name} cannot be read: {error}") from error
+
+
+def fingerprint(folder: Path, model: Model) -> str:
+    """Tells one model's weights from another's: type, shape and first bytes of every tensor; imports no torch.
+
+    Training changes all of a tensor, so that the first of its bytes are enough; how the tensors are shared out
+    over files does not count.
+
+    Raises:
+        BadFileError: as `find`.
+    """
+    sum_ = hashlib.blake2b(digest_size=16)
+    stored = {it.name: there for parts in find(folder, model).values() for it, there in parts}
+    for name, there in sorted(stored.items()):
+        sum_.update(f"{name} {there.dtype} {there.shape}\n".encode())
+        with there.file.open("rb") as opened:
+            opened.seek(there.start)
+            sum_.update(opened.read(min(there.bytes, _SAMPLED)))
+    return sum_.hexdigest()
+
+
+def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+    """These elements of a tensor, and no others, from an open file."""
+    part: Tensor = opened.get_slice(name)[slices]
+    return part
+
+
+def _parts(target: Tensor, place: Place) -> Iterator[tuple[Box, Tensor]]:
+    """As `boxes`; of one expert, the boxes that have something of it, with the memory of that."""
+    for box, memory in boxes(target):
+        if place.expert is None:
+            yield box, memory
+        elif (row := place.row(box.offsets, box.sizes)) is not None:
+            yield box, memory[row]
+
+
+def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The parts of a whole tensor that are this rank's, each with the memory to fill."""
+    from torch.distributed.tensor import DTensor
+
+    from nanoscale.checkpoint.flat import Box, FlatShard
+    from nanoscale.models.initialization import own_box
+
+    if isinstance(target, FlatShard):
+        yield from target.boxes()
+    elif not isinstance(target, DTensor):
+        yield Box.whole(tuple(target.shape)), target
+    elif target.to_local().numel():
+        yield Box(*own_box(target)), target.to_local()
+
+
+def _named(held: dict[str, Stored], name: str) -> Stored | None:
+    """Files of a model without its head lack the prefix that its trunk has."""
+    for prefix in ("", *PREFIXES):
+        if name.startswith(prefix) and name.removeprefix(prefix) in held:
+            return held[name.removeprefix(prefix)]
+    return None
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        return read_shape(folder).tie_embeddings
+    except UnsupportedError:
+        return False
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"

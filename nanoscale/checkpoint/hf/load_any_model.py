@@ -1,0 +1,162 @@
+"""The files of a model that is transformers', held against the model that transformers builds.
+
+`python -m nanoscale.checkpoint.hf.load_any_model < request.json` says whether it can be trained, in a process
+of its own: the launcher calls it, which never imports torch itself. A request is the keys of `model` and the
+`folder` of its weights or null; the answer, the last line, is the `problem` or null, whether it is one `of` the
+files or of the model, and the number of `parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
+from nanoscale.checkpoint.hf.names import Place, is_buffer
+from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
+from nanoscale.models.hf_model import PREFIX, build, ties
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_LONGEST = 300
+"""letters of another program's message"""
+
+
+def find(folder: Path, model: Any) -> dict[str, Stored]:
+    """Where each parameter of transformers' model is, by its name there.
+
+    Raises:
+        BadFileError: files or tensors are missing, of other shapes, stored otherwise than transformers has
+            them, or more than there are parameters.
+    """
+    held = read_folder(folder)
+    stored, left, second = _placed(held, model)
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    problems = [f"{name} is missing" for name in wanted if name not in stored]
+    problems += differences({name: stored[name] for name in wanted if name in stored}, wanted)
+    problems += [f"{name} is none of its parameters" for name in left]
+    problems += [
+        f"{it.name} is another tensor than {stored[name].name}, to which its config.json ties it: transformers "
+        "ties no two that differ, and model.hf_config.tie_word_embeddings=false trains both"
+        for name, it in second
+        if name in stored and not are_equal(it, stored[name])
+    ]
+    refuse_all(problems)
+    return stored
+
+
+def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
+    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's part of a tensor.
+
+    Raises:
+        BadFileError: what this rank needs is not there, or a file is damaged.
+    """
+    stored, *_ = _placed(read_folder(folder), model)
+    mine = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
+    refuse_all([f"{name} is missing" for name in mine if name not in stored])
+    shapes = {name: tuple(state[key].shape) for name, key in mine.items()}
+    refuse_all(differences({name: stored[name] for name in mine}, shapes))
+    read_parts(
+        [
+            (stored[name], Place(stored[name].name), shapes[name], state[key])
+            for name, key in mine.items()
+        ]
+    )
+
+
+def _placed(
+    held: dict[str, Stored], model: Any
+) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
+    """The file's tensors by the names of the parameters that they are, and the names of those that are none.
+
+    Third come tensors of tied parameters, each with the parameter's first name.
+
+    Raises:
+        BadFileError: transformers makes parameters of several tensors, or several of one.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    names, aliases = _names(model), ties(model)
+    known: dict[str, Any] = dict.fromkeys([*names, *aliases], True)
+    changes = get_model_conversion_mapping(model)
+    converters = [it for it in changes if isinstance(it, WeightConverter)]
+    renamings: Any = [it for it in changes if not isinstance(it, WeightConverter)]
+    stored, left, second = {}, [], []
+    for name, there in held.items():
+        if name in names:
+            stored[name] = there
+            continue
+        changed, converted = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, known
+        )
+        if converted is not None:
+            raise BadFileError(
+                f"{name} is stored otherwise than transformers computes with it ({changed}), and only names "
+                "may differ; model.init_from=null begins with random weights"
+            )
+        if changed in names:
+            stored[changed] = there
+        elif changed in aliases:
+            stored.setdefault(aliases[changed], there)
+            second.append((aliases[changed], there))
+        elif not is_buffer(name) and not _ignored(name, model):
+            left.append(name)
+    return stored, left, second
+
+
+def _names(model: Any) -> set[str]:
+    return {name for name, _ in model.named_parameters()}
+
+
+def _ignored(name: str, model: Any) -> bool:
+    """Whether transformers passes a tensor over in silence."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+# --- the launcher's question -----------------------------------------------------------------------
+
+
+def judge(request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request."""
+    from nanoscale.config.schema import Model
+
+    shape = Model(**request["model"])
+    try:
+        model = build(shape)
+        problem = _trained_otherwise(model)
+        if problem is None and request["folder"] is not None:
+            find(Path(request["folder"]), model)
+    except BadFileError as error:
+        return {"problem": str(error), "of": "files"}
+    except Exception as error:  # transformers', the model's own code's, a missing package's
+        why = " ".join(str(error).split()) or type(error).__name__
+        return {"problem": f"transformers does not build it: {why[:_LONGEST]}", "of": "model"}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return {"problem": problem, "of": "model", "parameters": count}
+
+
+def _trained_otherwise(model: Any) -> str | None:
+    """Why predicting the next token would teach it nothing."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    family = model.config.model_type
+    if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        model.config, "is_decoder", False
+    ):
+        return f"model_type={family} sees the tokens that it is to predict, unless is_decoder=true"
+    return None
+
+
+def main() -> None:
+    print(json.dumps(judge(json.load(sys.stdin))))
+
+
+if __name__ == "__main__":
+    main()

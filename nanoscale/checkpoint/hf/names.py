@@ -1,0 +1,211 @@
+"""The tensors of a shape, by our names and by Hugging Face's. Imports no torch.
+
+| ours | theirs |
+|---|---|
+| a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
+| queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
+| a matrix of all experts `[experts, out, in]` | one of each expert `[out, in]` |
+| with merged experts | the same, gate and up one above the other `[experts, 2 · out, in]` |
+
+Rotary pairs are (i, i + head_dim / 2) on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nanoscale.config.hf.shape import HEAD
+from nanoscale.config.schema import Model
+
+Shape = tuple[int, ...]
+PREFIXES = ("model.", "transformer.")
+"""which files written without the head leave out"""
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""no parameters: old versions of transformers saved them too"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one of our tensors, or one expert's part of it, stands in theirs."""
+
+    name: str
+    transposed: bool = False
+    part: int = 0
+    """which of the `parts` equal ones, along `axis` of theirs"""
+    parts: int = 1
+    axis: int = -1
+    expert: int | None = None
+    """which one of our first dimension; None: that is no dimension of experts"""
+
+    def shape(self, ours: Shape) -> Shape:
+        """Of their tensor as a whole."""
+        ours = self._within(ours)
+        theirs = list(ours[::-1] if self.transposed else ours)
+        theirs[self.axis] *= self.parts
+        return tuple(theirs)
+
+    def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
+        """Where a box of our tensor, or what it has of the expert, lies in theirs."""
+        ours, offsets, sizes = map(self._within, (ours, offsets, sizes))
+        order = range(len(ours))[:: -1 if self.transposed else 1]
+        start = [offsets[axis] for axis in order]
+        length = [sizes[axis] for axis in order]
+        start[self.axis] += self.part * ours[order[self.axis]]
+        return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
+
+    def row(self, offsets: Shape, sizes: Shape) -> int | None:
+        """Which row of a box of our tensor is the expert's; None: the box has nothing of it."""
+        assert self.expert is not None
+        row = self.expert - offsets[0]
+        return row if 0 <= row < sizes[0] else None
+
+    def _within(self, lengths: Shape) -> Shape:
+        return lengths if self.expert is None else lengths[1:]
+
+
+def shapes(model: Model) -> dict[str, Shape]:
+    """Every parameter of `models.transformer.Transformer`, in its order."""
+    found: dict[str, Shape] = {"embed.weight": (model.vocab, model.hidden)}
+    if model.position == "learned":
+        found["positions.weight"] = (model.max_seq_len, model.hidden)
+    for layer in range(model.layers):
+        found |= {f"layers.{layer}.{name}": size for name, size in _block(model).items()}
+    found |= _norm("norm", model)
+    if not model.tie_embeddings:
+        found["head.weight"] = (model.vocab, model.hidden)
+    return found
+
+
+def places(model: Model, *, merged: bool = False) -> dict[str, tuple[Place, ...]]:
+    """Where each parameter stands in a file of the model's family: in one place, or in one for each expert.
+
+    `merged`: experts are merged, as `is_merged` finds them, and every parameter is in one place.
+    """
+    if model.position == "learned":
+        root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
+        return _places(model, "transformer.", "h", root, _GPT2)
+    root = {"embed": "embed_tokens", "norm": "norm"}
+    apart = _QWEN3_MOE if model.qk_norm else _MIXTRAL
+    mixture = _MERGED if merged else apart
+    return _places(model, "model.", "layers", root, _LLAMA | mixture)
+
+
+def is_merged(names: Iterable[str]) -> bool:
+    """True if a file has the experts of a block in one tensor, as transformers 5 computes with them.
+
+    `save_pretrained` takes them apart again, unless it is called with save_original_format=False.
+    """
+    return any(name.endswith(_MERGED["mlp.experts.gate"].name) for name in names)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of a file is no parameter, but one that old versions of transformers saved too."""
+    return name.endswith(_BUFFERS)
+
+
+def is_needless(name: str, model: Model) -> bool:
+    """Whether a tensor of a file is none that the model lacks a place for."""
+    return is_buffer(name) or (model.tie_embeddings and name == HEAD)
+
+
+def _block(model: Model) -> dict[str, Shape]:
+    head_dim = model.head_dim or model.hidden // model.heads
+    q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
+    gate = [("mlp.gate", model.ffn, model.hidden)] if model.mlp == "swiglu" else []
+    dense = [*gate, ("mlp.up", model.ffn, model.hidden), ("mlp.down", model.hidden, model.ffn)]
+    linears = [
+        ("attention.wq", q, model.hidden),
+        ("attention.wk", kv, model.hidden),
+        ("attention.wv", kv, model.hidden),
+        ("attention.wo", model.hidden, q),
+        *([("mlp.router", model.experts, model.hidden)] if model.experts else dense),
+    ]
+    found: dict[str, Shape] = _norm("attention_norm", model) | _norm("mlp_norm", model)
+    for name, outputs, inputs in linears:
+        found[f"{name}.weight"] = (outputs, inputs)
+        if model.bias or (model.qkv_bias and name.endswith(("wq", "wk", "wv"))):
+            found[f"{name}.bias"] = (outputs,)
+    if model.experts:
+        wide = (model.experts, model.ffn, model.hidden)
+        found |= {"mlp.experts.gate": wide, "mlp.experts.up": wide}
+        found["mlp.experts.down"] = (model.experts, model.hidden, model.ffn)
+    if model.qk_norm:
+        found |= {f"attention.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
+    return found
+
+
+def _norm(name: str, model: Model) -> dict[str, Shape]:
+    weight: dict[str, Shape] = {f"{name}.weight": (model.hidden,)}
+    return weight | ({f"{name}.bias": (model.hidden,)} if model.norm == "layernorm" else {})
+
+
+_LLAMA = {
+    "attention_norm": Place("input_layernorm"),
+    "attention.wq": Place("self_attn.q_proj"),
+    "attention.wk": Place("self_attn.k_proj"),
+    "attention.wv": Place("self_attn.v_proj"),
+    "attention.wo": Place("self_attn.o_proj"),
+    "attention.q_norm": Place("self_attn.q_norm"),
+    "attention.k_norm": Place("self_attn.k_norm"),
+    "mlp_norm": Place("post_attention_layernorm"),
+    "mlp.gate": Place("mlp.gate_proj"),
+    "mlp.up": Place("mlp.up_proj"),
+    "mlp.down": Place("mlp.down_proj"),
+}
+_MIXTRAL = {
+    "mlp.router": Place("block_sparse_moe.gate"),
+    "mlp.experts.gate": Place("block_sparse_moe.experts.{expert}.w1.weight"),
+    "mlp.experts.up": Place("block_sparse_moe.experts.{expert}.w3.weight"),
+    "mlp.experts.down": Place("block_sparse_moe.experts.{expert}.w2.weight"),
+}
+_QWEN3_MOE = {
+    "mlp.router": Place("mlp.gate"),
+    "mlp.experts.gate": Place("mlp.experts.{expert}.gate_proj.weight"),
+    "mlp.experts.up": Place("mlp.experts.{expert}.up_proj.weight"),
+    "mlp.experts.down": Place("mlp.experts.{expert}.down_proj.weight"),
+}
+_MERGED = {
+    "mlp.router": Place("mlp.gate"),
+    "mlp.experts.gate": Place("mlp.experts.gate_up_proj", part=0, parts=2, axis=1),
+    "mlp.experts.up": Place("mlp.experts.gate_up_proj", part=1, parts=2, axis=1),
+    "mlp.experts.down": Place("mlp.experts.down_proj"),
+}
+_GPT2 = {
+    "attention_norm": Place("ln_1"),
+    "attention.wq": Place("attn.c_attn", True, 0, 3),
+    "attention.wk": Place("attn.c_attn", True, 1, 3),
+    "attention.wv": Place("attn.c_attn", True, 2, 3),
+    "attention.wo": Place("attn.c_proj", True),
+    "mlp_norm": Place("ln_2"),
+    "mlp.up": Place("mlp.c_fc", True),
+    "mlp.down": Place("mlp.c_proj", True),
+}
+
+
+def _places(
+    model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, Place]
+) -> dict[str, tuple[Place, ...]]:
+    found: dict[str, tuple[Place, ...]] = {}
+    for name in shapes(model):
+        module, _, kind = name.rpartition(".")
+        if module == "head":
+            found[name] = (Place(f"lm_head.{kind}"),)
+        elif module in root:
+            found[name] = (Place(f"{prefix}{root[module]}.{kind}"),)
+        elif module.endswith(".experts"):
+            _, layer, within = name.split(".", 2)
+            there = block[within]
+            full = f"{prefix}{layers}.{layer}.{there.name}"
+            each = [
+                replace(there, name=full.format(expert=i), expert=i) for i in range(model.experts)
+            ]
+            merged = replace(there, name=full)
+            found[name] = tuple(each) if "{expert}" in full else (merged,)
+        else:
+            _, layer, within = module.split(".", 2)
+            there = block[within]
+            transposed = there.transposed and kind == "weight"
+            full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
+            found[name] = (Place(full, transposed, there.part, there.parts),)
+    return found

@@ -1,0 +1,50 @@
+"""Writing safetensors files tensor by tensor, without torch; config.tensor_headers describes the format."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanoscale.config.hf.safetensors_headers import SINGLE, WIDTH, Shapes
+
+
+def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
+    """The tensors of each file, in their order: at most `largest` bytes, or one tensor that has more."""
+    files: list[Shapes] = [{}]
+    held = 0
+    for name, shape in shapes.items():
+        size = WIDTH[dtype] * math.prod(shape)
+        if files[-1] and held + size > largest:
+            files.append({})
+            held = 0
+        files[-1][name] = shape
+        held += size
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
+    """Write tensors of one type as their bytes come, in the order of `shapes`; on disk when this returns."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = WIDTH[dtype] * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("xb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            opened.write(value)
+        opened.flush()
+        os.fsync(opened.fileno())

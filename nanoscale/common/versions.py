@@ -1,0 +1,78 @@
+"""The versions of what a job runs with, and how to install what is missing; nothing of it is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import re
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import nanoscale
+from nanoscale.common.devices import driver
+
+_PACKAGES = ("torch", "deepspeed")
+_OPTIONAL = ("tensorboard", "torchao", "transformers", "triton")
+"""packages that only some configurations need"""
+
+
+def versions() -> dict[str, str | None]:
+    """By name, nanoscale's own first; None: it is not installed here."""
+    found: dict[str, str | None] = {
+        "nanoscale": nanoscale_version(),
+        "python": platform.python_version(),
+    }
+    for name in _PACKAGES:
+        found[name] = None
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | {"driver": driver()}
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of nanoscale needs, for the Python that runs this.
+
+    It names the packages themselves: nanoscale is on no package index, so that pip finds no `nanoscale[extra]`.
+    """
+    declared: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
+        declared = importlib.metadata.requires("nanoscale") or []
+    found = [
+        requirement.strip()
+        for requirement, _, condition in (line.partition(";") for line in declared)
+        if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", condition)
+    ]
+    return f"{_pip()} install {' '.join(map(shlex.quote, found or [extra]))}"
+
+
+def _pip() -> str:
+    """This Python's pip: the one on the PATH may be of another environment."""
+    on_path = shutil.which("pip")
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return "pip"
+    return f"{shlex.quote(sys.executable)} -m pip"
+
+
+def optional_packages() -> list[str]:
+    """The packages installed here that only some configurations need."""
+    return [name for name in _OPTIONAL if find_spec(name) is not None]
+
+
+def nanoscale_version() -> str:
+    """With a sum of its source, since two copies of one version may differ."""
+    return f"{nanoscale.__version__} ({_source_sum()})"
+
+
+@cache
+def _source_sum() -> str:
+    folder = Path(nanoscale.__file__).parent
+    total = hashlib.blake2b(digest_size=4)
+    for path in sorted(folder.rglob("*.py")):
+        total.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return total.hexdigest()

@@ -1,0 +1,60 @@
+"""The configuration in the run directory: complete, resolved, and read without Hydra.
+
+Every rank reads it; `nanoscale train --config FILE` repeats the run that wrote it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.composing.interpolation import escape, escaped, unescaped
+from nanoscale.config.composing.reopen import resolved, unknown_names
+from nanoscale.config.schema import Config
+from nanoscale.config.values.convert import to_config, unknown_key
+from nanoscale.config.values.yaml_file import read, to_yaml
+from nanoscale.config.violations import refuse
+
+HEADER = """\
+# A resolved configuration of nanoscale, complete. It repeats the run with
+#   nanoscale train --config FILE
+"""
+RESOLVED = """\
+# What was left open, as it was asked for: open again where an override changes what it follows from.
+"""
+
+
+def dump(config: Config, requested: Config | None = None) -> str:
+    """The configuration as YAML, in the schema's order.
+
+    Args:
+        config: what `rules.check` returned.
+        requested: what `compose` returned before it was checked, so that the keys that were left
+            open can be resolved anew when the file is taken up with other devices or degrees.
+    """
+    final = asdict(config)
+    text = HEADER + to_yaml(escaped(final))
+    opened = resolved(asdict(requested), final) if requested is not None else {}
+    opened = {key: escape(key, value) for key, value in opened.items()}
+    return text + (RESOLVED + to_yaml({"resolved": opened}) if opened else "")
+
+
+def load(path: Path) -> Config:
+    """Read a frozen configuration.
+
+    Raises:
+        UserError: the file is damaged or was not written by this version; the line is named.
+    """
+    document = read(path)
+    sections = [name for name in reference.sections() if name and "." not in name]
+    missing = [name for name in sections if not isinstance(document.content.get(name), dict)]
+    if missing:
+        message = f"is no complete configuration: it has no {', '.join(missing)}"
+        refuse([Violation("", str(path), document.name, message)], kind="run")
+    if unknown := unknown_names(document.content):
+        sources = {name: document.source(f"resolved.{name}") for name in unknown}
+        refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
+    content = {name: value for name, value in document.content.items() if name != "resolved"}
+    return to_config(unescaped(content), document.source)

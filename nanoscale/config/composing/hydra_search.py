@@ -1,0 +1,127 @@
+"""How Hydra finds our files: a config source of our own, and the plugin that puts it in place.
+
+Hydra's own file source takes the first match with the user's folder last, parses YAML that we
+refuse, and knows no lines. This one serves what the Library in force finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from nanoscale.config.composing.library import RECIPE, ROOT, SCHEMA, Library
+
+_library: ContextVar[Library | None] = ContextVar("library", default=None)
+_values: ContextVar[bool] = ContextVar("values", default=True)
+
+
+_HIDDEN = "\ufdd0{"
+"""stands for `${` in what Hydra merges: references are resolved afterwards, by nanoscale's own rule"""
+
+
+def revealed(merged: Any) -> Any:
+    """Return what Hydra has merged as plain data."""
+    return _renamed(OmegaConf.to_container(merged, resolve=False), _HIDDEN, "${")
+
+
+def _renamed(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, dict):
+        return {name: _renamed(entry, old, new) for name, entry in value.items()}
+    return [_renamed(entry, old, new) for entry in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def searching(library: Library) -> Iterator[None]:
+    """Within it, Hydra sees the library's files and no others."""
+    _introduce()
+    token = _library.set(library)
+    try:
+        yield
+    finally:
+        _library.reset(token)
+
+
+@cache
+def _introduce() -> None:
+    """Make our sources known to Hydra, and leave the files out that its own settings come from: a composition
+    uses none of them."""
+    for plugin in (LibrarySource, LibrarySearchPath):
+        Plugins.instance().register(plugin)
+    ConfigStore.instance().store("config", HydraConf(defaults=[]), group="hydra")
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Within it, files are their lists of defaults alone: all that decides about the order of merging."""
+    token = _values.set(False)
+    try:
+        yield
+    finally:
+        _values.reset(token)
+
+
+class LibrarySearchPath(SearchPathPlugin):
+    """Puts the library where the application's folder would be."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if _library.get() is None:
+            return
+        for element in search_path.get_path():
+            if element.provider == "main":
+                element.path = f"{LibrarySource.scheme()}://"
+
+
+class LibrarySource(ConfigSource):
+    """Serves the files of the library in force."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "nanoscale"
+
+    @property
+    def library(self) -> Library:
+        library = _library.get()
+        assert library is not None, "compose within searching()"
+        return library
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in self.library.groups()
+
+    def is_config(self, config_path: str) -> bool:
+        if config_path == SCHEMA or config_path.startswith(f"{SCHEMA}/"):
+            return True
+        return self.library.find(config_path) is not None
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        content = self.library.serve(config_path).content
+        if not _values.get():
+            content = {"defaults": content.get("defaults", [])}
+        group = config_path.partition("/")[0]
+        return ConfigResult(
+            provider=self.provider,
+            path=self.full_path(),
+            config=OmegaConf.create(_renamed(content, "${", _HIDDEN)),
+            header={"package": "_global_" if group in (ROOT, SCHEMA, RECIPE) else None},
+        )
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if results_filter == ObjectType.GROUP:
+            return list(self.library.groups()) if config_path == "" else []
+        return list(self.library.options(config_path)) if self.is_group(config_path) else []

@@ -1,0 +1,259 @@
+r"""References in values, by one rule for every key: a text may hold `${section.key}`, another key's value, and
+a key that names paths also `${oc.env:VAR}` or `${oc.env:VAR,default}`, an environment variable.
+
+`\${` stands for `${` itself. Lists hold texts for other programs, as in `launcher.slurm.setup`, and stand as
+they are unless their key names paths. What a reference stands for is written to the run directory, and
+provenance.json has the reference, with the name of the variable. Names that look like secrets are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.suggest import nearest_key
+from nanoscale.config.violations import shown
+
+SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
+"""in the name of an environment variable whose value is never written"""
+
+_START = re.compile(r"(\\*)\$\{")
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_VARIABLE = re.compile(r"oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """One `${…}` of a text."""
+
+    key: str | None
+    """the key that it refers to; None: an environment variable, or nothing that can be read"""
+    variable: str | None = None
+    default: str | None = None
+
+
+def problem(key: str, value: object) -> str:
+    """Return what is wrong with the references in a key's value; empty if nothing is."""
+    for text in _texts(key, value):
+        references = [part for part in _parts(text) if isinstance(part, _Reference)]
+        for it in references:
+            if it.variable is None and it.key is None:
+                return (
+                    "may refer to one other key, as in ${train.seq_len}; other resolvers are not read. "
+                    "Write \\${ for ${ itself"
+                )
+            if it.variable is not None and not reference.declared()[key].path:
+                return (
+                    "may refer to one other key, as in ${train.seq_len}; environment variables are read in "
+                    "keys that name paths only, and other resolvers are not read"
+                )
+            if it.variable is not None and SECRET.search(it.variable):
+                return (
+                    f"refers to the environment variable {it.variable}, which looks like a secret, "
+                    "and its value would be written to the run directory"
+                )
+        if sum(it.key is not None for it in references) > 1:
+            return "may refer to one other key, as in ${train.seq_len}"
+    return ""
+
+
+def variables(value: object) -> list[str]:
+    """Return the names of the environment variables that a value refers to."""
+    parts = (part for text in _all_texts(value) for part in _parts(text))
+    named = (part.variable for part in parts if isinstance(part, _Reference))
+    return list(dict.fromkeys(name for name in named if name is not None))
+
+
+def resolve(
+    raw: Mapping[str, Any], source: Callable[[str], str]
+) -> tuple[dict[str, Any], list[Violation]]:
+    """Return the configuration with every reference replaced, and the references that lead to no value.
+
+    Args:
+        raw: sections and their keys as plain data, without a `problem`.
+        source: who set a key.
+    """
+    resolved, violations = deepcopy(dict(raw)), []
+    for name, values, leaf in _keys(resolved):
+        try:
+            values[leaf] = _resolved(name, values[leaf], raw, (name,))
+        except _BrokenError as broken:
+            text = values.pop(leaf)
+            violations.append(broken.violation(name, text, source(name)))
+    return resolved, violations
+
+
+def escaped(config: Mapping[str, Any]) -> dict[str, Any]:
+    r"""Return a resolved configuration as `unescaped` and `resolve` read it back: with `\${` for `${`."""
+    result = deepcopy(dict(config))
+    for name, values, leaf in _keys(result):
+        values[leaf] = escape(name, values[leaf])
+    return result
+
+
+def unescaped(config: Mapping[str, Any]) -> dict[str, Any]:
+    r"""Return the content of a frozen file, which holds no references: with `${` for `\${`."""
+    result = deepcopy(dict(config))
+    for name, values, leaf in _keys(result):
+        values[leaf] = unescape(name, values[leaf])
+    return result
+
+
+def escape(key: str, value: Any) -> Any:
+    """Return the value of one key as `escaped` does."""
+    return _map_texts(key, value, lambda text: _START.sub(r"\1\1\\${", text))
+
+
+def unescape(key: str, value: Any) -> Any:
+    """Return the value of one key as `unescaped` does."""
+    return _map_texts(key, value, lambda text: _START.sub(_literal, text))
+
+
+def _keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every declared key that is present, with the section that holds it and its name there."""
+    for name in reference.declared():
+        *sections, leaf = name.split(".")
+        values: Any = config
+        for section in sections:
+            values = values.get(section) if isinstance(values, dict) else None
+        if isinstance(values, dict) and leaf in values:
+            yield name, values, leaf
+
+
+def _literal(match: re.Match[str]) -> str:
+    return "\\" * (len(match[1]) // 2) + "${"
+
+
+class _BrokenError(Exception):
+    """A reference that leads to no value."""
+
+    def __init__(self, message: str, *, near: str | None = None, remedy: str = "") -> None:
+        super().__init__(message)
+        self.near, self.remedy = near, remedy
+
+    def violation(self, key: str, text: object, source: str) -> Violation:
+        instead: tuple[str, ...] = ()
+        if self.near is not None and isinstance(text, str):
+            near = (other for other in nearest_key(self.near, reference.declared()) if other != key)
+            usable = (other for other in near if _fits(key, other))
+            instead = tuple(f"'{key}=${{{other}}}'" for other in usable)
+        return Violation(key, text, source, str(self), instead, remedy=self.remedy)
+
+
+def _fits(key: str, other: str) -> bool:
+    from nanoscale.config.values.convert import fits
+
+    return fits(key, reference.example(other))
+
+
+def _resolved(key: str, value: Any, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+    """The value of `key` with its references replaced; `trail`: the keys that refer to each other so far."""
+    if isinstance(value, str) and (parts := list(_parts(value))) and parts != [value]:
+        if len(parts) == 1 and isinstance(parts[0], _Reference):
+            return _target(parts[0], raw, trail)
+        texts = (p if isinstance(p, str) else _in_text(p, _target(p, raw, trail)) for p in parts)
+        return "".join(texts)
+    return _map_entries(key, value, lambda entry: _resolved(key, entry, raw, trail))
+
+
+def _in_text(it: _Reference, value: object) -> str:
+    if value is None or isinstance(value, (dict, list)):
+        what = "null" if value is None else "no single value"
+        message = f"refers to {it.key} within a text, which is {what}"
+        raise _BrokenError(message, remedy=f"set {it.key}, or write the text out")
+    return value if isinstance(value, str) else shown(value)
+
+
+def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
+    """What one reference stands for."""
+    if it.variable is not None:
+        text = os.environ.get(it.variable) or it.default
+        if text is None:
+            message = f"refers to the environment variable {it.variable}, which is not set"
+            remedy = f"export {it.variable}=… first, or ${{oc.env:{it.variable},/default/path}}"
+            raise _BrokenError(message, remedy=remedy)
+        return text
+    assert it.key is not None, "checked by problem()"
+    value: Any = raw
+    for name in it.key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            remedy = f"an environment variable is ${{oc.env:{it.key}}}" if it.key.isupper() else ""
+            raise _BrokenError(f"refers to {it.key}, which is no key", near=it.key, remedy=remedy)
+        value = value[name]
+    if it.key in trail:
+        through = trail[1] if len(trail) > 1 else it.key
+        remedy = f"give {through} a value of its own"
+        raise _BrokenError(f"refers to itself, through {through}", remedy=remedy)
+    declared = reference.mapping_around(it.key) or it.key
+    return _resolved(declared, value, raw, (*trail, it.key))
+
+
+def _parts(text: str) -> Iterator[str | _Reference]:
+    """A text divided into what stands as it is and its references."""
+    start, plain = 0, ""
+    while match := _START.search(text, start):
+        plain += text[start : match.start()] + "\\" * (len(match[1]) // 2)
+        start = match.end()
+        if len(match[1]) % 2:
+            plain += "${"
+            continue
+        if plain:
+            yield plain
+            plain = ""
+        body, closed, _ = text[start:].partition("}")
+        start += len(body) + len(closed)
+        yield _reference(body) if closed else _Reference(None)
+    if rest := plain + text[start:]:
+        yield rest
+
+
+def _reference(body: str) -> _Reference:
+    variable = _VARIABLE.fullmatch(body)
+    if variable is not None:
+        default = variable[2]
+        return _Reference(None, variable[1], (default and default.strip().strip("'\"")) or None)
+    return _Reference(body if _KEY.fullmatch(body) else None)
+
+
+# --- texts within values --------------------------------------------------------------------------
+
+
+def _texts(key: str, value: object) -> list[str]:
+    """The texts of a value that may hold references."""
+    texts: list[str] = []
+
+    def note(text: str) -> str:
+        texts.append(text)
+        return text
+
+    _map_texts(key, value, note)
+    return texts
+
+
+def _all_texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _all_texts(entry)
+
+
+def _map_texts(key: str, value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value) if "${" in value else value
+    return _map_entries(key, value, lambda entry: _map_texts(key, entry, change))
+
+
+def _map_entries(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same mapping or list with other entries; lists of texts for other programs stay as they are."""
+    if isinstance(value, dict):
+        return {name: change(entry) for name, entry in value.items()}
+    declared = reference.declared().get(key)
+    literal = declared is not None and declared.takes_list and not declared.path
+    return [change(entry) for entry in value] if isinstance(value, list) and not literal else value

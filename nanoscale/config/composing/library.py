@@ -1,0 +1,358 @@
+"""Every file that a configuration can be composed from, and where messages say it lies.
+
+The user's folders come first: a file of the same name there hides ours.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nanoscale
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.composing import interpolation
+from nanoscale.config.composing.reopen import reopen, unknown_names
+from nanoscale.config.suggest import nearest
+from nanoscale.config.values.convert import unknown_key
+from nanoscale.config.values.yaml_file import Document, read
+from nanoscale.config.violations import refuse, shown
+
+RECIPE = "recipe"
+ROOT = "config"
+"""conf/config.yaml: the order in which everything is merged"""
+SCHEMA = "schema"
+"""no file: the defaults of the schema; `schema/model` are those of one section"""
+
+
+@cache
+def packaged() -> tuple[Path, Path]:
+    """The folders `conf` and `recipes` that come with nanoscale: in the wheel, or the sources."""
+    package = Path(nanoscale.__file__).resolve().parent
+    inside = package / "conf"
+    base = package if inside.is_dir() else package.parent
+    return base / "conf", base / "recipes"
+
+
+@dataclass(frozen=True)
+class Option:
+    """One file that a group offers."""
+
+    group: str
+    name: str
+    path: Path
+    origin: str
+    """`nanoscale`, or the folder of the user's that it lies in"""
+
+    @property
+    def about(self) -> str:
+        """The first line of the comment at its head."""
+        for line in self.path.read_text(errors="replace", encoding="utf-8").splitlines():
+            if line.startswith("#") and line.strip("# "):
+                return line.strip("# ").rstrip(".")
+            if line.strip():
+                break
+        return ""
+
+
+@dataclass
+class Library:
+    """The folders searched for one composition, and what was read from them."""
+
+    config_dir: Path | None = None
+    config_file: Path | None = None
+    choices: dict[str, str | None] = field(default_factory=dict)
+    """groups that the command line decides; null: the group goes back to the schema's defaults"""
+    touched: frozenset[str] = frozenset()
+    """keys that the command line sets"""
+    violations: list[Violation] = field(default_factory=list)
+    """what is wrong with the files served so far"""
+    served: dict[str, Document] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.config_dir is not None and not self.config_dir.is_dir():
+            message = "is no folder"
+            source = "option --config-dir"
+            refuse([Violation("--config-dir", str(self.config_dir), source, message)])
+
+    def folders(self, group: str) -> list[Path]:
+        """Where a group's files lie, first match first."""
+        conf, recipes = packaged()
+        mine = self.config_dir
+        if group != RECIPE:
+            return [*([mine / group] if mine else []), conf / group]
+        own = [mine / "recipes", mine / "recipe"] if mine else []
+        return [*own, Path("recipes"), recipes]
+
+    @staticmethod
+    @cache
+    def groups() -> tuple[str, ...]:
+        """The groups, in the order of the schema, then recipe."""
+        conf, _ = packaged()
+        return (*(name for name in reference.sections() if name and (conf / name).is_dir()), RECIPE)
+
+    def options(self, group: str) -> dict[str, Option]:
+        """What a group offers, by name; names of files in sub-folders hold a slash."""
+        found: dict[str, Option] = {}
+        ours = packaged()
+        for folder in self.folders(group):
+            packed = folder.resolve().parent == ours[0] or folder.resolve() == ours[1]
+            for path in _yaml_files(folder):
+                name = path.relative_to(folder).with_suffix("").as_posix()
+                origin = "nanoscale" if packed else str(folder)
+                found.setdefault(name, Option(group, name, path, origin))
+        return dict(sorted(found.items()))
+
+    def find(self, config: str) -> Path | None:
+        """The file of a Hydra config path such as `model/llama-8b` or `recipe/./mine.yaml`."""
+        group, _, name = config.partition("/")
+        if not name:
+            return packaged()[0] / "config.yaml" if config == ROOT else None
+        if group not in self.groups():
+            return None
+        as_path = group == RECIPE and (is_path(name) or Path(name) == self.config_file)
+        if as_path and Path(name).exists():
+            return Path(name)
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return None
+        for folder in self.folders(group):
+            path = folder / (name if name.endswith(".yaml") else f"{name}.yaml")
+            if path.exists():
+                return path
+        return None
+
+    def serve(self, config: str) -> Document:
+        """The content that Hydra merges, without what is wrong with it (kept in violations)."""
+        if config not in self.served:
+            self.served[config] = self._load(config)
+        return self.served[config]
+
+    def unasked(self) -> frozenset[str]:
+        """The names of served files that nobody chose: usual options of groups, a frozen file."""
+        chosen = {RECIPE, *self.choices}
+        for document in self.served.values():
+            chosen.update(_overridden(document))
+        frozen = f"{RECIPE}/{self.config_file}"
+        return frozenset(
+            document.name
+            for config, document in self.served.items()
+            if config == frozen or config.partition("/")[0] not in chosen
+        )
+
+    def circle(self) -> str:
+        """The name of a served file that is based on itself, however indirectly; empty if none."""
+        for start, document in self.served.items():
+            reached, ahead = {start}, self._bases(start)
+            while ahead:
+                config = ahead.pop()
+                if config == start:
+                    return document.name
+                if config not in reached:
+                    reached.add(config)
+                    ahead += self._bases(config)
+        return ""
+
+    def _bases(self, config: str) -> list[str]:
+        group = config.partition("/")[0]
+        entries = self.serve(config).content.get("defaults", []) if config != ROOT else []
+        return [
+            f"{group}/{entry}" for entry in entries if isinstance(entry, str) and entry != "_self_"
+        ]
+
+    def _load(self, config: str) -> Document:
+        group, _, name = config.partition("/")
+        if group == SCHEMA:
+            return Document("default", reference.defaults(reference.sections()[name]))
+        path = self.find(config)
+        if path is None:
+            raise KeyError(config)
+        document = read(path, display(path))
+        self._check_header(path, document, group)
+        if config == ROOT:
+            return self._root(document)
+        if group == RECIPE:
+            for name, value in unknown_names(document.content).items():
+                source = document.source(f"resolved.{name}")
+                self.violations.append(unknown_key(name, value, source))
+            document = replace(document, content=reopen(document.content, self.touched))
+        defaults = self._defaults(document, group, path)
+        section = "" if group == RECIPE else group
+        content = self._known(document, document.content, section, "")
+        content.pop("defaults", None)
+        if defaults:
+            content["defaults"] = defaults
+        return Document(document.name, content, document.lines)
+
+    def _root(self, document: Document) -> Document:
+        """Ours, with the command line's choices a second time at the end, after the recipe."""
+        entries = [
+            {RECIPE: str(self.config_file)} if _is_recipe(entry) and self.config_file else entry
+            for entry in document.content["defaults"]
+        ]
+        last = [
+            f"{SCHEMA}/{group}@{group}" if option is None else f"{group}/{option}"
+            for group, option in self.choices.items()
+            if group != RECIPE
+        ]
+        return Document(document.name, {"defaults": [SCHEMA, *entries, *last]}, document.lines)
+
+    def _check_header(self, path: Path, document: Document, group: str) -> None:
+        """Hydra's `# @package` would move the keys; we have one place for each."""
+        expected = "_global_" if group == RECIPE else "_group_"
+        for line, text in enumerate(path.read_text("utf-8-sig").splitlines(), 1):
+            found = re.match(r"#\s*@package\s+(\S+)", text)
+            if found and found[1] != expected:
+                message = (
+                    f"moves the file's keys with `@package {found[1]}`, which is not supported"
+                )
+                self.violations.append(
+                    Violation("", document.name, f"{document.name}:{line}", message)
+                )
+            if text.strip() and not text.startswith("#"):
+                return
+
+    def _known(
+        self, document: Document, content: dict[str, Any], section: str, path: str
+    ) -> dict[str, Any]:
+        """The part of a mapping that the schema declares."""
+        kept: dict[str, Any] = {}
+        for name, value in content.items():
+            dotted = f"{section}.{name}" if section else name
+            source = document.source(f"{path}{name}")
+            if name == "defaults" and not path:
+                continue
+            if "." in name:
+                nested = ": {".join(name.split(".")) + f": {shown(value)}" + "}" * name.count(".")
+                message = "is written with dots; in a file, each level is a mapping of its own"
+                self.violations.append(Violation(dotted, value, source, message, (nested,)))
+            elif dotted not in reference.declared() and dotted not in reference.sections():
+                file_section = section if not path else ""
+                self.violations.append(unknown_key(dotted, value, source, file_section))
+            elif isinstance(value, (str, int, float)) and not section and name in self.groups():
+                self.violations.append(self._option_as_key(name, value, source))
+            elif isinstance(value, dict) and dotted in reference.sections():
+                kept[name] = self._known(document, value, dotted, f"{path}{name}.")
+            elif problem := misplaced(dotted, value):
+                self.violations.append(Violation(dotted, value, source, problem))
+            else:
+                kept[name] = value
+        return kept
+
+    def _option_as_key(self, group: str, option: object, source: str) -> Violation:
+        """`model: llama-1b` at the left margin of a recipe, which means an option of the group."""
+        known = self.options(group)
+        near = (str(option),) if option in known else nearest(str(option), known) or tuple(known)
+        return Violation(
+            group, option, source, "chooses an option, which belongs in the recipe's list `defaults:`",
+            tuple(f"override /{group}: {name}" for name in near),
+            remedy="begin the recipe with a line `defaults:` and write the choice below it: "
+            f"`  - override /{group}: {near[0]}`",
+        )  # fmt: skip
+
+    def _defaults(self, document: Document, group: str, path: Path) -> list[Any]:
+        """The checked defaults list: what the file is based on, then groups it overrides."""
+        entries = document.content.get("defaults") or []
+        if not isinstance(entries, list):
+            self._wrong_entry(document, "defaults", entries, "must be a list of files")
+            return []
+        bases: list[Any] = []
+        overrides: list[Any] = []
+        for index, entry in enumerate(entries):
+            where = f"defaults.{index}"
+            if isinstance(entry, str):
+                bases += self._base(document, where, entry, group, path)
+            elif isinstance(entry, dict) and len(entry) == 1:
+                overrides += self._override(document, where, *next(iter(entry.items())), group)
+            else:
+                message = "takes a name, or `override /group: option`"
+                self._wrong_entry(document, where, entry, message)
+        return bases + overrides
+
+    def _base(
+        self, document: Document, where: str, entry: str, group: str, path: Path
+    ) -> list[str]:
+        if entry == "_self_":
+            return [entry]
+        if group == RECIPE and is_path(entry):
+            # Hydra looks a base up from the current folder; the author meant the file's own.
+            base = Path(path).parent / entry
+            if base.exists():
+                return [f"./{os.path.relpath(base)}"]
+        elif self.find(f"{group}/{entry}"):
+            return [entry]
+        near = nearest(entry, self.options(group))
+        self._wrong_entry(document, where, entry, f"names no {group} that exists", near)
+        return []
+
+    def _override(
+        self, document: Document, where: str, name: str, option: object, group: str
+    ) -> list[dict[str, str]]:
+        target = name.removeprefix("override ").strip().removeprefix("/")
+        if group != RECIPE or target not in self.groups() or target == RECIPE:
+            near = nearest(target, (g for g in self.groups() if g != RECIPE))
+            proposals = tuple(f"override /{g}: {option}" for g in near)
+            message = "names no group that a recipe can choose from"
+            if group != RECIPE:
+                message = "is possible in recipes only"
+            self._wrong_entry(document, where, f"{name}: {option}", message, proposals)
+            return []
+        if not isinstance(option, str) or self.find(f"{target}/{option}") is None:
+            near = nearest(str(option), self.options(target)) or tuple(self.options(target))
+            proposals = tuple(f"override /{target}: {n}" for n in near)
+            message = f"names no option of {target}"
+            self._wrong_entry(document, where, f"{name}: {option}", message, proposals)
+            return []
+        return [{f"override /{target}": option}]
+
+    def _wrong_entry(
+        self, document: Document, where: str, entry: object, message: str,
+        suggestions: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        source = document.source(where)
+        self.violations.append(Violation("defaults", entry, source, message, suggestions))
+
+
+def misplaced(key: str, value: object) -> str:
+    """What is wrong with a value whatever its key's type is; empty if nothing."""
+    if isinstance(value, list) and not reference.declared()[key].takes_list:
+        return "takes no list"
+    if isinstance(value, dict) and not reference.is_mapping(key):
+        return "takes one value, no mapping"
+    return interpolation.problem(key, value)
+
+
+def is_path(name: str) -> bool:
+    """Whether a recipe is given as a file rather than by name."""
+    return name.endswith((".yaml", ".yml")) or name.startswith(("/", "./", "../"))
+
+
+def display(path: Path) -> str:
+    """How messages call a file: short, and clear about whose it is."""
+    absolute = path.resolve()
+    for folder in packaged():
+        if absolute.is_relative_to(folder):
+            return f"nanoscale/{folder.name}/{absolute.relative_to(folder).as_posix()}"
+    here = Path.cwd()
+    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
+
+
+def _overridden(document: Document) -> Iterator[str]:
+    """The groups that a served recipe chooses from."""
+    for entry in document.content.get("defaults", []):
+        for name in entry if isinstance(entry, dict) else ():
+            if name.startswith("override /"):
+                yield name.removeprefix("override /")
+
+
+def _is_recipe(entry: object) -> bool:
+    return isinstance(entry, dict) and RECIPE in entry
+
+
+def _yaml_files(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from sorted(path for path in folder.rglob("*.yaml") if path.is_file())

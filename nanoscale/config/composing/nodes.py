@@ -1,0 +1,60 @@
+"""How many hosts a job takes: `launcher.nodes`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nanoscale.common.errors import Violation
+
+if TYPE_CHECKING:
+    from nanoscale.config.values.composed import Composed
+
+_RANGE = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
+
+
+def node_range(nodes: int | str | None) -> tuple[int, int] | None:
+    """The fewest and the most hosts; the same number twice where the job is not elastic.
+
+    Raises:
+        ValueError: neither `N` nor `MIN:MAX`; its text is the law, to follow the key.
+    """
+    if nodes is None:
+        return None
+    parts = _RANGE.fullmatch(str(nodes).strip())
+    if parts is None:
+        raise ValueError("must be a number of hosts, N, or MIN:MAX")
+    fewest, most = int(parts[1]), int(parts[2] or parts[1])
+    if fewest < 1:
+        raise ValueError("must be at least 1")
+    if fewest > most:
+        raise ValueError("has a MIN that is more than its MAX")
+    return fewest, most
+
+
+def elastic(nodes: int | str | None) -> bool:
+    """Whether the job goes on with fewer hosts; False where `nodes` is no legal value."""
+    try:
+        span = node_range(nodes)
+    except ValueError:
+        return False
+    return span is not None and span[0] < span[1]
+
+
+def violation(composed: Composed) -> Violation | None:
+    """What is wrong with `launcher.nodes`, if anything."""
+    nodes, key = composed.config.launcher.nodes, "launcher.nodes"
+    try:
+        node_range(nodes)
+    except ValueError as law:
+        return Violation(key, nodes, composed.source(key), str(law), tuple(_meant(str(nodes))))
+    return None
+
+
+def _meant(text: str) -> Iterator[str]:
+    """`2-4`, `2..4` and `4:2` mean a range, and 0 the fewest."""
+    parts = [part for part in re.split(r"[^0-9A-Za-z]+", text) if part]
+    if 1 <= len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts):
+        numbers = sorted(max(1, int(part)) for part in parts)
+        yield f"launcher.nodes={':'.join(map(str, numbers))}"

@@ -1,0 +1,296 @@
+"""The override words of a command line, read with Hydra's own grammar and held against the schema.
+
+Hydra's messages for a mistyped key lead into its `+` and `++` prefixes, which bypass every check.
+Here a word that names nothing is refused with what it may have meant, whatever its prefix.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.composing.library import RECIPE, Library, is_path, misplaced
+from nanoscale.config.suggest import nearest, nearest_key
+from nanoscale.config.values.convert import fits, unknown_key
+from nanoscale.config.values.equivalents import equivalent
+from nanoscale.config.values.provenance import COMMAND_LINE
+from nanoscale.config.violations import override as to_override
+from nanoscale.config.violations import quoted, shown
+
+_FILTERS = ("launcher.include", "launcher.exclude")
+"""keys whose values hold commas, by which Hydra divides several values"""
+_FEW = 10
+"""as many options are listed, whatever is near"""
+
+
+@dataclass
+class Words:
+    """What the words ask for."""
+
+    choices: dict[str, str | None] = field(default_factory=dict)
+    """group → option; null where `~group` deletes the choice"""
+    settings: list[tuple[str, Any]] = field(default_factory=list)
+    """dotted key → raw value, in the order given"""
+    typed: dict[str, str] = field(default_factory=dict)
+    """key or group → the text after its last `=`"""
+    violations: list[Violation] = field(default_factory=list)
+
+    def for_hydra(self) -> list[str]:
+        """The choices of groups, which decide what is merged, and in which order."""
+        return [
+            f"~{group}" if option is None else f"{group}={quoted(option)}"
+            for group, option in self.choices.items()
+            if option is not None or group != RECIPE
+        ]
+
+    def touched(self) -> frozenset[str]:
+        """Every key that the words decide, by name or by their group."""
+        keys = reference.declared()
+        prefixes = tuple(f"{group}." for group in self.choices if group != RECIPE)
+        by_group = {key for key in keys if key.startswith(prefixes)} if prefixes else set()
+        return frozenset(by_group | {key for key, _ in self.settings})
+
+
+def read_words(words: Sequence[str], library: Library) -> Words:
+    """Parse and check every word; what is wrong is left out and listed in `violations`."""
+    result = Words()
+    parser = OverridesParser.create()
+    for word in words:
+        if not word.partition("=")[0]:
+            problem = Violation(word or "''", None, COMMAND_LINE, "is no KEY=VALUE")
+            result.violations.append(problem)
+            continue
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            result.violations.append(_unreadable(word, library, parser))
+            continue
+        result.typed[override.key_or_group] = word.partition("=")[2]
+        result.violations += _take(override, library, result)
+    return result
+
+
+def with_good_advice(violation: Violation, asked: Words, library: Library) -> Violation:
+    """Return the violation with its value as it was typed, without overrides that would be refused in turn."""
+    typed = asked.typed.get(violation.key, "") if violation.source == COMMAND_LINE else ""
+    good = (text for text in violation.suggestions if _is_accepted(text, library))
+    if typed and isinstance(violation.value, float):  # 1e-4, not 0.0001
+        end = f"={shown(violation.value)}"
+        good = (
+            text.removesuffix(end) + f"={typed}" if text.endswith(end) else text for text in good
+        )
+    return replace(violation, suggestions=tuple(good), typed=violation.typed or typed)
+
+
+def _is_accepted(advice: str, library: Library) -> bool:
+    """Whether overrides to type instead are right by themselves; True for all other advice."""
+    try:
+        overrides = shlex.split(advice)
+    except ValueError:
+        return False
+    if not overrides or not all("=" in word or word.startswith("~") for word in overrides):
+        return True
+    tried = read_words(overrides, library)
+    return not tried.violations and all(
+        key not in reference.declared() or "${" in str(value) or fits(key, value)
+        for key, value in tried.settings
+    )
+
+
+def _take(override: Override, library: Library, into: Words) -> Iterator[Violation]:
+    """Add one parsed word to `into`, or say why not."""
+    key = override.key_or_group
+    text = override.input_line or key
+    value = None if override.is_sweep_override() else _with_text_keys(override.value())
+    if override.is_sweep_override():
+        yield _sweep(override, text)
+    elif key == "hydra" or override.is_hydra_override():
+        yield Violation(
+            key, value, COMMAND_LINE, "belongs to Hydra, whose own settings are not used"
+        )
+    elif override.package is not None:
+        message = "moves a group to another place, which is not supported"
+        moved = f"{key}@{override.package}"
+        yield Violation(moved, value, COMMAND_LINE, message, (to_override(key, value),))
+    elif override.is_delete():
+        yield from _delete(key, value, library, into)
+    elif key in library.groups() and not isinstance(value, dict):
+        yield from _choose(key, value, library, into)
+    else:
+        yield from _set(key, value, library, into)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The value with mappings as YAML files have them here, whose keys are always texts."""
+    if isinstance(value, dict):
+        return {
+            name if isinstance(name, str) else shown(name): _with_text_keys(entry)
+            for name, entry in value.items()
+        }
+    return [_with_text_keys(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _choose(group: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if value is None and group == RECIPE:
+        into.choices.pop(RECIPE, None)
+    elif isinstance(value, str) and library.find(f"{group}/{value}") is not None:
+        into.choices[group] = value
+    elif isinstance(value, list):
+        near = tuple(f"{group}={option}" for option in value if isinstance(option, str))
+        yield Violation(group, value, COMMAND_LINE, "takes one option", near)
+    elif group == RECIPE and isinstance(value, str) and is_path(value):
+        folder, slash, name = value.rpartition("/")
+        beside = [path.name for path in Path(folder + slash).glob("*.yaml")]
+        close = [folder + slash + other for other in nearest(name, beside)]
+        close += nearest(Path(name).stem, library.options(RECIPE))
+        proposals = tuple(f"{group}={option}" for option in close[:3])
+        yield Violation(group, value, COMMAND_LINE, "is a file that does not exist", proposals)
+    else:
+        options = library.options(group)
+        near = nearest(shown(value), options)
+        message = f"is no {group} that there is"
+        if not near or len(options) <= _FEW:
+            message += "; there are " + ", ".join(options)
+        proposals = tuple(to_override(group, option) for option in near)
+        yield Violation(group, value, COMMAND_LINE, message, proposals)
+
+
+def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if (mapping := reference.mapping_around(key)) is not None:
+        if problem := misplaced(mapping, {key: value}):
+            yield Violation(key, value, COMMAND_LINE, problem)
+        else:
+            into.settings.append((key, value))
+    elif key not in reference.declared() and key not in reference.sections():
+        yield _unknown(key, value, library)
+    elif isinstance(value, dict) and key in reference.sections():
+        for name, inner in value.items():
+            yield from _set(f"{key}.{name}", inner, library, into)
+    elif key not in reference.declared():
+        first = next(iter(reference.members(reference.sections()[key])))
+        message = f"is a section: set its keys, as in {key}.{first}=…"
+        yield Violation(key, value, COMMAND_LINE, message)
+    elif problem := misplaced(key, value):
+        yield Violation(key, value, COMMAND_LINE, problem)
+    else:
+        into.settings.append((key, value))
+
+
+def _delete(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
+    if key == RECIPE:
+        into.choices.pop(RECIPE, None)
+    elif value is not None:
+        yield Violation(f"~{key}", value, COMMAND_LINE, "deletes without a value", (f"~{key}",))
+    elif key in library.groups():
+        into.choices[key] = None
+    elif key in reference.declared():
+        into.settings.append((key, reference.declared()[key].default))
+    elif key in reference.sections():
+        for name, default in reference.defaults(reference.sections()[key]).items():
+            into.settings.append((f"{key}.{name}", default))
+    else:
+        known = [*library.groups(), *reference.declared()]
+        near = tuple(f"~{name}" for name in nearest_key(key, known))
+        yield Violation(f"~{key}", None, COMMAND_LINE, "deletes nothing that exists", near)
+
+
+def _unknown(key: str, value: object, library: Library) -> Violation:
+    """An unknown key on the command line, where it may be a group as well."""
+    if "/" in key:
+        group, _, option = key.partition("/")
+        message = "is no key; a group's option is chosen with `=`"
+        advice = (to_override(group, option), to_override(group, value))
+        return Violation(key, value, COMMAND_LINE, message, advice)
+    plain = unknown_key(key, value, COMMAND_LINE)
+    if equivalent(key) is not None:
+        return plain
+    named = nearest(key, library.groups()) if "." not in key else ()
+    groups = (to_override(group, value) for group in named)
+    suggestions = tuple(dict.fromkeys([*groups, *plain.suggestions]))[:3]
+    return replace(plain, suggestions=suggestions)
+
+
+def _sweep(override: Override, text: str) -> Violation:
+    key = override.key_or_group
+    message = "is given several values, and one run takes one"
+    raw = text.partition("=")[2]
+    first = raw.partition(",")[0]
+    if key in reference.declared() and reference.declared()[key].takes_list:
+        return Violation(key, raw, COMMAND_LINE, "takes a list in brackets", (f"'{key}=[{raw}]'",))
+    if "," not in raw or "(" in raw:
+        return Violation(key, raw, COMMAND_LINE, message)
+    if key in _FILTERS:
+        message = "needs quotes of its own for its comma, inside those of the shell"
+        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=\"{raw}\"'",))
+    suggestions = (f"{key}={first}", f"'{key}=\"{raw}\"'")
+    return Violation(key, raw, COMMAND_LINE, message, suggestions)
+
+
+def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violation:
+    """A word outside Hydra's grammar: most often a lone name, or a value that needs quotes."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
+    if not equals:
+        return Violation(
+            word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
+        )
+    try:
+        parser.parse_override(f"{key}={quoted(value)}")
+    except HydraException:
+        names = tuple(to_override(near, value) for near in nearest_key(name, reference.declared()))
+        return Violation(word, None, COMMAND_LINE, "cannot be read as KEY=VALUE", names)
+    if name not in library.groups() and not _is_key(name):
+        return _unknown(name, value, library)
+    message = "has a value that needs quotes of its own, inside those of the shell"
+    if value[:1] in _BRACKETS and (missing := _missing_brackets(value)):
+        message = f"has a bracket that is not closed: `{missing}` is missing"
+        return Violation(name, value, COMMAND_LINE, message, (shlex.quote(word + missing),))
+    if value[:1] + value[-1:] == "[]":
+        entries = [entry.strip() for entry in value[1:-1].split(",")]
+        advice = shlex.quote(f"{key}={quoted(entries)}")
+        return Violation(name, value, COMMAND_LINE, message, (advice,))
+    return Violation(name, value, COMMAND_LINE, message, (to_override(key, value),))
+
+
+def _is_key(name: str) -> bool:
+    known = name in reference.declared() or name in reference.sections()
+    return known or reference.mapping_around(name) is not None
+
+
+_BRACKETS = {"{": "}", "[": "]", "(": ")"}
+
+
+def _missing_brackets(value: str) -> str:
+    """The closing brackets that the end of a value lacks; quoted ones count as well, which is rarely wrong."""
+    open_ones: list[str] = []
+    for character in value:
+        if character in _BRACKETS:
+            open_ones.append(_BRACKETS[character])
+        elif open_ones and character == open_ones[-1]:
+            open_ones.pop()
+    return "".join(reversed(open_ones))
+
+
+def _meanings(word: str, library: Library) -> Iterator[str]:
+    """What a lone word may have meant."""
+    for group in [RECIPE, *(group for group in library.groups() if group != RECIPE)]:
+        if library.find(f"{group}/{word}") is not None:
+            yield f"{group}={word}"
+            return
+    if word in library.groups():
+        for option in list(library.options(word))[:3]:
+            yield f"{word}={option}"
+        return
+    for recipe in nearest(word, library.options(RECIPE), 1):
+        yield f"{RECIPE}={recipe}"
+    for key in nearest_key(word, reference.declared(), 2):
+        yield to_override(key, reference.example(key))

@@ -1,0 +1,105 @@
+"""Words that give a key several values, `optimizer.lr=1e-3,3e-4`: one run for each of their combinations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.errors import HydraException
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.values.provenance import COMMAND_LINE
+from nanoscale.config.violations import refuse
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the runs that the words ask for."""
+
+    words: tuple[str, ...]
+    """each with one value"""
+    chosen: dict[str, str]
+    """of every key or group that was given several values, the one of this run"""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    key: str
+    values: tuple[str, ...]
+    words: tuple[str, ...]
+
+
+def expand(words: Sequence[str]) -> list[Variant]:
+    """The runs that the words ask for, the last word varying fastest; one where none has several values.
+
+    Words that cannot be read are left as they are, for `compose` to refuse.
+
+    Raises:
+        UserError: a word asks for values other than by listing them, or lists what no runs differ in.
+    """
+    parser = OverridesParser.create()
+    violations: list[Violation] = []
+    choices = [_read(word, parser, violations) for word in words]
+    swept = [choice.key for choice in choices if len(choice.words) > 1]
+    for key in dict.fromkeys(key for key in swept if swept.count(key) > 1):
+        violations.append(Violation(key, None, COMMAND_LINE, "is given several values twice"))
+    if violations:
+        refuse(violations)
+    variants = []
+    for places in product(*(range(len(choice.words)) for choice in choices)):
+        picked = list(zip(choices, places, strict=True))
+        chosen = {c.key: c.values[place] for c, place in picked if len(c.words) > 1}
+        variants.append(Variant(tuple(c.words[place] for c, place in picked), chosen))
+    return variants
+
+
+def _read(word: str, parser: OverridesParser, violations: list[Violation]) -> _Choice:
+    alone = _Choice(word, (), (word,))
+    try:
+        override = parser.parse_override(word)
+    except HydraException:
+        return alone
+    if not override.is_sweep_override():
+        return alone
+    problem = _problem(override, word)
+    if problem is not None:
+        violations.append(problem)
+        return alone
+    values = tuple(override.sweep_string_iterator())
+    key = override.get_key_element()
+    return _Choice(key.lstrip("+"), values, tuple(f"{key}={value}" for value in values))
+
+
+def _problem(override: Override, word: str) -> Violation | None:
+    key, raw = override.key_or_group, word.partition("=")[2]
+    value = override.value()
+    if not isinstance(value, ChoiceSweep) or value.shuffle or value.tags:
+        message = "is to have several values: they are listed, with commas between them"
+        return Violation(key, raw, COMMAND_LINE, message, (f"{key}=A,B,C",))
+    values = list(override.sweep_string_iterator())
+    if len(set(values)) < len(values):
+        message = "is given one value twice, and its runs would be the same"
+        once = ",".join(dict.fromkeys(values))
+        return Violation(key, raw, COMMAND_LINE, message, (f"{key}={once}",))
+    is_text = any(isinstance(one, str) for one in value.list)
+    text = (f"'{key}=\"{raw}\"'",) if value.simple_form and is_text and '"' not in raw else ()
+    text = text if is_text else (f"{key}={values[0]}",)
+    if key == "run" or key.startswith("run."):
+        message = "is the same for all runs of an array, which are numbered"
+        return Violation(key, raw, COMMAND_LINE, message, text)
+    if key == "launcher" or key.startswith("launcher."):
+        message = "is the same for all runs of an array: one script asks for what they need"
+        return Violation(key, raw, COMMAND_LINE, message, text)
+    declared = reference.declared().get(key)
+    if declared is not None and declared.takes_list and not _lists(value):
+        message = "takes a list in brackets"
+        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=[{raw}]'",))
+    return None
+
+
+def _lists(value: ChoiceSweep) -> bool:
+    return all(isinstance(entry, list) or entry is None for entry in value.list)

@@ -1,0 +1,151 @@
+"""`model=hf`: a causal language model whose code is transformers', described by its config.json.
+
+The configuration holds the whole of config.json, so that a run no longer needs the file, and beside it the
+sizes that the laws and the tables ask for. Nothing here imports transformers: whether it knows the model is
+asked of another process, before a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.hf.pretrained import NoSuchModelError, locate, refuse_model
+from nanoscale.config.hf.shape import UnsupportedError, read_config, require_causal
+from nanoscale.config.schema import Model
+from nanoscale.config.violations import override, refuse, shown
+
+if TYPE_CHECKING:
+    from nanoscale.config.values.composed import Composed
+
+KEY = "model.name"
+Json = dict[str, Any]
+
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+    "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+}
+"""our keys, and what config.json may call them"""
+_OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters")
+"""keys of the model that mean something here"""
+
+
+def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
+    """Where the shape is from, and the values of the model's keys.
+
+    Args:
+        frozen: the configuration is that of a run, which holds config.json already.
+
+    Raises:
+        UserError: there is no such model, it is none that predicts the next token, or it is another than keys
+            that were said beside it have it.
+    """
+    model = composed.config.model
+    try:
+        source, document = composed.source("model.hf_config"), model.hf_config
+        if not frozen:
+            folder = _folder(composed)
+            source, document = str(folder / "config.json"), _merged(read_config(folder), document)
+        require_causal(document)
+    except (NoSuchModelError, UnsupportedError) as error:
+        refuse_model(composed, KEY, model.name, error)
+    known = sizes(document)
+    values = {name: getattr(Model(), name) for name in _shape_keys()} | _sizes(
+        composed, known, kept=frozen
+    )
+    if violations := list(_conflicts(composed, values, known, source)):
+        refuse(violations, kind="model")
+    return source, values | {"hf_config": document}
+
+
+def sizes(document: Json) -> Json:
+    """Those of our keys that config.json speaks of."""
+    found = {}
+    for ours, names in _SIZES.items():
+        numbers = [document[name] for name in names if type(document.get(name)) is int]
+        if numbers and numbers[0] > 0:
+            found[ours] = numbers[0]
+    if isinstance(document.get("tie_word_embeddings"), bool):
+        found["tie_embeddings"] = document["tie_word_embeddings"]
+    return found
+
+
+def has_experts(document: Json) -> bool:
+    """Whether tokens pass through a part of the parameters only."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(document.get(name) for name in names)
+
+
+def _folder(composed: Composed) -> Path:
+    name = composed.config.model.name
+    if not name:
+        raise NoSuchModelError("model=hf needs a folder, or a name at Hugging Face: model.name=…")
+    return locate(name, weights=False)
+
+
+def _merged(document: Json, said: Json) -> Json:
+    result = dict(document)
+    for name, value in said.items():
+        both = isinstance(result.get(name), dict) and isinstance(value, dict)
+        result[name] = _merged(result[name], value) if both else value
+    return result
+
+
+def _shape_keys() -> list[str]:
+    return [field.name for field in fields(Model) if field.name not in _OWN_WORDS]
+
+
+def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
+    """What is known; else what was said, or what a run has `kept`; else the least."""
+    model = composed.config.model
+    least = {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1}
+    said = {name: getattr(model, name) for name in _SIZES if kept or _said(composed, name)}
+    if "vocab" not in known and "vocab" not in said:
+        message = (
+            "config.json has no vocab_size: say how many rows its embedding has, model.vocab=…"
+        )
+        refuse([Violation(KEY, model.name, composed.source(KEY), message)], kind="model")
+    return least | {"max_seq_len": composed.config.train.seq_len} | said | known
+
+
+def _conflicts(composed: Composed, values: Json, known: Json, source: str) -> Iterator[Violation]:
+    """Keys that were said, and either are otherwise in config.json or mean nothing here."""
+    for name in _shape_keys():
+        mine, given = getattr(composed.config.model, name), values[name]
+        if mine == given or mine is None or not _said(composed, name):
+            continue
+        key, instead = f"model.{name}", tuple[str, ...]()
+        if name in known:
+            message = f"is {shown(given)} in {source}"
+            within = next(it for it in (*_SIZES.get(name, ()), "tie_word_embeddings") if it)
+            instead = (override(key, given), override(f"model.hf_config.{within}", mine))
+        else:
+            message = "shapes nanoscale's own transformer, and model=hf would ignore it"
+        shown_value = mine if key in reference.declared() else "…"
+        yield Violation(key, shown_value, _writer(composed, key), message, instead)
+
+
+def _writer(composed: Composed, key: str) -> str:
+    keys = [k for k in composed.history if f"{k}.".startswith(f"{key}.")]
+    return next((composed.source(k) for k in reversed(keys)), "")
+
+
+def _said(composed: Composed, name: str) -> bool:
+    """Whether somebody set a key who ranks no lower than whoever chose the model.
+
+    A recipe's shape gives way to a model that is named on the command line.
+    """
+    chosen_by_hand = composed.by_hand(KEY) or "model=hf" in composed.words
+    said = composed.by_hand if chosen_by_hand else composed.asked_for
+    keys = [key for key in composed.history if f"{key}.".startswith(f"model.{name}.")]
+    return any(map(said, keys))

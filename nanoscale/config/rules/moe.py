@@ -1,0 +1,65 @@
+"""Laws of mixtures of experts and of the ranks that share the experts out."""
+
+from __future__ import annotations
+
+import math
+
+from nanoscale.config.rules.resolution import Case, counted, listed, near_divisors
+
+_KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
+
+
+def check_experts(case: Case, dp: int) -> None:
+    model, layout = case.config.model, case.config.parallel
+    if model.experts == 0:
+        for key in (*_KEYS, "parallel.ep"):
+            case.refuse_idle("config", key, "model.experts=0")
+        return
+    if model.balance == "none":
+        case.refuse_idle("config", "model.balance_rate", "model.balance=none")
+    _check_shape(case)
+    if layout.ep > 1:
+        _check_degree(case, dp)
+
+
+def _check_shape(case: Case) -> None:
+    model = case.config.model
+    if model.experts_per_token > model.experts:
+        case.refuse(
+            "config",
+            "model.experts_per_token",
+            f"is more than model.experts={model.experts}",
+            f"model.experts_per_token={min(2, model.experts)}",
+            f"model.experts={model.experts_per_token}",
+        )
+    if model.mlp != "swiglu":
+        message = "is the block of a dense model; experts are gated"
+        case.refuse("config", "model.mlp", message, "model.mlp=swiglu")
+    if model.bias:
+        message = "gives every linear layer a bias, and experts have none"
+        case.refuse("config", "model.bias", message, "model.bias=false")
+    if case.config.precision.fp8:
+        message = "would leave the experts' products, most of all there are, in 16 bits"
+        case.refuse("config", "precision.fp8", message, "precision.fp8=false")
+
+
+def _check_degree(case: Case, dp: int) -> None:
+    model, layout = case.config.model, case.config.parallel
+    ep, ranks = layout.ep, dp // layout.dp_replicate * layout.cp
+    if model.experts % ep == 0 and ranks % ep == 0:
+        return
+    laws = []
+    if model.experts % ep:
+        laws.append(f"model.experts={model.experts}")
+    if ranks % ep:
+        laws.append(f"the {counted(ranks, 'rank')} that it is taken from, (dp/dp_replicate)·cp")
+    enough = ep * layout.dp_replicate
+    case.refuse(
+        "layout",
+        "parallel.ep",
+        f"must divide {listed(laws)}",
+        *(f"parallel.ep={n}" for n in near_divisors(math.gcd(model.experts, ranks), ep)),
+        f"parallel.dp={enough}"
+        if model.experts % ep == 0 and case.config.train.global_batch % enough == 0
+        else None,
+    )

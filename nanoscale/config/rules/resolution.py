@@ -1,0 +1,129 @@
+"""A request on trial, and the arithmetic of legal neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from importlib.util import find_spec
+from typing import Any
+
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import Violation
+from nanoscale.common.versions import install_command
+from nanoscale.config import hostnames, reference
+from nanoscale.config.machines import Host
+from nanoscale.config.schema import Config
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import override
+
+
+@dataclass
+class Case:
+    """What was asked for, and what was found wrong with it so far."""
+
+    composed: Composed
+    devices: Devices
+    """of this machine"""
+    hosts: tuple[Host, ...] = ()
+    """those that the ranks are started on, where they are not simply this machine"""
+    violations: list[Violation] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
+
+    @property
+    def config(self) -> Config:
+        return self.composed.config
+
+    @cached_property
+    def remote(self) -> bool:
+        """Whether ranks are started on other machines, whose devices are not known here."""
+        if self.config.launcher.name == "slurm":
+            return bool(self.hosts)
+        return any(not hostnames.is_here(host.name) for host in self.hosts)
+
+    @property
+    def slots(self) -> int:
+        """The ranks that the hosts take together."""
+        return sum(host.slots for host in self.hosts)
+
+    def decide(self, **sections: Any) -> None:
+        """Let the laws that follow see sections with what was open in them resolved."""
+        self.composed = replace(self.composed, config=replace(self.config, **sections))
+
+    def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
+        """Record a violation of `key` as it was set."""
+        value = reduce(getattr, key.split("."), self.config)
+        proposals = tuple(dict.fromkeys(text for text in suggestions if text))
+        typed, source = self.composed.as_typed(key), self.composed.source(key)
+        self.add(kind, Violation(key, value, source, message, proposals, typed=typed))
+
+    def add(self, kind: str, violation: Violation) -> None:
+        self.violations.append(violation)
+        self.kinds.add(kind)
+
+    def refuse_idle(self, kind: str, key: str, beside: str, *instead: str | None) -> None:
+        """Nothing is silently ignored: refuse a key that means nothing beside another's value."""
+        usual = reference.declared()[key].default
+        if reduce(getattr, key.split("."), self.config) != usual:
+            message = f"does not concern {beside} and would be ignored"
+            # A mapping is merged into what is there: no override empties it.
+            usually = None if isinstance(usual, dict) else override(key, usual)
+            self.refuse(kind, key, message, usually, *instead)
+
+    def more_rows(self, rows: int) -> str | None:
+        """The override for a longer embedding, which a model that is loaded cannot have."""
+        model = self.config.model
+        loaded = model.source == "hf" or model.init_from is not None
+        return None if loaded else f"model.vocab={rows}"
+
+    @property
+    def same_python(self) -> bool:
+        """True if the ranks run with this interpreter, so that its packages are theirs."""
+        cluster = self.config.cluster
+        return not (self.remote or cluster.python or cluster.pythons)
+
+    def require_for_ranks(self, key: str, package: str, name: str, *instead: str) -> None:
+        """Refuse a key that needs a package which the ranks do not have.
+
+        Only the preflight checks can tell what an interpreter on other hosts has installed.
+        """
+        if self.same_python:
+            self.require(key, package, name, *instead)
+
+    def require(self, key: str, package: str, name: str, *instead: str) -> None:
+        """Refuse a key that needs a package of an extra which is not installed."""
+        if find_spec(package) is None:
+            message = f"needs {name}, which is not installed: {install_command(package)}"
+            self.refuse("config", key, message, *instead)
+
+
+def near_divisors(number: int, value: int) -> list[int]:
+    """The divisors of `number` around `value`: the largest not above it, the smallest not below."""
+    all_of_them = list(divisors(number))
+    below = [n for n in all_of_them if n <= value]
+    above = [n for n in all_of_them if n >= value]
+    return list(dict.fromkeys([*below[-1:], *above[:1]]))
+
+
+def divisors(number: int) -> Iterator[int]:
+    """In rising order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    yield from small
+    yield from (number // n for n in reversed(small) if n * n != number)
+
+
+def near_multiples(step: int, value: int) -> list[int]:
+    """The multiples of `step` around `value`, without 0."""
+    below = value // step * step
+    return [n for n in (below, below + step) if n > 0]
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,0 +1,279 @@
+"""From plain data to the typed configuration, strictly, gathering everything that is wrong."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Literal, get_args, get_origin
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import reference
+from nanoscale.config.schema import Config
+from nanoscale.config.suggest import nearest, nearest_key
+from nanoscale.config.values.equivalents import Equivalent, equivalent
+from nanoscale.config.violations import override, refuse, shown
+
+Source = Callable[[str], str]
+"""dotted key → where its value came from"""
+
+_SUFFIXES = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+_SCALED = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)([kMGT]?)")
+
+
+def to_config(raw: Mapping[str, Any], source: Source) -> Config:
+    """Build the configuration; a key that is absent has its default.
+
+    Raises:
+        UserError: with every unknown key and every value of a wrong type or out of bounds.
+    """
+    config, violations = convert(raw, source)
+    if violations:
+        refuse(violations)
+    return config
+
+
+def convert(raw: Mapping[str, Any], source: Source) -> tuple[Config, list[Violation]]:
+    """The same, but what is wrong is handed back and stands at its default in the result."""
+    violations: list[Violation] = []
+    return _section(Config, "", raw, source, violations), violations
+
+
+def unknown_key(name: str, value: object, source: str, file_section: str = "") -> Violation:
+    """The violation of naming a key that the schema does not declare."""
+    message, advice = _elsewhere(name, value)
+    if message:
+        return Violation(name, value, source, message, advice)
+    section, _, leaf = name.rpartition(".")
+    sections = reference.sections()
+    known = [key for key in reference.declared() if not section or key.startswith(f"{section}.")]
+    near = nearest_key(name, known) or nearest_key(name, reference.declared())
+    if not near and section:
+        near = nearest_key(name, known, cutoff=0.5)
+    message = "is no key"
+    if not near and section in sections:
+        of = section or "the configuration"
+        message = f"is no key; {of} has " + ", ".join(reference.members(sections[section]))
+    if file_section and leaf == file_section:
+        message += f": in a file of the group {file_section}, its keys stand at the left margin"
+    if isinstance(value, Mapping):
+        near = nearest(leaf, [part for part in sections if part])
+        return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
+    return Violation(name, value, source, message, tuple(_settings(near, value))[:3])
+
+
+def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
+    """The overrides that give the value to those of the keys that admit it."""
+    return (override(key, value) for key in keys if fits(key, value))
+
+
+def _elsewhere(name: str, value: object) -> tuple[str, tuple[str, ...]]:
+    """What to say and to type instead of a name that another trainer uses; empty for other names."""
+    if isinstance(value, Mapping):
+        inner = [_elsewhere(f"{name}.{leaf}", of_leaf) for leaf, of_leaf in value.items()]
+        overrides = [advice[0] for _, advice in inner if advice and "=" in advice[0]]
+        if overrides:
+            return "is no key", (" ".join(overrides),)
+    meant = equivalent(name)
+    if meant is not None:
+        advice = meant.commands or tuple(_answers(meant, value))
+        if not advice and meant.keys:  # with a value of its own
+            advice = tuple(f"nanoscale config explain {key}" for key in meant.keys)
+        return f"is no key{'; it ' if meant.note else ''}{meant.note}", advice
+    return "", ()
+
+
+def _answers(meant: Equivalent, value: object) -> Iterator[str]:
+    if meant.keys:
+        yield from _settings(meant.keys, value)
+        return
+    text = shown(value).lower().split()[0] if shown(value).split() else ""
+    found = meant.overrides.get(text, meant.overrides.get(""))
+    yield from [found] if found is not None else dict.fromkeys(meant.overrides.values())
+
+
+def _section(
+    kind: type, prefix: str, raw: Mapping[str, Any], source: Source, violations: list[Violation]
+) -> Any:
+    members = reference.members(kind)
+    for name in raw:
+        if name not in members:
+            dotted = f"{prefix}{name}"
+            violations.append(unknown_key(dotted, raw[name], source(dotted)))
+    values = {}
+    for name, (annotation, _) in members.items():
+        if name not in raw:
+            continue
+        dotted = f"{prefix}{name}"
+        inner = reference.section_of(annotation)
+        if inner is not None and isinstance(raw[name], Mapping):
+            values[name] = _section(inner, f"{dotted}.", raw[name], source, violations)
+        elif inner is not None and not (raw[name] is None and reference.optional(annotation)):
+            message = f"is a section: set its keys, as in {_example(dotted)}"
+            violations.append(Violation(dotted, raw[name], source(dotted), message))
+        else:
+            try:
+                values[name] = value_of(dotted, raw[name])
+            except _WrongError as wrong:
+                violations.append(
+                    Violation(dotted, raw[name], source(dotted), wrong.message, wrong.suggestions)
+                )
+    return kind(**values)
+
+
+def _example(section: str) -> str:
+    first = next(iter(reference.members(reference.sections()[section])))
+    return f"{section}.{first}=…"
+
+
+class _WrongError(Exception):
+    def __init__(self, message: str, suggestions: tuple[str, ...] = ()) -> None:
+        self.message = message
+        self.suggestions = suggestions
+
+
+def value_of(name: str, raw: object) -> object:
+    """The typed value of a key that is no section."""
+    key = reference.declared()[name]
+    for choice in reference.alternatives(key.annotation):
+        matches, value = _match(choice, raw, key)
+        if matches:
+            _within_bounds(key, value)
+            return value
+    raise _WrongError(f"must be {key.type}{_scale(key)}", _repairs(key, raw))
+
+
+def fits(name: str, raw: object) -> bool:
+    """Whether a key that is no section admits a value."""
+    try:
+        value_of(name, raw)
+    except _WrongError:
+        return False
+    return True
+
+
+def _match(choice: Any, raw: object, key: reference.Key) -> tuple[bool, object]:
+    if get_origin(choice) is Literal:
+        fits = any(raw == value and type(raw) is type(value) for value in get_args(choice))
+        return fits, raw
+    if choice is type(None):
+        return raw is None, None
+    if choice is int:
+        return _integer(raw, key)
+    if choice is float:
+        number = isinstance(raw, (int, float)) and not isinstance(raw, bool)
+        return (True, float(raw)) if number and math.isfinite(raw) else (False, None)  # type: ignore[arg-type]
+    if choice is bool:
+        return isinstance(raw, bool), raw
+    if choice == list[int]:
+        return _integers(raw, key)
+    if choice == list[str]:
+        return isinstance(raw, list) and all(isinstance(entry, str) for entry in raw), raw
+    if choice == dict[str, Any]:
+        return isinstance(raw, dict) and all(isinstance(name, str) for name in raw), raw
+    return choice is str and isinstance(raw, str) and raw != "???", raw
+
+
+def _integer(raw: object, key: reference.Key) -> tuple[bool, object]:
+    if isinstance(raw, bool):
+        return False, None
+    if isinstance(raw, int):
+        return True, raw
+    if key.scaled == "no":
+        return False, None
+    if isinstance(raw, float) and raw.is_integer():
+        return True, int(raw)
+    return _scaled(raw, key) if isinstance(raw, str) else (False, None)
+
+
+def _integers(raw: object, key: reference.Key) -> tuple[bool, object]:
+    matches = [_integer(entry, key) for entry in raw] if isinstance(raw, list) else []
+    return bool(matches) and all(fits for fits, _ in matches), [value for _, value in matches]
+
+
+def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
+    """`32k` and the like."""
+    parts = _SCALED.fullmatch(text)
+    if parts is None:
+        return False, None
+    base = 1024 if key.scaled == "binary" else 1000
+    value = float(parts[1]) * base ** _SUFFIXES[parts[2]]
+    return (True, int(value)) if value.is_integer() else (False, None)
+
+
+def _scale(key: reference.Key) -> str:
+    match key.scaled:
+        case "decimal":
+            return " (1e3, 5k, 2M, 1G and 1T may be written; k is 1000)"
+        case "binary":
+            return " (32k may be written; k is 1024)"
+    return ""
+
+
+def _within_bounds(key: reference.Key, value: object) -> None:
+    if isinstance(value, list):
+        _entries_within_bounds(key, [entry for entry in value if isinstance(entry, int)])
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    if key.at_least is not None and value < key.at_least:
+        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_least:g}",))
+    if key.at_most is not None and value > key.at_most:
+        raise _WrongError(f"must be {key.bounds}", (f"{key.name}={key.at_most:g}",))
+
+
+def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:
+    low = -math.inf if key.at_least is None else key.at_least
+    high = math.inf if key.at_most is None else key.at_most
+    if any(not low <= value <= high for value in values):
+        raise _WrongError(f"must be {key.type}, {key.bounds}")
+
+
+def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
+    """What to type instead of a value of the wrong type."""
+    choices = [
+        value
+        for choice in reference.alternatives(key.annotation)
+        if get_origin(choice) is Literal
+        for value in get_args(choice)
+    ]
+    if choices:
+        near = nearest(str(raw), map(str, choices)) or tuple(map(str, choices))
+        if isinstance(raw, bool):
+            near = tuple(map(str, choices))
+        return tuple(f"{key.name}={value}" for value in near)
+    kinds = reference.alternatives(key.annotation)
+    if list[str] in kinds:
+        return (override(key.name, [raw]),) if isinstance(raw, str) else ()
+    if key.takes_list:
+        return tuple(_as_list(key.name, raw))
+    if str in kinds and isinstance(raw, (int, float)):
+        return (override(key.name, shown(raw)),)
+    if int in kinds and isinstance(raw, float) and raw.is_integer():
+        return (f"{key.name}={int(raw)}",)
+    if int in kinds and isinstance(raw, str):
+        decimal = _SCALED.fullmatch(raw)
+        if decimal is not None:
+            whole = float(decimal[1]) * 1000 ** _SUFFIXES[decimal[2]]
+            return (f"{key.name}={int(whole)}",)
+    if float in kinds and isinstance(raw, str):
+        return _number_in(key.name, raw)
+    if bool in kinds:
+        return (f"{key.name}=true", f"{key.name}=false")
+    return ()
+
+
+def _as_list(name: str, raw: object) -> Iterator[str]:
+    """The override of a list, where its entries can be told: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
+    entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
+    with suppress(TypeError, ValueError):
+        numbers = [float(entry) for entry in entries]
+        if numbers and all(number.is_integer() for number in numbers):
+            yield override(name, [int(number) for number in numbers])
+
+
+def _number_in(name: str, raw: str) -> tuple[str, ...]:
+    try:
+        return (f"{name}={float(raw):g}",)
+    except ValueError:
+        return ()

@@ -1,0 +1,204 @@
+"""One YAML file, read as data: no tags, no duplicate keys, no bombs; every key knows its line.
+
+The scalars are those of YAML 1.2: `on`, `off`, `yes` and `no` are texts, `1e-4` is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from nanoscale.common.errors import Violation
+from nanoscale.config.violations import refuse
+
+LARGEST_FILE = 1 << 20
+LARGEST_DOCUMENT = 10_000
+"""nodes, counting what an alias stands for every time it is used"""
+DEEPEST = 50
+
+
+@dataclass(frozen=True)
+class Document:
+    """A mapping and where its parts were written."""
+
+    name: str
+    """how messages call the file"""
+    content: dict[str, Any]
+    lines: dict[str, int] = field(default_factory=dict)
+    """dotted path of a key or list item to its line, from 1"""
+
+    def source(self, path: str) -> str:
+        """`recipes/mine.yaml:12` for a dotted path within it."""
+        line = self.lines.get(path)
+        return self.name if line is None else f"{self.name}:{line}"
+
+
+def read(path: Path, name: str | None = None) -> Document:
+    """Read one YAML file.
+
+    Raises:
+        UserError: it is no readable UTF-8 file holding one plain mapping; the line is named.
+    """
+    name = name or str(path)
+    if path.is_dir():
+        _refuse(name, "is a folder; a YAML file is needed")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        _refuse(name, f"cannot be read: {error.strerror}")
+    if len(raw) > LARGEST_FILE:
+        _refuse(name, f"has {len(raw)} bytes; a configuration has at most {LARGEST_FILE}")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        _refuse(name, "is not UTF-8 text", raw.count(b"\n", 0, error.start) + 1)
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> Document:
+    """Read YAML text; `name` is what messages call it. Raises UserError as `read` does."""
+    try:
+        _limit_depth(text, name)
+        root = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = error.problem or error.context or "cannot be understood"
+        last = len(text.splitlines())
+        _refuse(name, f"is not YAML: {what}", min(mark.line + 1, last) if mark else None)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        _refuse(name, f"holds a character that YAML does not allow: {error.reason}", line)
+    except yaml.YAMLError as error:
+        _refuse(name, f"is not YAML: {error}")
+    if root is None:
+        return Document(name, {})
+    if not isinstance(root, yaml.MappingNode):
+        _refuse(name, "must hold `key: value` lines", _line(root))
+    _measure(root, name, {})
+    lines: dict[str, int] = {}
+    return Document(name, _plain(root, name, "", lines), lines)
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Plain data as YAML that readers of YAML 1.1, of 1.2 and `read` take the same way."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+    return text
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The C parser where PyYAML has it, with YAML 1.2's idea of a scalar."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Quotes a text that either version of YAML would take for something else."""
+
+
+def _resolver(tag: str, pattern: str, first: Iterable[str]) -> None:
+    for kind in (_Loader, _Dumper):
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(pattern), list(first))
+
+
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_resolver("null", r"^(~|null|Null|NULL|)$", ["~", "n", "N", ""])
+_resolver("bool", r"^(true|True|TRUE|false|False|FALSE)$", "tTfF")
+_resolver("int", r"^[-+]?[0-9]+$", "-+0123456789")
+_resolver("float", rf"^({_FLOAT})$", "-+.0123456789")
+
+
+def _limit_depth(text: str, name: str) -> None:
+    """Refuse deep nesting from the flat stream of events: PyYAML's C composer would overflow."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > DEEPEST:
+            _refuse(name, "is nested too deeply", _line(event))
+
+
+def _line(part: yaml.Event | yaml.Node) -> int:
+    return part.start_mark.line + 1 if part.start_mark else 1
+
+
+def _measure(node: yaml.Node, name: str, sizes: dict[int, int]) -> int:
+    """The number of nodes that `node` expands to; refuses bombs and circles."""
+    line = _line(node)
+    known = sizes.get(id(node))
+    if known == 0:
+        _refuse(name, "holds an anchor that contains itself", line)
+    if known is not None:
+        return known
+    sizes[id(node)] = 0
+    size = 1 + sum(_measure(child, name, sizes) for child in _children(node))
+    if size > LARGEST_DOCUMENT:
+        _refuse(name, f"expands to more than {LARGEST_DOCUMENT} values through its aliases", line)
+    sizes[id(node)] = size
+    return size
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node, name)
+    if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        _refuse_tag(node, name)
+    if isinstance(node, yaml.SequenceNode):
+        return [_item(child, name, f"{path}{i}", lines) for i, child in enumerate(node.value)]
+    result: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = _line(key_node)
+        if not isinstance(key_node, yaml.ScalarNode):
+            _refuse(name, "has a list or a mapping for a key", line)
+        _scalar(key_node, name)
+        key = key_node.value
+        if key in result:
+            _refuse(name, f"has the key `{key}` twice, first in line {lines[path + key]}", line)
+        lines[path + key] = line
+        result[key] = _plain(value_node, name, f"{path}{key}.", lines)
+    return result
+
+
+def _item(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
+    lines[path] = _line(node)
+    return _plain(node, name, f"{path}.", lines)
+
+
+def _scalar(node: yaml.ScalarNode, name: str) -> object:
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    text = node.value
+    try:
+        return _SCALARS[kind](text)
+    except (ValueError, KeyError):
+        _refuse_tag(node, name)
+
+
+_SCALARS: dict[str, Callable[[str], object]] = {
+    "str": str,
+    "null": lambda text: None,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "int": int,
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+
+
+def _refuse_tag(node: yaml.Node, name: str) -> NoReturn:
+    tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+    _refuse(name, f"uses the tag `{tag}`; a configuration is plain data", _line(node))
+
+
+def _refuse(name: str, message: str, line: int | None = None) -> NoReturn:
+    source = name if line is None else f"{name}:{line}"
+    refuse([Violation("", name, source, message)])

@@ -1,0 +1,98 @@
+"""Gathering what is wrong into the one error that a user sees."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from typing import NoReturn
+
+from nanoscale.common.errors import UserError, Violation
+
+_PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)
+"""texts that neither a shell nor Hydra's grammar takes for more than they are"""
+_OTHER_TYPE = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|~|(?i:null|true|false|\.?inf|\.?nan)|"
+)
+"""texts that YAML and Hydra read as something else unless they are quoted"""
+
+
+def refuse(violations: Sequence[Violation], kind: str = "config") -> NoReturn:
+    """Raise the UserError that carries all of them."""
+    if len(violations) == 1:
+        raise UserError(kind, sentence(violations[0]), list(violations)) from None
+    raise UserError(kind, f"{len(violations)} things are wrong", list(violations)) from None
+
+
+def sentence(violation: Violation) -> str:
+    """The violation in one line, without what to type instead."""
+    return f"{subject(violation)}: {violation.message}"
+
+
+def subject(violation: Violation) -> str:
+    """What is wrong: `key=value`, or the file."""
+    if not violation.key:
+        return violation.source
+    value = violation.value
+    nested = isinstance(value, list) and any(isinstance(entry, (dict, list)) for entry in value)
+    if value is None or isinstance(value, dict) or nested:
+        return violation.key
+    return f"{violation.key}={violation.typed or shown(value)}"
+
+
+def shown(value: object) -> str:
+    """A value as it is written in YAML or in an override."""
+    if isinstance(value, str) and _OTHER_TYPE.fullmatch(value):
+        return f"'{value}'"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list):
+        return "[" + ",".join(shown(entry) for entry in value) + "]"
+    return str(value)
+
+
+def override(key: str, value: object) -> str:
+    """Return the word that sets a key, ready to paste into a shell."""
+    entries = value if isinstance(value, list) else [value]
+    if isinstance(value, dict) or any(map(_needs_quotes, entries)):
+        return for_shell(key, value)
+    word = f"{key}={shown(value)}"
+    return f"'{word}'" if isinstance(value, list) else word  # to some shells brackets are a pattern
+
+
+def _needs_quotes(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    return not _PLAIN.fullmatch(value) or _OTHER_TYPE.fullmatch(value) is not None
+
+
+def for_shell(key: str, value: object) -> str:
+    """Return the word that sets a key, with its texts quoted, ready to paste into a shell."""
+    if isinstance(value, str) and not any(character in value for character in "\"'\\"):
+        return f"'{key}=\"{value}\"'"
+    return shlex.quote(f"{key}={quoted(value)}")
+
+
+def quoted(value: object) -> str:
+    """A plain value in Hydra's grammar."""
+    if isinstance(value, str):
+        return "'" + _escaped(value) + "'"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{quoted(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(quoted, value)) + "]"
+    return json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    """Within single quotes: backslashes count only where they stand before a quote."""
+    escaped = ""
+    for part in text.split("'"):
+        trailing = len(part) - len(part.rstrip("\\"))
+        escaped += part + "\\" * trailing + "\\'"
+    return escaped.removesuffix("\\'")

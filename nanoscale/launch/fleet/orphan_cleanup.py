@@ -1,0 +1,48 @@
+"""Ending what hosts may still have of a job whose agent there was lost: all at once, and not for long."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from nanoscale.config.machines import Host
+from nanoscale.config.schema import Config
+from nanoscale.launch.fleet.processes import Process
+from nanoscale.launch.transport import transport
+
+_LIMIT_S = 3.0
+"""a host that is off or cut off would never answer; its agent ends by itself"""
+_PAUSE_S = 0.02
+
+
+class Sweeps:
+    """Short commands over the job's own transport.
+
+    Args:
+        environment: what the commands have on top of the launcher's.
+    """
+
+    def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
+        self._config = config
+        self._environment = environment
+        self._going_on: list[tuple[Process, float]] = []
+
+    def begin(self, host: Host, mark: str) -> None:
+        """End all that carries the mark on a host, if it answers."""
+        command = transport.sweep_command(self._config, host, mark)
+        if command is None:
+            return
+        words = {**transport.environment(self._config, os.environ), **self._environment}
+        with suppress(OSError):
+            self._going_on.append((Process(command, words), time.monotonic() + _LIMIT_S))
+
+    def finish(self) -> None:
+        """Wait for those that were begun, and give up those that take too long."""
+        for process, deadline in self._going_on:
+            while process.exit_code() is None and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+            process.kill()
+            process.reap()
+        self._going_on.clear()

@@ -1,0 +1,142 @@
+"""Processes that this machine runs for a job, and the certainty that none is left."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, BinaryIO
+
+from nanoscale.processes import orphans
+from nanoscale.processes.orphans import is_tracker
+
+if TYPE_CHECKING:
+    import psutil
+
+_PAUSE_S = 0.02
+_PIPE_BYTES = 1 << 20
+_PR_SET_CHILD_SUBREAPER = 36
+_TRACKER_S = 3.0
+"""how long Python's resource tracker may take to remove semaphores once nobody uses them"""
+
+
+class Process:
+    """A command in a session of its own.
+
+    It is not reaped before `reap`, so its number means this session until then.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._code: int | None = None
+        self._popen = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with suppress(
+            OSError, AttributeError
+        ):  # what ranks print comes this way; not all systems can
+            fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def stdin(self) -> BinaryIO:
+        assert self._popen.stdin is not None
+        return self._popen.stdin  # type: ignore[return-value]
+
+    @property
+    def stdout(self) -> BinaryIO:
+        assert self._popen.stdout is not None
+        return self._popen.stdout  # type: ignore[return-value]
+
+    @property
+    def stderr(self) -> BinaryIO:
+        assert self._popen.stderr is not None
+        return self._popen.stderr  # type: ignore[return-value]
+
+    def exit_code(self) -> int | None:
+        """Negative: the signal that ended it; None while it runs."""
+        if self._code is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                exited = ended.si_code == os.CLD_EXITED
+                self._code = ended.si_status if exited else -ended.si_status
+        return self._code
+
+    def kill(self, *, alone: bool = False) -> None:
+        """End it, and unless `alone` what it has started in its session."""
+        if self.exit_code() is None:
+            with suppress(ProcessLookupError):
+                (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Let go of it once it has ended."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            with suppress(OSError):
+                pipe.close()
+        self._popen.wait()
+
+
+def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[int]:
+    """End every process of these sessions, and all that carry the mark, stopped ones too.
+
+    Returns:
+        those that would not go.
+    """
+    deadline = time.monotonic() + limit_s
+    patience = time.monotonic() + _TRACKER_S
+    while left := members(sessions, mark):
+        if time.monotonic() > deadline:
+            break
+        workers = [process for process in left if not is_tracker(process.pid)]
+        for process in workers if time.monotonic() < patience else left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+        time.sleep(_PAUSE_S)
+    _reap_orphans(sessions)
+    return [process.pid for process in left]
+
+
+def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
+    """Living processes of the sessions, or that carry the mark after they left them."""
+    import psutil
+
+    carriers = set(orphans.marked(mark))
+    return [p for p in psutil.process_iter() if p.pid in carriers or _is_of(sessions, p)]
+
+
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of orphaned descendants, or let be: in many containers nobody else would reap them."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def _is_of(sessions: Sequence[int], process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        within = os.getsid(process.pid) in sessions
+        return within and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, OSError):
+        return False
+
+
+def _reap_orphans(sessions: Sequence[int]) -> None:
+    """Take leave of the sessions' processes that have come to us with their parent's death."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(OSError):
+            if child.pid not in sessions and os.getsid(child.pid) in sessions:
+                os.waitpid(child.pid, os.WNOHANG)

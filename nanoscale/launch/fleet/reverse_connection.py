@@ -1,0 +1,217 @@
+"""Agents that were started by a command for all hosts call the launcher back, here.
+
+Whoever connects is a stranger until the handshake is over, and may be anybody on the network. Strangers get no
+thread, little memory and little time, and there are never many more of them than hosts that are expected. One
+more takes the place of the oldest from the address that has most, so a flood from elsewhere keeps no agent out.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.config import hostnames
+from nanoscale.config.rules import Host
+from nanoscale.processes.handshake import HandshakeError, admit
+
+if TYPE_CHECKING:
+    from nanoscale.launch.fleet.member import Member
+
+_PATIENCE_S = 10.0
+"""for a handshake"""
+_SPARE = 64
+"""strangers beyond the hosts that are expected"""
+_AT_ONCE = 64
+"""connections that are accepted between two looks at those that are open"""
+_NO_FILES_S = 0.1
+"""to wait before the next try to accept a connection where no file descriptor is left"""
+
+
+class Caller:
+    """An agent that has proved itself, and what it says it is."""
+
+    def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
+        self.socket = accepted
+        self._names = set(hello["names"])
+        self._addresses = set(hello["addresses"])
+
+    def find(self, members: Sequence[Member]) -> Member | None:
+        """The member that this agent is of: by its name, or else by its address."""
+        for member in members:
+            if self._names & {member.name, member.name.partition(".")[0]}:
+                return member
+        for member in members:
+            if self._addresses & set(_resolve(member.name)):
+                return member
+        return None
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection whose handshake is not over."""
+
+    connection: socket.socket
+    address: str
+    handshake: Generator[int, bytes, Any]
+    wanted: int
+    """bytes that the handshake waits for"""
+    since: float = field(default_factory=time.monotonic)
+    received: bytes = b""
+
+
+class Callbacks:
+    """Listens on every interface until closed. Has a `fileno`: who waits for it need not call `new` in vain.
+
+    Args:
+        hosts: how many agents may call at the same time.
+    """
+
+    def __init__(self, key: bytes, hosts: int) -> None:
+        self._key = key
+        self._most = hosts + _SPARE
+        self._strangers: list[_Stranger] = []
+        """the oldest first"""
+        self._callers: list[Caller] = []
+        self._deaf_until = 0.0
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._socket = socket.create_server(
+            ("", 0), family=family, backlog=1024, dualstack_ipv6=both
+        )
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while somebody waits to be served."""
+        return int(self._selector.fileno())
+
+    def addresses(self, hosts: Sequence[Host]) -> str:
+        """Where these hosts may reach this machine, the likeliest first: `A:PORT,B:PORT`."""
+        port = self._socket.getsockname()[1]
+        elsewhere = [host for host in hosts if not hostnames.is_here(host.name)]
+        towards = own_address((elsewhere or hosts)[0].address)
+        names = dict.fromkeys([towards, socket.gethostname(), *_own_addresses()])
+        return ",".join(f"{name}:{port}" for name in names)
+
+    def new(self) -> list[Caller]:
+        """Serve everybody who is ready, without waiting; the agents that have proved themselves since."""
+        now = time.monotonic()
+        ready = [key.data for key, _ in self._selector.select(0)]
+        for stranger in filter(
+            None, ready
+        ):  # first, so that newcomers drive away nobody who answers
+            self._continue(stranger)
+        for stranger in [s for s in self._strangers if now - s.since > _PATIENCE_S]:
+            self._forget(stranger)
+        if self._deaf_until and now > self._deaf_until:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+            self._deaf_until = 0.0
+        if None in ready:
+            self._accept()
+        callers, self._callers = self._callers, []
+        return callers
+
+    def close(self) -> None:
+        """Hang up on all who are still strangers, and listen no more."""
+        for stranger in list(self._strangers):
+            self._forget(stranger)
+        self._selector.close()
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                accepted, address = self._socket.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # the peer hung up already, or no file descriptor is left
+                if not self._drop():
+                    self._selector.unregister(self._socket)
+                    self._deaf_until = time.monotonic() + _NO_FILES_S
+                return
+            if len(self._strangers) >= self._most:
+                self._drop()
+            self._begin(accepted, address[0])
+
+    def _begin(self, accepted: socket.socket, address: str) -> None:
+        try:
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            handshake = admit(accepted, self._key)
+            stranger = _Stranger(accepted, address, handshake, next(handshake))
+            self._selector.register(accepted, selectors.EVENT_READ, stranger)
+        except OSError:
+            accepted.close()
+        else:
+            self._strangers.append(stranger)
+
+    def _continue(self, stranger: _Stranger) -> None:
+        """Read what has come, and end the handshake for better or worse where that decides it."""
+        try:
+            received = stranger.connection.recv(stranger.wanted - len(stranger.received))
+            stranger.received += received
+            if not received:
+                raise HandshakeError
+            if len(stranger.received) == stranger.wanted:
+                answer, stranger.received = stranger.received, b""
+                stranger.wanted = stranger.handshake.send(answer)
+        except StopIteration as end:
+            self._welcome(stranger, end.value)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, HandshakeError):  # whoever it was, it was no agent of ours
+            self._forget(stranger)
+
+    def _welcome(self, stranger: _Stranger, hello: dict[str, Any]) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.setblocking(True)
+        self._callers.append(Caller(stranger.connection, hello))
+
+    def _drop(self) -> bool:
+        """Hang up on the oldest stranger from the address that has most; False where there is none."""
+        if not self._strangers:
+            return False
+        counts = Counter(stranger.address for stranger in self._strangers)
+        self._forget(max(self._strangers, key=lambda stranger: counts[stranger.address]))
+        return True
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.remove(stranger)
+        self._selector.unregister(stranger.connection)
+        stranger.connection.close()
+
+
+def own_address(towards: str) -> str:
+    """The address of this machine by which another one would answer it."""
+    with suppress(OSError, UnicodeError):
+        family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def _own_addresses() -> list[str]:
+    """IPv4 addresses of this machine's interfaces, without the loopback."""
+    import psutil
+
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _resolve(name: str) -> list[str]:
+    with suppress(OSError, UnicodeError):
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None)]
+    return []

@@ -1,0 +1,198 @@
+"""The hosts of a job: what the hostfile holds, and what the filters and numbers leave of it.
+
+The lines are DeepSpeed's, `HOST slots=N` with `#` for comments. It passes over what it does not
+understand at the end of a line, takes zero slots, and runs on this machine alone where the file is
+missing; here each of these is an error, and all of a file's errors are shown together.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import hostnames
+from nanoscale.config.composing import nodes
+from nanoscale.config.rules import Host
+from nanoscale.config.rules.launcher import by_hostfile
+from nanoscale.config.rules.resolution import counted
+from nanoscale.config.suggest import nearest
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import refuse
+from nanoscale.launch.hosts import filters
+
+MOST_SLOTS = 4096
+"""more on one host is a slip of the finger"""
+LARGEST_FILE = 1 << 24
+_SLOTS = re.compile(r"slots=([0-9]{1,18})")
+_MEANT = re.compile(r"(?:slots *[=:]? *-?)?([0-9]{1,18})")
+"""a number of slots that was written otherwise"""
+_PORT = re.compile(r"(?<=[^:]):[0-9]+$")
+_FEW = 3
+"""as many hosts are named where the same is wrong with many"""
+
+
+def read_hosts(composed: Composed) -> tuple[Host, ...]:
+    """The hosts that the configuration asks for: of the hostfile, in its order, or of SLURM's job.
+
+    None where it is this machine alone.
+
+    Raises:
+        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
+    """
+    if composed.config.launcher.name == "slurm":
+        from nanoscale.launch.slurm.allocation import given_nodes
+
+        return given_nodes(composed)
+    if not by_hostfile(composed):
+        return ()
+    text, name = _read(composed)
+    hosts, violations = parse(text, name)
+    malformed = nodes.violation(composed)
+    if malformed is not None:
+        violations.append(malformed)
+    if not violations:
+        violations += _check_pythons(composed, hosts)
+        hosts, wrong = filters.select(composed, hosts, name)
+        violations += wrong
+    if not violations:
+        hosts, violations = _take(composed, hosts, name)
+    if violations:
+        refuse(violations)
+    return tuple(hosts)
+
+
+def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
+    """The hosts of a hostfile's text, and what is wrong with it; `name` is what messages call it."""
+    found: dict[str, Host] = {}
+    violations: list[Violation] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        text_of_line = line.partition("#")[0].strip(" \t\r")
+        if not text_of_line:
+            continue
+        words = re.split(r"[ \t]+", text_of_line)
+        source = f"{name}:{number}"
+        wrong = _line_problem(words)
+        host = Host(words[0], 0, source=source)
+        same = hostnames.canonical(host.name)
+        first = found.setdefault(same, host)
+        if wrong is None and first is not host:
+            wrong = f"names {host.name} again, which is in {first.source}", f"# {text_of_line}"
+        if wrong is not None:
+            message, meant = wrong
+            violations.append(Violation("", text_of_line, source, message, (meant,)))
+        else:
+            found[same] = replace(host, slots=int(words[1][6:]))
+    if not found:
+        message = "holds no host; each line is `HOST slots=N`"
+        violations.append(Violation("", name, name, message, ("localhost slots=8",)))
+    return list(found.values()), violations
+
+
+def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
+    """What is wrong with a line, and the line that may have been meant."""
+    name, *rest = words
+    slots = _SLOTS.fullmatch(rest[0]) if rest else None
+    meant = _MEANT.fullmatch(" ".join(rest)) if slots is None else slots
+    count = int(meant[1]) if meant is not None else 0
+    proposed = f"slots={count if 1 <= count <= MOST_SLOTS else 'N'}"
+    problem = hostnames.problem(name)
+    if problem:
+        plain = _PORT.sub("", name)
+        return f"{name!r} {problem}", f"{'HOST' if hostnames.problem(plain) else plain} {proposed}"
+    if slots is None:
+        wrong = f"has {' '.join(rest)!r} after {name}" if rest else f"says no slots of {name}"
+        return f"{wrong}; a line is `HOST slots=N`", f"{name} {proposed}"
+    if not 1 <= count <= MOST_SLOTS:
+        return f"gives {name} {count} slots; there are 1 to {MOST_SLOTS} on a host", f"# {name}"
+    if len(rest) > 1:
+        return f"has {' '.join(rest[1:])!r} after the slots of {name}", f"{name} {proposed}"
+    return None
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _read(composed: Composed) -> tuple[str, str]:
+    """The hostfile's text and what messages call it."""
+    key, name = "launcher.hostfile", str(composed.config.launcher.hostfile)
+
+    def wrong(message: str, *suggestions: str) -> Violation:
+        return Violation(key, name, composed.source(key), message, suggestions)
+
+    path = Path(name).expanduser()
+    if path.is_dir():
+        refuse([wrong("is a folder; a file of hosts is needed")])
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        refuse([wrong("is a file that does not exist", *_beside(path))])
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no path"
+        refuse([wrong(f"cannot be read: {reason}")])
+    if len(raw) > LARGEST_FILE:
+        refuse([wrong(f"has more than {LARGEST_FILE} bytes, as no file of hosts has")])
+    try:
+        return raw.decode("utf-8-sig"), name
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        refuse([Violation("", name, f"{name}:{line}", "is not UTF-8 text")])
+
+
+def _beside(path: Path) -> Iterator[str]:
+    """Files in the same folder, of a name like it."""
+    folder = path.parent
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()] if folder.is_dir() else []
+    for name in nearest(path.name, names):
+        yield f"--hostfile {shlex.quote(str(folder / name))}"
+
+
+# --- what is taken of it --------------------------------------------------------------------------
+
+
+def _take(composed: Composed, hosts: list[Host], name: str) -> tuple[list[Host], list[Violation]]:
+    """The first hosts, as many as `launcher.nodes` says, each with `launcher.devices` slots."""
+    launcher, violations = composed.config.launcher, []
+    fewest, most = nodes.node_range(launcher.nodes) or (1, len(hosts))
+    if fewest > len(hosts):
+        filtered = launcher.include is not None or launcher.exclude is not None
+        message = f"is more than the {counted(len(hosts), 'host')} of {name}"
+        message += " that its filter leaves" if filtered else ""
+        possible = f"{len(hosts)}:{most}" if most > fewest else f"{len(hosts)}"
+        option = f"--num-nodes {possible}"
+        violations.append(_of_key(composed, "launcher.nodes", message, option))
+    hosts = hosts[:most]
+    each = launcher.devices
+    if each == "auto":
+        return hosts, violations
+    short = [host for host in hosts if host.slots < each]
+    if short:
+        named = [f"{host.name} ({host.source})" for host in short[:_FEW]]
+        more = f" and of {len(short) - _FEW} more" if len(short) > _FEW else ""
+        message = f"is more than the slots of {', '.join(named)}{more}"
+        option = f"--num-gpus {min(host.slots for host in short)}"
+        violations.append(_of_key(composed, "launcher.devices", message, option))
+    return [_first(host, each) for host in hosts], violations
+
+
+def _first(host: Host, slots: int) -> Host:
+    return replace(host, slots=slots, devices=host.devices and host.devices[:slots])
+
+
+def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violation]:
+    """Every host that has an interpreter of its own must be one of the file's."""
+    key, pythons = "cluster.pythons", composed.config.cluster.pythons
+    known = {name for host in hosts for name in (host.name, host.address)} if pythons else set()
+    for name in sorted(set(pythons) - known):
+        near = tuple(f"'{key}={{{other}: {pythons[name]}}}'" for other in nearest(name, known))
+        message = "is no host of the hostfile"
+        yield Violation(f"{key}.{name}", None, composed.source(key), message, near)
+
+
+def _of_key(composed: Composed, key: str, message: str, *suggestions: str) -> Violation:
+    value = getattr(composed.config.launcher, key.partition(".")[2])
+    return Violation(key, value, composed.source(key), message, suggestions)

@@ -1,0 +1,212 @@
+"""The bandwidth test of `doctor`: the agents run a job that measures, of no run and with no run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.schema import Config, Parallel
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.lifecycle.one_shot_job import Errand
+from nanoscale.launch.preflight.verdicts import Verdict, named
+from nanoscale.processes.messages import BANDWIDTH
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Evidence, diagnose, first_cause
+
+CHECK = "bandwidth"
+_RANKS_HERE = 2
+"""of one host without GPUs"""
+_LIMIT_S = 120.0
+"""for all of it; loading torch from a slow disk is the longest part"""
+_MEET_S = 30.0
+_FEWEST_PAIRS = 3
+"""of fewer none stands out"""
+_OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
+_LOOK_AT = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What all-reduces of one size took, in the median."""
+
+    bytes: int
+    latency_us: float
+    bus_gb_s: float
+    """what each link has carried, GB/s: `bus_gb_s`"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What messages between two hosts, or two ranks of one host, took one way, in the median."""
+
+    ends: tuple[str, str]
+    latency_us: float
+    """of the shortest message"""
+    gb_s: float
+    """of a long one"""
+    slow: bool = False
+    """whether that is less than half of what is usual between all pairs"""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that was measured."""
+
+    backend: str
+    ranks: int
+    hosts: tuple[str, ...]
+    all_reduce: tuple[AllReduce, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    left_out: int = 0
+    """pairs for which time did not suffice"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the test came to: figures, unless it failed."""
+
+    figures: Figures | None
+    verdicts: tuple[Verdict, ...] = ()
+
+
+def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
+    """The bandwidth that each rank's link must have carried for an all-reduce, GB/s.
+
+    That is size / time · 2(n - 1) / n: whatever the algorithm, n ranks send and receive at least 2(n - 1) / n
+    times the data. It can be held against the hardware's own figure, for any number of ranks. The definition is
+    that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
+    """
+    return size / seconds * 2 * (ranks - 1) / ranks / 1e9
+
+
+def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
+    """Let the hosts say what they are like, and get ready for the test; returns when all have, or are lost."""
+    plan = _plan(fleet.members, config)
+    environment = passed_on(config, plan, os.environ)
+    fleet.prepare(environment, will_launch=will_measure, job=BANDWIDTH)
+    fleet.gather()
+
+
+def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured:
+    """Run the test on these hosts."""
+    plan = _plan(members, config)
+    if plan.world_size < 2:
+        text = "one rank alone has nobody to talk to"
+        return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
+    frozen = _frozen(config, plan.world_size)
+    test = Errand(fleet, members, plan, frozen, BANDWIDTH, meet_s=_MEET_S, limit_s=_LIMIT_S)
+    test.run()
+    return judge(test)
+
+
+def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
+    """One rank for each device; without GPUs one for each host, or two where there is one."""
+    hosts = [member.host for member in members]
+    if config.launcher.device == "cpu":
+        ranks = 1 if len(hosts) > 1 else _RANKS_HERE
+        hosts = [replace(host, slots=ranks) for host in hosts]
+    world = sum(host.slots for host in hosts)
+    facts = members[0].facts
+    nowhere = RunDirectory(Path("/"))
+    port = facts["port"] if facts is not None else None
+    return plan_launch(_laid_out(config, world), nowhere, 1, world, hosts, port)
+
+
+def _laid_out(config: Config, world: int) -> Config:
+    return replace(config, parallel=Parallel(dp=world))
+
+
+def _frozen(config: Config, world: int) -> str:
+    return dump(_laid_out(config, world))
+
+
+def judge(test: Errand) -> Measured:
+    """What the test came to."""
+    if test.failures:
+        return Measured(None, (_failed(test),))
+    if test.late or test.result is None:
+        text = f"the test did not end within {_LIMIT_S:g} s; {named(test.late)} had not finished"
+        return Measured(None, (Verdict(test.members[0].name, CHECK, False, text, _OPEN),))
+    if test.result["closed"]:
+        return Measured(None, tuple(judge_ways(test.result["closed"])))
+    figures = read_figures(test.result)
+    return Measured(figures, tuple(judge_pairs(figures)))
+
+
+def _failed(test: Errand) -> Verdict:
+    cause = first_cause(list(test.failures.values()))
+    said = cause.message.strip().partition("\n")[0]
+    if cause.rank is None and cause.type:  # of the agent: it did not find the others
+        text = f"does not reach {test.plan.master_addr}:{test.plan.master_port} ({said})"
+        return Verdict(cause.host, CHECK, False, text, _OPEN)
+    diagnosis, remedy = diagnose(cause, test.evidence.get(cause.host, Evidence()))
+    who = "the agent" if cause.rank is None else f"rank {cause.rank}"
+    text = f"the test failed: {who}: {diagnosis}" + (f" ({said})" if said else "")
+    return Verdict(cause.host, CHECK, False, text, remedy)
+
+
+def read_figures(result: dict[str, Any]) -> Figures:
+    """The job's seconds as latencies and bandwidths."""
+    ranks, size = len(result["hosts"]), result["message_bytes"]
+    hosts = tuple(dict.fromkeys(result["hosts"]))
+    names = result["hosts"] if len(hosts) > 1 else [f"rank {rank}" for rank in range(ranks)]
+    reduced = [(one["bytes"], one["seconds"]) for one in result["all_reduce"]]
+    slow = [tuple(pair) for pair in result["slow"]]
+    return Figures(
+        backend=result["backend"],
+        ranks=ranks,
+        hosts=hosts,
+        all_reduce=tuple(AllReduce(n, s * 1e6, bus_gb_s(n, s, ranks)) for n, s in reduced),
+        pairs=tuple(
+            Pair(
+                ends=(names[pair["ranks"][0]], names[pair["ranks"][1]]),
+                latency_us=pair["latency_s"] * 1e6,
+                gb_s=size / pair["seconds"] / 1e9,
+                slow=tuple(pair["ranks"]) in slow,
+            )
+            for pair in result["pairs"]
+        ),
+        left_out=result["left_out"],
+    )
+
+
+def judge_ways(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
+    """Each host with those that it does not reach, and for the same reason."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for way in closed:
+        reasons.setdefault((way["host"], way["why"]), []).append(f"{way['to']} ({way['address']})")
+    for (host, why), others in reasons.items():
+        text = f"does not reach {named(others)}: {why}"
+        yield Verdict(host, "network", False, text, _OPEN)
+
+
+def judge_pairs(figures: Figures) -> Iterator[Verdict]:
+    """Whether any pair is slow beside the others; where one host is in all that are, it is to blame."""
+    if len(figures.pairs) < _FEWEST_PAIRS:
+        return
+    usual = median(pair.gb_s for pair in figures.pairs)
+    slow = [pair for pair in figures.pairs if pair.slow]
+    common = set.intersection(*(set(pair.ends) for pair in slow)) if len(slow) > 1 else set()
+    for pair in slow:
+        blamed = sorted(common) or pair.ends
+        text = (
+            f"{' – '.join(pair.ends)} {pair.gb_s:.3g} GB/s, less than half of the usual {usual:.3g}"
+        )
+        remedy = f"look at the network of {' and '.join(blamed)}: {_LOOK_AT}"
+        yield Verdict(_host(figures, blamed[0]), CHECK, False, text, remedy)
+    ill = {_host(figures, end) for pair in slow for end in pair.ends}
+    for host in figures.hosts:
+        if host not in ill:
+            text = f"is in no pair with less than half of the usual {usual:.3g} GB/s"
+            yield Verdict(host, CHECK, True, text)
+
+
+def _host(figures: Figures, end: str) -> str:
+    return end if len(figures.hosts) > 1 else figures.hosts[0]

@@ -1,0 +1,206 @@
+"""What `nanoscale bench` has measured, as one document, and beside another run or an earlier bench."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean, median, pstdev
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.frozen import load
+from nanoscale.config.derive import derive
+from nanoscale.config.hf.any_model import has_experts
+from nanoscale.config.model_math import parameters, trained_flops_per_token
+from nanoscale.config.schema import Config
+from nanoscale.launch.fleet.signals import unwinding
+from nanoscale.plan.hardware.hardware import kind, peak_of
+from nanoscale.runs import fence, metrics
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.steady import WARM_UP, steady
+
+Document = dict[str, Any]
+
+COMPARED = (
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "hfu",
+    "mfu_of_measured",
+    "memory_gib",
+    "matmul_tflops",
+)
+"""figures that are shown beside another's"""
+_MEASURE = "nanoscale bench"
+
+
+@contextmanager
+def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
+    """A folder beside the runs, for the checkpoint whose saving is measured; None where none is asked for.
+
+    Where the runs lie is where checkpoints are written, and what all hosts share.
+    """
+    if not config.checkpoint.every:
+        yield None
+        return
+    root = Path(config.run.root).absolute()
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        with unwinding(), TemporaryDirectory(prefix=".bench-", dir=root) as folder:
+            aside = RunDirectory(Path(folder))
+            aside.checkpoints.mkdir()
+            fence.begin(aside, 1)
+            yield aside.path
+    finally:
+        for path in made:
+            if not any(path.iterdir()):
+                path.rmdir()
+
+
+def document(config: Config, measured: Document, plan: Document | None) -> Document:
+    """`bench --json`, of what the ranks have measured.
+
+    Args:
+        plan: what was predicted; None where nothing could be.
+    """
+    sizes, layout, times = derive(config), config.parallel, measured["times_s"]
+    seconds = median(times)
+    speed = sizes.tokens_per_step / fmean(times)
+    each = speed / sizes.world_size
+    checkpoint = measured["checkpoint"]
+    if checkpoint and "stall_s" in checkpoint:
+        between = config.checkpoint.every * seconds
+        if config.checkpoint.every_minutes:
+            between = min(between, 60 * config.checkpoint.every_minutes)
+        lost = checkpoint["stall_s"] / between
+        checkpoint = {**checkpoint, "every": config.checkpoint.every, "share": lost}
+    return {
+        "model": config.model.name,
+        "parameters": parameters(config.model),
+        "backend": config.backend.name,
+        "precision": kind(config.precision),
+        "zero_stage": config.zero.stage,
+        "layout": {
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+        },
+        "compile": config.backend.compile,
+        "activation_checkpointing": layout.activation_checkpointing,
+        "world_size": sizes.world_size,
+        "device": measured["device"],
+        "global_batch": sizes.global_batch,
+        "micro_batch": sizes.micro_batch,
+        "accumulation": sizes.accumulation,
+        "seq_len": config.train.seq_len,
+        "tokens_per_step": sizes.tokens_per_step,
+        "steps": len(times),
+        "step_time_s": seconds,
+        "step_time_mean_s": fmean(times),
+        "step_time_least_s": min(times),
+        "step_time_most_s": max(times),
+        "step_time_deviation_s": pstdev(times),
+        "first_step_s": measured["first_step_s"],
+        "tokens_per_s": speed,
+        "tokens_per_s_per_device": each,
+        "loss": measured["loss"],
+        "memory_gib": measured["memory_gib"],
+        **_use(config, measured, each, plan),
+        "parts": measured["parts"],
+        "checkpoint": checkpoint,
+        "predicted": _predicted(plan),
+        "time": time.time(),
+    }
+
+
+def _use(config: Config, measured: Document, each: float, plan: Document | None) -> Document:
+    """How much of the device is used: of what its maker promises, and of what it does with large products."""
+    name = None if measured["device"] == "cpu" else measured["device"]
+    peak, rate = peak_of(config, name), measured["matmul_flops"]
+    known = not has_experts(config.model.hf_config)
+    flops = each * trained_flops_per_token(config) if known else None
+    again = _computed_again(config, plan)
+
+    def share(of: float | None, factor: float | None = 1.0) -> float | None:
+        return flops * factor / of if flops and of and factor else None
+
+    return {
+        "model_tflops": flops / 1e12 if flops else None,
+        "peak_tflops": peak / 1e12 if peak else None,
+        "matmul_tflops": rate / 1e12,
+        "mfu": share(peak),
+        "hfu": share(peak, again),
+        "mfu_of_measured": share(rate),
+        "hfu_of_measured": share(rate, again),
+    }
+
+
+def _computed_again(config: Config, plan: Document | None) -> float | None:
+    """All FLOPs over those of the model, which does not depend on how fast it goes; None where nobody knows."""
+    if config.parallel.activation_checkpointing == "none":
+        return 1.0
+    factor: float | None = plan["hfu"] / plan["mfu"] if plan else None
+    return factor
+
+
+def _predicted(plan: Document | None) -> Document | None:
+    if plan is None:
+        return None
+    memory = plan["memory"]["allocated_gib"] if plan["hardware"]["device"] != "cpu" else None
+    names = ("step_time_s", "tokens_per_s", "mfu", "hfu")
+    return {**{name: plan[name] for name in names}, "memory_gib": memory}
+
+
+# --- beside another -------------------------------------------------------------------------------
+
+
+def read_other(name: str) -> Document:
+    """Figures of a run, or of a bench that was kept with --json.
+
+    Raises:
+        UserError: it is neither.
+    """
+    file = Path(name).expanduser()
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            float(found["step_time_s"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            text = f"--compare {name} is no bench's JSON ({type(error).__name__}: {error})"
+            raise UserError("usage", f"{text}: {_MEASURE} … --json > FILE makes one") from None
+        return {"name": name, **{key: found.get(key) for key in COMPARED}}
+    return _of_run(RunDirectory.open(name))
+
+
+def _of_run(run: RunDirectory) -> Document:
+    """As far as metrics.jsonl has them: the median of the steps after the first ones."""
+    told, config = steady(run), load(run.config)
+    if told.seconds is None:
+        raise UserError(
+            "run",
+            f"--compare {run.reference}: it has logged no steps after the first {WARM_UP}",
+        )
+    sizes = derive(config)
+    speed = sizes.tokens_per_step / told.seconds
+    last = metrics.last(run) or {}
+    scale = last.get("mfu") and last["mfu"] / last["tokens_per_s"]
+    return {
+        "name": run.reference,
+        **dict.fromkeys(COMPARED),
+        "step_time_s": told.seconds,
+        "tokens_per_s": speed,
+        "tokens_per_s_per_device": speed / sizes.world_size,
+        "mfu": scale and scale * speed,
+        "memory_gib": told.memory_gib,
+    }
+
+
+def compared(found: Document, other: Document) -> Document:
+    """The other's figures, and by name how many times those this one's are."""
+    pairs = {name: (found[name], other[name]) for name in COMPARED}
+    ratios = {name: mine / theirs for name, (mine, theirs) in pairs.items() if mine and theirs}
+    return {**other, "ratios": ratios}

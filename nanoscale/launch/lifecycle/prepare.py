@@ -1,0 +1,239 @@
+"""From a checked configuration to a run directory that a launch can start from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import nanoscale
+from nanoscale.checkpoint.configuration import record_changes
+from nanoscale.common.devices import cores
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.composing.interpolation import unescape, variables
+from nanoscale.config.deepspeed import deepspeed_settings
+from nanoscale.config.rules import Devices, Host
+from nanoscale.config.schema import Config
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.yaml_file import read
+from nanoscale.config.violations import override
+from nanoscale.runs import status, trust
+from nanoscale.runs.directory import (
+    RunDirectory,
+    check_free,
+    check_name,
+    check_root,
+    free_name,
+    free_names,
+    write_atomically,
+    write_json,
+)
+from nanoscale.runs.lock import RunLock
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "hydra-core",
+    "omegaconf",
+    "pyyaml",
+    "xxhash",
+    "deepspeed",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that may be started: what was asked for, and what it came to on these machines."""
+
+    composed: Composed
+    config: Config
+    """resolved, with the name of its run"""
+    devices: Devices
+    repeats: Path | None = None
+    """the frozen configuration that it was made from"""
+    hosts: tuple[Host, ...] = ()
+    """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
+    plan: dict[str, Any] | None = None
+    """plan.json: what was predicted; None where nothing could be"""
+
+    @property
+    def asked(self) -> Config:
+        """The configuration before it was resolved; what a frozen one had left open stays open."""
+        config = self.composed.config
+        opened = read(self.repeats).content.get("resolved") if self.repeats else None
+        for key, value in (opened or {}).items():
+            if not self.composed.by_hand(key):
+                section, name = key.split(".")
+                changed = replace(getattr(config, section), **{name: unescape(key, value)})
+                config = replace(config, **{section: changed})
+        return config
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where the run lies, or will."""
+        return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
+
+
+def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
+    """Give the run its name: the one asked for, or one that is free.
+
+    Args:
+        repeats: the configuration is that of another run, whose name is only a beginning.
+    """
+    root = Path(config.run.root)
+    name = config.run.name
+    if repeats and (name is None or not composed.by_hand("run.name")):
+        name = free_name(root, name or composed.recipe or "run")
+    elif name is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        name = free_name(root, f"{composed.recipe or 'run'}-{stamp}")
+    return replace(config, run=replace(config.run, name=name))
+
+
+def check_new_run(config: Config) -> None:
+    """Check that a named run can be created. Writes nothing.
+
+    Raises:
+        UserError: the name is taken or unusable, or no run can be created under run.root.
+    """
+    root = Path(config.run.root)
+    check_root(root)
+    check_name(str(config.run.name))
+    check_free(root, str(config.run.name))
+
+
+def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
+    """Give the runs of an array their names: one that they share, asked for or free, and a number."""
+    first = requests[0]
+    asked = first.config.run.name
+    shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if asked is None or (first.repeats and not first.composed.by_hand("run.name")):
+        shared = free_names(Path(first.config.run.root), shared, len(requests))
+    named = [
+        replace(
+            one, config=replace(one.config, run=replace(one.config.run, name=f"{shared}-{number}"))
+        )
+        for number, one in enumerate(requests)
+    ]
+    return shared, named
+
+
+def check_new_runs(requests: Sequence[Request], shared: str) -> None:
+    """Check that the runs of an array can be created. Writes nothing.
+
+    Raises:
+        UserError: the shared name is taken or unusable, or no run can be created under run.root.
+    """
+    first = requests[0]
+    root = Path(first.config.run.root)
+    check_root(root)
+    check_name(f"{shared}-{len(requests)}")
+    free = free_names(root, shared, len(requests))
+    if free != shared:
+        raise UserError(
+            "run",
+            f"runs of the name {shared!r} exist already in {root.absolute()}",
+            [
+                Violation(
+                    "run.name",
+                    shared,
+                    first.composed.source("run.name"),
+                    "a new run never overwrites an old one",
+                    (override("run.name", free),),
+                )
+            ],
+        )
+
+
+@contextmanager
+def new_run(request: Request) -> Iterator[RunLock]:
+    """Create the run directory, whole or not at all, and hold its lock until the block ends.
+
+    Raises:
+        UserError: the name is taken by now, or the root cannot be written to.
+    """
+    run = request.run
+    with ExitStack() as held:
+        with RunDirectory.build(run.path.parent, run.name) as aside:
+            lock = held.enter_context(RunLock(run, aside.path))
+            write_configuration(aside, request)
+            write_json(aside.environment, environment(request.devices))
+            if request.plan is not None:
+                write_json(aside.plan, request.plan)
+            status.write(aside, status.prepared())
+        yield lock
+
+
+def write_configuration(run: RunDirectory, request: Request) -> None:
+    """Freeze what the ranks will read, and where each value came from."""
+    write_atomically(run.config, dump(request.config, request.asked))
+    write_json(run.provenance, provenance(request.composed))
+    if request.config.backend.name == "deepspeed":
+        write_json(run.deepspeed, deepspeed_settings(request.config))
+    trust.sign(run, request.config)
+
+
+def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
+    """Freeze the configuration of a further attempt and its plan; that of the last is kept where it differs."""
+    write_json(run.environment, environment(request.devices))
+    record_changes(run, request.config, request.composed.by_hand_around)
+    before = run.config.read_text(encoding="utf-8")
+    if dump(request.config, request.asked) != before:
+        write_atomically(run.attempt_config(last_attempt), before)
+        write_configuration(run, request)
+        run.plan.unlink(missing_ok=True)
+    trust.sign(run, request.config)  # also where another user's was trusted as it is
+    if request.plan is not None:
+        write_json(run.plan, request.plan)
+
+
+def provenance(composed: Composed) -> dict[str, Any]:
+    """provenance.json: of every key its value and who set it, and what that overrode."""
+    return {
+        key: {**_plain(settings[-1]), "overrode": [_plain(s) for s in reversed(settings[:-1])]}
+        for key, settings in composed.history.items()
+    }
+
+
+def environment(devices: Devices) -> dict[str, Any]:
+    """environment.json: what the run was started on and with."""
+    import psutil
+
+    return {
+        "nanoscale": nanoscale.__version__,
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cores": cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 3),
+        "device": devices.kind,
+        "gpus": list(devices.names),
+        "executable": sys.executable,
+        "time": time.time(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _plain(setting: Any) -> dict[str, Any]:
+    entry = asdict(setting)
+    if names := variables(entry["value"]):
+        entry["environment"] = names
+    if not isinstance(entry["value"], (str, int, float, bool, list, type(None))):
+        entry["value"] = str(entry["value"])
+    return entry

@@ -1,0 +1,224 @@
+"""A run from its first attempt, through what restarts it is granted, until nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.nodes import elastic, node_range
+from nanoscale.config.derive import derive
+from nanoscale.config.machines import Host
+from nanoscale.config.rules import check
+from nanoscale.config.rules.resolution import counted
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.signals import Signals
+from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
+from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
+from nanoscale.launch.lifecycle.prepare import Request, replace_configuration
+from nanoscale.runs import events, failure, fence, status
+from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
+from nanoscale.runs.lock import RunLock
+
+_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+_LOOK_S = 0.1
+_MOST_EMPTY_LOGS = 1024
+
+
+@dataclass
+class Supervisor:
+    """Sees a run through to its end. The fleet's hosts have said what they are like."""
+
+    lock: RunLock
+    request: Request
+    fleet: Fleet
+    signals: Signals
+    view: View
+
+    def supervise(self, number: int) -> Outcome:
+        """Make attempt `number`, and further ones as launcher.max_restarts grants them.
+
+        Raises:
+            TakenOverError: another launcher has the run now.
+        """
+        try:
+            outcome = self._attempts(number)
+        except BaseException:
+            self._conclude(Outcome("failed", FAILED))
+            raise
+        return self._conclude(outcome)
+
+    @property
+    def run(self) -> RunDirectory:
+        return self.lock.run
+
+    @property
+    def last_plan(self) -> LaunchPlan:
+        return self._plan
+
+    def _attempts(self, number: int) -> Outcome:
+        left = self.request.config.launcher.max_restarts
+        pause = _PAUSE_S
+        while True:
+            outcome = self._attempt(number)
+            worked = self.view.running
+            if not left or not self._may_restart(outcome):
+                return outcome
+            pause = _PAUSE_S if worked else min(2 * pause, _LONGEST_PAUSE_S)
+            left, number = left - 1, number + 1
+            self._say_restart(outcome, left)
+            self._wait(0.0 if worked else pause)
+            if self.signals.first is None:
+                self._gather_again()
+            if self.signals.first is not None:
+                return outcome
+
+    def _attempt(self, number: int) -> Outcome:
+        self.lock.require()
+        members = self._members(number)
+        self._plan = plan = self._make_plan(number, members)
+        self._begin(plan)
+        self.view.begin(plan, derive(self.request.config).steps)
+        return Attempt(
+            lock=self.lock,
+            plan=plan,
+            members=members,
+            fleet=self.fleet,
+            launcher=self.request.config.launcher,
+            signals=self.signals,
+            view=self.view,
+        ).go()
+
+    # --- who takes part -------------------------------------------------------------------------------
+
+    def _members(self, number: int) -> list[Member]:
+        """The hosts of this attempt; an elastic job does without those that are lost."""
+        nodes = self.request.config.launcher.nodes
+        least, _ = node_range(nodes) or (0, 0)
+        there = [member for member in self.fleet.members if member.is_there]
+        if not elastic(nodes) or len(there) < least:
+            return self.fleet.members
+        for count in range(len(there), least - 1, -1):
+            members = there[:count]
+            try:
+                self._fit([member.host for member in members], number)
+            except UserError:
+                continue  # the layout does not divide among so many
+            return members
+        return self.fleet.members
+
+    def _fit(self, hosts: Sequence[Host], number: int) -> None:
+        """Resolve the configuration for other hosts than before."""
+        if tuple(hosts) == self.request.hosts:
+            return
+        composed = self.request.composed
+        config = check(composed, self.request.devices, tuple(hosts))
+        config = replace(config, run=self.request.config.run)
+        self.request = replace(self.request, config=config, hosts=tuple(hosts), plan=None)
+        replace_configuration(self.run, self.request, number - 1)
+
+    def _make_plan(self, number: int, members: Sequence[Member]) -> LaunchPlan:
+        config = self.request.config
+        facts = members[0].facts
+        return plan_launch(
+            config,
+            self.run,
+            number,
+            derive(config).world_size,
+            self.request.hosts,
+            facts["port"] if facts else None,
+        )
+
+    def _gather_again(self) -> None:
+        lost = [member for member in self.fleet.members if not member.is_there]
+        if lost:
+            self.fleet.connect(lost)
+        launcher = self.request.config.launcher
+        # An elastic job has no time to lose on a host that is down.
+        patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
+        prepare(self.fleet, self.request, self.run, self.signals, patience_s)
+
+    # --- what is written down -------------------------------------------------------------------------
+
+    def _may_restart(self, outcome: Outcome) -> bool:
+        return outcome.exit_code == FAILED and self.signals.first is None
+
+    def _say_restart(self, outcome: Outcome, left: int) -> None:
+        cause = outcome.failure
+        why = f"{cause.who}: {cause.diagnosis}" if cause is not None else "it failed"
+        further = counted(left, "more restart") if left else "no more restart"
+        saved = self.run.checkpoint_steps()
+        start = (
+            f"the checkpoint of step {saved[-1]}" if saved else "step 1: no checkpoint was saved"
+        )
+        text = f"{why}; starting again from {start} ({further} after this)"
+        events.append(self.run, "restart", text, left=left)
+        self.view.poll()
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.signals.first is None:
+            self.fleet.poll(_LOOK_S)
+            self.view.poll()
+
+    def _begin(self, plan: LaunchPlan) -> None:
+        self.fleet.write_logs_to(self.run, plan.attempt)
+        fence.begin(self.run, plan.attempt)
+        self._make_logs(plan)
+        status.write(self.run, status.read(self.run).starting(plan.attempt))
+        write_json(self.run.launch, plan.document())
+        if self.run.failure.exists():
+            logs = self.run.attempt_logs(max(1, plan.attempt - 1))
+            logs.mkdir(parents=True, exist_ok=True)
+            self.run.failure.rename(logs / self.run.failure.name)
+        names = ", ".join(host.host for host in plan.hosts)
+        events.append(
+            self.run,
+            events.ATTEMPT,
+            f"attempt {plan.attempt}: {plan.world_size} ranks on {names}",
+            attempt=plan.attempt,
+            world_size=plan.world_size,
+        )
+
+    def _make_logs(self, plan: LaunchPlan) -> None:
+        """Empty files, so that who looks for one finds it; of very many ranks only those that print."""
+        if plan.world_size > _MOST_EMPTY_LOGS:
+            return
+        for host in plan.hosts:
+            for rank in host.ranks:
+                for stream in STREAMS:
+                    self.run.log(plan.attempt, host.host, rank, stream).touch()
+
+    def _conclude(self, outcome: Outcome) -> Outcome:
+        self.lock.require()
+        cause = outcome.failure
+        with suppress(OSError):
+            fence.end(self.run)
+        with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+            if cause is not None:
+                if not self.run.failure.exists():  # there was no room for it before the fence's end
+                    failure.write(self.run, cause)
+                events.append(
+                    self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
+                )
+            status.write(self.run, status.read(self.run).ending(outcome.state, outcome.exit_code))
+        return outcome
+
+
+def prepare(
+    fleet: Fleet,
+    request: Request,
+    run: RunDirectory,
+    signals: Signals,
+    limit_s: float | None = None,
+) -> None:
+    """Let the hosts get ready and say what they are like, until all have or are lost, or a signal comes."""
+    config = request.config
+    plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
+    fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)
+    fleet.gather(limit_s, lambda: signals.first is not None)

@@ -1,0 +1,489 @@
+"""Holding what the hosts say of themselves against what the job needs of them."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import GIB, share
+from nanoscale.common.versions import versions
+from nanoscale.config.rules.numbers import lacks_bf16
+from nanoscale.config.rules.resolution import counted, listed
+from nanoscale.config.schema import Config
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.preflight.gpu_verdicts import gpu_software
+from nanoscale.launch.preflight.verdicts import Group, Verdict, grouped, named
+from nanoscale.launch.transport.connection_errors import AGENT, check_of
+from nanoscale.processes.messages import Message
+
+_MOST_SKEW_S = 5.0
+_LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "/dev/shm": 0.25}
+_COMPARED = ("nanoscale", "python", "torch", "deepspeed")
+"""checks that compare versions"""
+_LEAST_GPU_SHARE = 0.9
+"""of a GPU's memory; what a driver takes for itself is less than the rest"""
+
+
+def require_ready(fleet: Fleet, config: Config) -> None:
+    """Raise a UserError that lists everything by which the hosts cannot do the job.
+
+    Hosts that are lost are listed beside the others. Alone they are no mistake in what was asked for: it is for
+    the attempt to fail by them, or to do without.
+    """
+    wrong = [v for v in judge(fleet.members, config) if not v.good and v.needed]
+    lost = {member.name for member in fleet.members if not member.is_there}
+    if all(verdict.host in lost for verdict in wrong):
+        return
+    violations = [
+        Violation("", None, named(group.hosts), group.finding, remedy=group.remedy)
+        for group in grouped(wrong)
+    ]
+    raise UserError("hosts", "the hosts are not ready for this job", violations)
+
+
+def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
+    """Return one line on hosts whose versions differ from the others', for a launch without these checks.
+
+    None if there are none.
+    """
+    verdicts = judge(members, config)
+    wrong = [v for v in verdicts if not v.good and v.needed and v.check in _COMPARED]
+    if not wrong:
+        return None
+    hosts = "; ".join(f"{_having(group)} {group.finding}" for group in grouped(wrong))
+    return f"versions differ, and launcher.preflight=false admits that: {hosts}"
+
+
+def _having(group: Group) -> str:
+    return f"{named(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
+
+
+def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
+    """Everything that was looked at, host by host. What is not known is no verdict."""
+    all_of_them = _Hosts(members, config)
+    verdicts: list[Verdict] = []
+    for member in members:
+        for look in _looks(all_of_them, member):
+            verdicts += look(all_of_them, member, member.facts or {})
+    return verdicts
+
+
+def can_compute(verdict: Verdict) -> bool:
+    """Whether it does not keep its host from computing with others; a job needs folders as well."""
+    return verdict.good or not verdict.needed or verdict.check in ("run.root", "cache")
+
+
+def skew_s(facts: Message) -> float:
+    """How far a host's clock is from the launcher's, seconds; 0 where the question's journey explains it.
+
+    Its way there takes long, as an agent has to start first. The answer's way back takes next to nothing.
+    """
+    latest, earliest = facts["time"] - facts["heard_at"], facts["time"] - facts["asked_at"]
+    return 0.0 if latest <= 0 <= earliest else float(latest)
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """All of them, and what is the same for each look."""
+
+    members: Sequence[Member]
+    config: Config
+
+    @cached_property
+    def present(self) -> dict[str, Message]:
+        """The facts of those that have answered."""
+        return {m.name: m.facts for m in self.members if m.is_there and m.facts is not None}
+
+    @cached_property
+    def alike(self) -> dict[str, Message]:
+        """And of these, those whose nanoscale is ours, so that we understand what they say."""
+        own = self.own["nanoscale"]
+        return {n: f for n, f in self.present.items() if f["versions"]["nanoscale"] == own}
+
+    @cached_property
+    def own(self) -> dict[str, str | None]:
+        """The launcher's versions."""
+        return versions()
+
+    @cached_property
+    def first(self) -> str | None:
+        """Where the ranks meet."""
+        return next(iter(self.present), None)
+
+    @cached_property
+    def addresses_of_first(self) -> set[str]:
+        first = self.alike.get(self.first or "")
+        return set(first["network"]["addresses"]) if first is not None else set()
+
+    @cached_property
+    def usual(self) -> dict[str, tuple[str | None, list[str]]]:
+        """Of each program the version of most hosts, and these hosts; of two that are as many, the first's."""
+        found: dict[str, dict[str | None, list[str]]] = {}
+        for host, facts in self.present.items():
+            for name, version in facts["versions"].items():
+                found.setdefault(name, {}).setdefault(version, []).append(host)
+        return {
+            name: max(hosts.items(), key=lambda entry: len(entry[1]))
+            for name, hosts in found.items()
+        }
+
+    @cached_property
+    def usual_gpus(self) -> tuple[str, ...]:
+        kinds = Counter(tuple(facts["devices"]["names"]) for facts in self.alike.values())
+        return kinds.most_common(1)[0][0]
+
+    @cached_property
+    def on_machine(self) -> dict[str, str]:
+        """The first host of each machine."""
+        names: dict[str, str] = {}
+        for host, facts in self.alike.items():
+            names.setdefault(facts["machine"], host)
+        return names
+
+
+_Look = Callable[[_Hosts, Member, Message], Iterator[Verdict]]
+
+
+def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
+    if not member.is_there:
+        return [_lost]
+    if member.facts is None:
+        return []
+    if member.name not in hosts.alike:
+        return [_reached, _versions]  # what else it says may mean something else
+    looks = [
+        _reached,
+        _versions,
+        _packages,
+        _devices,
+        _gpus,
+        _gpu_software,
+        _number_types,
+        _memory,
+        _root,
+        _cache,
+        _shared_memory,
+    ]
+    if hosts.config.launcher.name != "local":
+        looks.append(_clock)
+    if len(hosts.members) > 1:
+        looks += [_machine, _network, _sockets]
+    if member.name == hosts.first:
+        looks.append(_port)
+    return [*looks, _locks]
+
+
+# --- the host and what is installed there ---------------------------------------------------------
+
+
+def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
+    assert member.lost is not None
+    check = check_of(member.lost.diagnosis) or _way(hosts.config)
+    yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
+    if member.nanoscale not in (None, hosts.own["nanoscale"]):
+        yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
+
+
+def _reached(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    if hosts.config.launcher.name != "local":
+        yield Verdict(member.name, _way(hosts.config), True, "answers")
+    yield Verdict(member.name, "interpreter", True, facts["executable"])
+
+
+def _way(config: Config) -> str:
+    return {"local": AGENT, "slurm": "srun"}.get(config.launcher.name, "ssh")
+
+
+def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    yield _nanoscale(hosts, member, facts["versions"]["nanoscale"])
+    for name in ("python", "torch", "deepspeed", "driver"):
+        yield _version(hosts, member, name, facts["versions"].get(name))
+
+
+def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
+    ours = hosts.own["nanoscale"]
+    good, text = version == ours, f"nanoscale {version}"
+    if not good:
+        text += f", and {ours} is the launcher's"
+    remedy = f"install the launcher's nanoscale there, or {_other_python(hosts, member)}"
+    return Verdict(member.name, "nanoscale", good, text, remedy)
+
+
+def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> Verdict:
+    usual, where = hosts.usual.get(name, (None, []))
+    label = {"python": "Python", "driver": "GPU driver"}.get(name, name)
+    text = f"{label} {version}" if version else f"no {label}"
+    matters = name == "torch" or (name == "deepspeed" and hosts.config.backend.name == name)
+    good = version == usual and (version is not None or not matters)
+    if version != usual:
+        text += f", and {usual or 'none'} on {named(where)}"
+    if name == "python":
+        # The last number changes nothing of what ranks exchange.
+        matters = _minor(version) != _minor(usual)
+        remedy = _other_python(hosts, member)
+    else:
+        remedy = f"install {label} {usual} there" if usual else f"install {label}"
+    if usual is None and version is not None:
+        remedy = f"install it on the others too, or remove {label} there"
+    return Verdict(member.name, name, good, text, remedy, needed=matters)
+
+
+def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Check the packages that this configuration needs; TensorBoard's files are written by rank 0 alone."""
+    config = hosts.config
+    needed = []
+    if config.logger.tensorboard == "on" and member.name == hosts.first:
+        needed.append(("tensorboard", "TensorBoard", "logger.tensorboard=on", "logger=none"))
+    if config.optimizer.name == "adamw8bit":
+        needed.append(("torchao", "torchao", "optimizer.name=adamw8bit", "optimizer=adamw"))
+    elif config.precision.fp8:
+        needed.append(("torchao", "torchao", "precision.fp8=true", "precision=bf16"))
+    if config.model.source == "hf":
+        needed.append(("transformers", "transformers", "model=hf", "a model of nanoscale's own"))
+    for package, name, by, instead in needed:
+        installed = package in facts["optional_packages"]
+        text = f"{name} is installed" if installed else f"no {name}, which {by} needs"
+        remedy = f"install {name} there, or {instead}"
+        yield Verdict(member.name, package, installed, text, remedy)
+
+
+def _minor(version: str | None) -> str:
+    return ".".join((version or "").split(".")[:2])
+
+
+def _other_python(hosts: _Hosts, member: Member) -> str:
+    if hosts.config.launcher.name in ("ssh", "pdsh"):
+        return f"name another interpreter: cluster.pythons.{member.name}=/path/to/python"
+    return "use another interpreter"
+
+
+# --- what it has to compute with -------------------------------------------------------------------
+
+
+def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    found, wanted = facts["devices"], member.host.slots
+    if hosts.config.launcher.device == "cpu":
+        several = f" for {wanted} ranks" if wanted > 1 else ""
+        yield Verdict(
+            member.name, "devices", True, f"{counted(found['cores'], 'CPU core')}{several}"
+        )
+        return
+    count = found["count"] if found["kind"] == "cuda" else 0
+    chosen = member.host.devices
+    which = f", which are to be {', '.join(map(str, chosen))}" if chosen else ""
+    text = f"{counted(count, 'GPU')} for {counted(wanted, 'slot')}{which}"
+    yield Verdict(member.name, "devices", count >= wanted, text, _fewer(hosts, member, count))
+
+
+def _fewer(hosts: _Hosts, member: Member, count: int) -> str:
+    if not count:
+        return "look at `nvidia-smi` there; or launcher.device=cpu, or leave the host out"
+    if member.host.devices:
+        return "choose others with --include or --exclude"
+    if member.host.source:
+        return f"slots={count} at {member.host.source}"
+    return f"launcher.devices={count}"
+
+
+def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """What keeps GPUs from being as good as the others; a job may still have its reasons."""
+    if facts["gpu_problem"] is not None:
+        text = f"the GPU driver does not answer: {facts['gpu_problem']}"
+        remedy = "look at `nvidia-smi` and `dmesg` there; after an update of the driver, restart"
+        yield Verdict(member.name, "GPUs", False, text, remedy, needed=False)
+    names = tuple(facts["devices"]["names"])
+    if hosts.config.launcher.device == "cpu" or not names:
+        return
+    same = names == hosts.usual_gpus
+    kinds = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
+    text = kinds if same else f"{kinds}, unlike most hosts"
+    remedy = "the slowest decides for all: leave it out, or run on hosts that are alike"
+    yield Verdict(member.name, "GPUs", same, text, remedy, needed=False)
+    taken = [
+        f"{number} ({share(int(GIB * (whole - free)), int(GIB * whole))})"
+        for number, (free, whole) in enumerate(facts["gpu_memory_gib"])
+        if free < _LEAST_GPU_SHARE * whole
+    ]
+    text = f"memory of GPU {', '.join(taken)} is in use" if taken else "GPU memory is free"
+    remedy = "`nvidia-smi` there shows by whom"
+    yield Verdict(member.name, "GPU memory", not taken, text, remedy, needed=False)
+
+
+def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Judge what stands between the GPUs and the ranks."""
+    yield from gpu_software(hosts.config, member, facts)
+
+
+def _number_types(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Check that the GPUs have bf16 where that is trained in; without it PyTorch emulates it, slowly."""
+    config, names = hosts.config, facts["devices"]["names"]
+    if config.launcher.device == "cpu" or config.precision.compute != "bf16":
+        return
+    if weak := sorted(set(filter(lacks_bf16, names))):
+        yield Verdict(
+            member.name, "precision", False, f"{listed(weak)} has no bf16", "precision=fp16"
+        )
+
+
+def _memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    free = facts["memory_gib"]
+    if free is not None:
+        yield _room(member, "memory", free, "of host memory free", "end what uses it")
+
+
+def _room(
+    member: Member, check: str, free: float, what: str, remedy: str, *, needed: bool = True
+) -> Verdict:
+    least = _LEAST_GIB[check]
+    good = free >= least
+    text = f"{{}} GiB {what}" if good else f"only {{}} GiB {what}; {least:g} is the least"
+    return Verdict(member.name, check, good, text, remedy, amount=free, needed=needed)
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    root = facts["root"]
+    folder = f"the folder of runs ({root['path']})"
+    local = hosts.config.launcher.name == "local"
+    elsewhere = "run.root=FOLDER on a file system that every host mounts at the same path"
+    if not root["visible"] and not local:
+        text = f"does not see {folder} of the launcher"
+        yield Verdict(member.name, "run.root", False, text, elsewhere)
+    elif root["problem"] is not None:
+        text = f"cannot write in {folder}: {root['problem']}"
+        remedy = "run.root=FOLDER, one that it may write in" if local else elsewhere
+        yield Verdict(member.name, "run.root", False, text, remedy)
+    elif root["free_gib"] is not None:
+        what = f"free in {folder}"
+        remedy = "free some space, or run.root=FOLDER on another disk"
+        yield _room(member, "run.root", root["free_gib"], what, remedy)
+
+
+def _cache(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Where a corpus is prepared, and the vocabulary that is trained on it."""
+    cache, needed = facts["cache"], hosts.config.data.source == "stdlib"
+    folder = f"the folder of prepared data ({cache['path']})"
+    remedy = "data.cache_dir=FOLDER"
+    if cache["problem"] is not None:
+        text = f"cannot write in {folder}: {cache['problem']}"
+        yield Verdict(member.name, "cache", False, text, remedy, needed=needed)
+    elif cache["free_gib"] is not None:
+        remedy = f"free some space, or {remedy} on another disk"
+        yield _room(member, "cache", cache["free_gib"], f"free in {folder}", remedy, needed=needed)
+
+
+def _shared_memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    free = facts["shared_memory_gib"]
+    if free is not None:
+        what = "of shared memory free (/dev/shm)"
+        remedy = "give its container more, as in `docker run --shm-size=16g`; or remove old files"
+        yield _room(member, "/dev/shm", free, what, remedy, needed=False)
+
+
+def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Only where there are any."""
+    needed = hosts.config.backend.name == "deepspeed"
+    for path in facts["stale_locks"]:
+        text = f"{path} was left by a compilation that is no more; the next one would wait for ever"
+        yield Verdict(
+            member.name, "locks", False, text, f"rm -- {shlex.quote(path)}", needed=needed
+        )
+
+
+# --- clock and network -------------------------------------------------------------------------------
+
+
+def _clock(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    skew = skew_s(facts)
+    if not skew:
+        yield Verdict(member.name, "clock", True, "clock agrees with the launcher's")
+        return
+    text = f"clock is {{}} s {'ahead of' if skew > 0 else 'behind'} the launcher's"
+    good = abs(skew) < _MOST_SKEW_S
+    remedy = "let a time service (NTP, chrony) set it"
+    yield Verdict(member.name, "clock", good, text, remedy, amount=abs(skew))
+
+
+def _machine(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Only where two hosts are one: they would use the same devices."""
+    same = hosts.on_machine[facts["machine"]]
+    if same != member.name:
+        text, remedy = f"is the same machine as {same}", "leave one of them out"
+        needed = hosts.config.launcher.device == "cuda"
+        yield Verdict(member.name, "machine", False, text, remedy, needed=needed)
+
+
+def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Whether the place to meet is found, and is the same for all."""
+    problem = _wrong_address(hosts, member, facts["network"])
+    if problem:
+        remedy = "launcher.master_addr=ADDRESS, one at which every host reaches the first"
+        yield Verdict(member.name, "network", False, problem, remedy)
+    else:
+        text = f"meets the others over {facts['network']['interface']}"
+        yield Verdict(member.name, "network", True, text)
+
+
+def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
+    """What is wrong with where it would meet the others; empty if nothing."""
+    target, found = network["asked_for"], network["found"]
+    where = f"{target} leads to {' and '.join(found)}"
+    if not found:
+        return f"finds no address for {target}, where the ranks are to meet"
+    if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one that is used
+        return f"{where} there, which no other host can reach (look at /etc/hosts)"
+    if network["interface"] is None:
+        return f"{where}, and no route leads there"
+    if target != (hosts.config.launcher.master_addr or hosts.first):
+        return ""  # they were to meet at a host that is lost
+    if not hosts.addresses_of_first or hosts.addresses_of_first.intersection(found):
+        return ""
+    whose = "its addresses" if member.name == hosts.first else f"the addresses of {hosts.first}"
+    return f"{where}, which is none of {whose}"
+
+
+def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    """Only where an interface was chosen."""
+    there = sorted(set(facts["network"]["addresses"].values()))
+    for name, chosen in facts["network"]["chosen"].items():
+        good = _fits(name, chosen, there)
+        text = f"{name}={chosen}"
+        if not good:
+            text += f" fits none of its interfaces ({', '.join(there)})"
+        remedy = f"unset {name}, or name what all hosts have"
+        needed = name.startswith("GLOO") or hosts.config.launcher.device == "cuda"
+        yield Verdict(member.name, "interface", good, text, remedy, needed=needed)
+
+
+def _fits(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
+    """Whether an interface is left: gloo takes names, NCCL beginnings; `=` means names, `^` all others."""
+    words = re.split(r" *, *", chosen.lstrip("^="))
+    if name.startswith("GLOO"):
+        return set(words) <= set(interfaces)
+    exact = chosen.lstrip("^").startswith("=")
+    fitting = {
+        interface
+        for interface in interfaces
+        if (interface in words if exact else interface.startswith(tuple(words)))
+    }
+    return bool(set(interfaces) - fitting if chosen.startswith("^") else fitting)
+
+
+def _port(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
+    port = facts["port"]
+    if port is None:
+        wanted = hosts.config.launcher.master_port
+        text = f"port {wanted} is taken: something listens there already"
+        remedy = "launcher.master_port=auto, or another number"
+        yield Verdict(member.name, "port", False, text, remedy)
+    else:
+        yield Verdict(member.name, "port", True, f"port {port} is free to meet at")

@@ -1,0 +1,86 @@
+"""What a training begins with is looked at before anything is written: `model.init_from`, and `model=hf`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NoReturn
+
+from nanoscale.checkpoint.hf.load import find
+from nanoscale.common.errors import Violation
+from nanoscale.config.hf import any_model
+from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
+from nanoscale.config.hf.safetensors_headers import BadFileError
+from nanoscale.config.hf.shape import HEAD, has_own_head
+from nanoscale.config.schema import Config
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import refuse
+
+
+def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
+    """The same with the folder of `model.init_from`, whose files hold what the model needs.
+
+    Headers are read, not the weights. `fetch`: a name's are fetched from the hub; else they are not looked at.
+
+    Raises:
+        UserError: a file or tensor is missing, damaged or of another shape.
+    """
+    if config.model.source == "hf":
+        return _with_foreign(composed, config, fetch=fetch)
+    asked = config.model.init_from
+    if asked is None or not (fetch or is_folder(asked)):
+        return config
+    try:
+        folder = locate(asked, weights=True)
+        find(folder, config.model)
+        if config.model.tie_embeddings and has_own_head(folder):
+            _refuse_tied(composed, folder)
+    except (NoSuchModelError, BadFileError) as error:
+        refuse_model(composed, KEY, asked, error)
+    return replace(config, model=replace(config.model, init_from=str(folder)))
+
+
+def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
+    """Raise a UserError: files that were fetched after their config.json was read have a head of their own."""
+    message = (
+        f"must be false: {folder} holds an embedding and a head of other values ({HEAD}), which transformers "
+        "does not tie either"
+    )
+    key = "model.tie_embeddings"
+    found = Violation(key, True, composed.source(key), message, (f"{key}=false",))
+    refuse([found], kind="model")
+
+
+def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
+    """The same where the model is transformers', with the number of its parameters.
+
+    Only transformers can judge it, in a process that takes seconds.
+    """
+    model, asked = config.model, config.model.init_from
+    try:
+        wanted = asked is not None and (fetch or is_folder(asked))
+        folder = str(locate(asked, weights=True)) if asked is not None and wanted else None
+    except NoSuchModelError as error:
+        refuse_model(composed, KEY, asked, error)
+    request = json.dumps({"model": asdict(model), "folder": folder})
+    words = [sys.executable, "-m", "nanoscale.checkpoint.hf.load_any_model"]
+    done = subprocess.run(
+        words, input=request, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        why = f"cannot be judged: {last or 'transformers does not start'}"
+        answer = {"problem": why, "of": "model"}
+    else:
+        answer = json.loads(done.stdout.splitlines()[-1])
+    if answer["problem"] is not None:
+        has_code = "auto_map" in model.hf_config and not model.trust_remote_code
+        code = "model.trust_remote_code=true runs the code that comes with it" if has_code else None
+        key, value = (KEY, asked) if answer["of"] == "files" else (any_model.KEY, model.name)
+        text = "; ".join(filter(None, (answer["problem"], code)))
+        refuse([Violation(key, value, composed.source(key), text)], kind="model")
+    counted = replace(model, init_from=folder or asked, parameters=answer["parameters"])
+    return replace(config, model=counted)

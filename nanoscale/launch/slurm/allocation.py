@@ -1,0 +1,148 @@
+"""The nodes of a job of SLURM: those that it will be asked for, and those that it gave."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping
+from math import lcm
+
+from nanoscale.common import display
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing import nodes
+from nanoscale.config.rules import Host
+from nanoscale.config.rules.resolution import counted
+from nanoscale.config.schema import Launcher
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import refuse
+from nanoscale.launch.slurm.slurm import SlurmError, host_names
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+"""steps of SLURM's own have numbers from here on: 4294967290 is that of an interactive shell"""
+
+
+def wanted_nodes(composed: Composed) -> tuple[Host, ...]:
+    """Nodes such as SLURM is asked for, the most that an elastic job can have.
+
+    Raises:
+        UserError: how many there are to be, or how many ranks on each, cannot be known here.
+    """
+    wrong = nodes.violation(composed)
+    if wrong is not None:
+        refuse([wrong])
+    _, most = nodes.node_range(composed.config.launcher.nodes) or (1, 1)
+    slots = _ranks_a_node(composed, most)
+    return tuple(Host(f"node{number + 1}", slots) for number in range(most))
+
+
+def given_nodes(composed: Composed) -> tuple[Host, ...]:
+    """The nodes of the job that this process is a part of, as many as `launcher.nodes` says.
+
+    Raises:
+        UserError: this is no job of SLURM, or it has too few nodes.
+    """
+    wrong = nodes.violation(composed)
+    if wrong is not None:
+        refuse([wrong])
+    given = os.environ.get("SLURM_JOB_NODELIST")
+    key = "launcher.name"
+    if given is None:
+        message = "starts ranks within a job of SLURM, and this is none"
+        ways = ("nanoscale submit …", "salloc --nodes=2 nanoscale train …")
+        refuse([Violation(key, "slurm", composed.source(key), message, ways)])
+    try:
+        names = host_names(given)
+    except SlurmError as error:
+        raise UserError("slurm", f"SLURM does not say which nodes {given} are: {error}") from error
+    least, most = nodes.node_range(composed.config.launcher.nodes) or (1, len(names))
+    if least > len(names):
+        key = "launcher.nodes"
+        message = f"is more than the {len(names)} nodes of this job ({given})"
+        value, source = composed.config.launcher.nodes, composed.source(key)
+        refuse([Violation(key, value, source, message, (f"launcher.nodes={len(names)}",))])
+    taken = names[:most]
+    slots = _ranks_a_node(composed, len(taken), os.environ.get("SLURM_GPUS_ON_NODE"))
+    return tuple(Host(name, slots) for name in taken)
+
+
+def require_one_launcher() -> None:
+    """Check that no program starts this command once for each of its tasks.
+
+    Raises:
+        UserError: each of the tasks would launch the whole job.
+    """
+    env = os.environ
+    if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
+        # With `srun --pty bash` the shell of the first task is the only one that somebody types into.
+        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", "nanoscale train … launcher=slurm")
+    if "TORCHELASTIC_RUN_ID" in env:
+        _refuse_copies(env, "torchrun", "WORLD_SIZE", "nanoscale train …")
+    if "OMPI_COMM_WORLD_RANK" in env:
+        _refuse_copies(env, "mpirun", "OMPI_COMM_WORLD_SIZE", "nanoscale train …")
+
+
+def note_idle_nodes(launcher: Launcher) -> None:
+    """Show a line if this job of SLURM has nodes that no rank will run on.
+
+    Args:
+        launcher: of a configuration that `check` has resolved.
+    """
+    env = os.environ
+    nodes, node = env.get("SLURM_JOB_NODELIST"), env.get("SLURMD_NODENAME")
+    if launcher.name != "local" or not nodes or _in_step(env):
+        return
+    host = node or socket.gethostname().partition(".")[0]
+    count = _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES")
+    if count != 1 or nodes != host:
+        display.note(
+            f"job {env.get('SLURM_JOB_ID')} of SLURM has {counted(count, 'node')} ({nodes}), and all ranks "
+            f"will run on {host}; to use the nodes of the job, add launcher=slurm"
+        )
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    """True in a step that srun has started; SLURM's own steps (batch, extern, interactive) are none."""
+    step = env.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
+
+
+def _refuse_copies(env: Mapping[str, str], program: str, variable: str, instead: str) -> None:
+    copies = _integer(env, variable)
+    if copies > 1:
+        message = (
+            f"{program} starts this command {copies} times, and each would launch the whole job"
+        )
+        wrong = Violation(variable, copies, "environment", message, (instead,))
+        raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [wrong])
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    """0 if the variable is not set."""
+    return int(env[name]) if env.get(name, "").isdecimal() else 0
+
+
+def cpus_a_node(environment: Mapping[str, str]) -> int | None:
+    """CPUs that the job has on each of its nodes, the fewest: of `72(x2),36`, 36."""
+    counts = re.findall(r"(?:^|,)([0-9]+)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return min(map(int, counts), default=None)
+
+
+def _ranks_a_node(composed: Composed, count: int, gpus: str | None = None) -> int:
+    """How many ranks a node takes; `gpus`: what a node of the job has, where it is known."""
+    launcher, layout = composed.config.launcher, composed.config.parallel
+    if launcher.devices != "auto":
+        return launcher.devices
+    if launcher.device != "cpu":
+        found = re.findall(r"(?:^|:)([0-9]+)(?=,|$)", gpus or launcher.slurm.gpus or "")
+        if found:
+            return sum(map(int, found))
+        key = "launcher.devices"
+        message = "must be known here: it is how many GPUs of a node are used"
+        ways = ("--num-gpus 8", "launcher.device=cpu")
+        refuse([Violation(key, "auto", composed.source(key), message, ways)])
+    copies = layout.dp_replicate if layout.dp == "auto" else layout.dp
+    ranks = copies * layout.tp * layout.pp * layout.cp
+    if layout.dp == "auto":
+        ranks = lcm(ranks, count)
+    return -(-ranks // count)

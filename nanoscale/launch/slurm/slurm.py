@@ -1,0 +1,231 @@
+"""Talking to SLURM: handing in a job, asking after it, signalling and cancelling it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.schema import Config
+from nanoscale.runs.submission import Submission
+
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""how SLURM is reached and who we are; all else of its variables belongs to the job we may be in"""
+_SCRUBBED = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
+
+_ANSWER_S = 30.0
+_COLUMNS = {
+    "JobArrayID": 64,
+    "State": 32,
+    "Reason": 256,
+    "NodeList": 8192,
+    "StartTime": 32,
+    "RestartCnt": 12,
+}
+"""what squeue is asked for; it cuts a column at 20 characters unless told how wide it is"""
+
+_WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "REVOKED",
+    "LAUNCH_FAILED",
+    "RECONFIG_FAIL",
+)
+
+
+class SlurmError(Exception):
+    """SLURM refused, or did not answer; the message is its own."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What SLURM says of a job."""
+
+    job: str
+    state: str
+    """in SLURM's words: PENDING, RUNNING, COMPLETED, CANCELLED, …"""
+    reason: str
+    """why it waits or ended; "" where there is none"""
+    nodes: str
+    """as in `node[1-4]`; "" before it has any"""
+    start: str | None
+    """local time: when it began, or is expected to"""
+    restarts: int
+    """how often it was queued again"""
+
+    @property
+    def waits(self) -> bool:
+        return self.state in _WAITING
+
+    @property
+    def ended(self) -> bool:
+        return self.state in _ENDED
+
+
+def submit(script: Path) -> Submission:
+    """Hand a batch script to SLURM.
+
+    Raises:
+        UserError: there is no sbatch here.
+        SlurmError: sbatch refused.
+    """
+    try:
+        answer = _run(["sbatch", "--parsable", str(script)], wait_s=None)
+    except FileNotFoundError as error:
+        message = "there is no sbatch here; `nanoscale submit` runs where it is, on a login node"
+        raise UserError("slurm", message) from error
+    job, _, cluster = answer.strip().splitlines()[-1].partition(";")
+    return Submission(job, script=str(script), cluster=cluster or None)
+
+
+def job_state(job: Submission) -> JobState | None:
+    """What SLURM says of a job; None where it knows it no more, or never did.
+
+    Raises:
+        SlurmError: SLURM cannot be asked here, or does not answer.
+    """
+    return job_states([job]).get(str(job))
+
+
+def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
+    """The same of several jobs, by their numbers; those that SLURM does not know are left out."""
+    states: dict[str, JobState] = {}
+    by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
+    for cluster, some in groupby(by_cluster, key=lambda job: job.cluster):
+        numbers = [str(job) for job in some]
+        columns = ",".join(f"{name}:{width}|" for name, width in _COLUMNS.items())
+        command = ["squeue", "--noheader", "--array", "--states=all", "--Format", columns]
+        command += [*_on(cluster), "--jobs", ",".join(numbers)]
+        states |= {state.job: state for state in _parse(_ask(command)) if state.job in numbers}
+    return states
+
+
+def cancel(job: Submission, *, only_waiting: bool = False) -> None:
+    """Take a job out of the queue, or end it.
+
+    Args:
+        only_waiting: leave it alone where it has begun meanwhile, unless it is of an array.
+
+    Raises:
+        SlurmError: SLURM refused.
+    """
+    # With a state, scancel takes all tasks of an array that wait for the one that is named.
+    waiting = ["--state=PENDING"] if only_waiting and job.task is None else []
+    _ask(["scancel", *_on(job.cluster), *waiting, str(job)])
+
+
+def signal_batch(job: Submission, name: str) -> None:
+    """Send a signal to the batch script of a job that runs, and to nothing else of it.
+
+    Raises:
+        SlurmError: SLURM refused.
+    """
+    _ask(["scancel", *_on(job.cluster), "--batch", f"--signal={name}", str(job)])
+
+
+def host_names(nodes: str) -> list[str]:
+    """What `node[1-4]` stands for.
+
+    Raises:
+        SlurmError: SLURM does not say.
+    """
+    if "[" not in nodes:
+        return nodes.split(",")
+    return _ask(["scontrol", "show", "hostnames", nodes]).split()
+
+
+def srun_options(config: Config) -> list[str]:
+    """What srun needs so that the agents run in the image of launcher.slurm.container (pyxis)."""
+    wanted = config.launcher.slurm
+    if wanted.container is None or wanted.container_runtime != "pyxis":
+        return []
+    mounts = ",".join(_mounts(config))
+    return [f"--container-image={wanted.container}", f"--container-mounts={mounts}"]
+
+
+def container_prefix(config: Config) -> list[str]:
+    """What stands before the command of an agent that runs in an image (apptainer)."""
+    wanted = config.launcher.slurm
+    if wanted.container is None or wanted.container_runtime != "apptainer":
+        return []
+    gpus = ["--nv"] if config.launcher.device == "cuda" else []
+    mounts = [word for mount in _mounts(config) for word in ("--bind", mount)]
+    return ["apptainer", "exec", *gpus, *mounts, wanted.container]
+
+
+def _mounts(config: Config) -> list[str]:
+    """The folders asked for, and that of the runs unless it is among them."""
+    asked = config.launcher.slurm.container_mounts
+    root = str(Path(config.run.root).absolute())
+    inside = [mount.split(":")[1] for mount in asked if mount.count(":")]
+    return asked if root in inside else [f"{root}:{root}", *asked]
+
+
+def _on(cluster: str | None) -> list[str]:
+    return [] if cluster is None else [f"--clusters={cluster}"]
+
+
+def _parse(answer: str) -> list[JobState]:
+    rows = ([cell.strip() for cell in line.split("|")] for line in answer.splitlines())
+    return [_state(*row[: len(_COLUMNS)]) for row in rows if len(row) >= len(_COLUMNS)]
+
+
+def _state(job: str, state: str, reason: str, nodes: str, start: str, restarts: str) -> JobState:
+    return JobState(
+        job=job,
+        state=state,
+        reason="" if reason == "None" else reason,
+        nodes=nodes,
+        start=start.replace("T", " ") if start[:1].isdecimal() else None,
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+    )
+
+
+def _ask(command: Sequence[str]) -> str:
+    try:
+        return _run(command, _ANSWER_S)
+    except FileNotFoundError as error:
+        raise SlurmError(f"there is no {command[0]} here") from error
+
+
+def _run(command: Sequence[str], wait_s: float | None) -> str:
+    """What a command of SLURM prints; nothing where it only says that it knows no such job."""
+    try:
+        done = subprocess.run(
+            command,
+            env=scrubbed(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=wait_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{command[0]} did not answer within {wait_s:g} s") from error
+    if done.returncode == 0 or (command[0] == "squeue" and "Invalid job id" in done.stderr):
+        return done.stdout
+    lines = [line.removeprefix(f"{command[0]}: ") for line in done.stderr.strip().splitlines()]
+    lines = [line.removeprefix("error: ") for line in lines]
+    raise SlurmError("; ".join(lines) or f"{command[0]} ended with {done.returncode}")
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what a job of SLURM left in it, which would become options of the next."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not name.startswith(_SCRUBBED)
+    }

@@ -1,0 +1,205 @@
+"""The script that SLURM runs: what it asks for, and a launcher that hears what SLURM has to say."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.nodes import elastic
+from nanoscale.config.schema import Config
+from nanoscale.launch.transport.transport import source_path
+from nanoscale.runs.directory import RunDirectory
+
+_PLAIN = re.compile(r"[\w./:,=@+%^*\[\]-]+", re.ASCII)
+"""values that sbatch reads as they are"""
+
+_INSTEAD_OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+
+LISTEN = """\
+# SLURM sends USR1 ahead of the time limit; TERM comes from `nanoscale runs stop` and from scancel.
+# The launcher saves and stops on either, and ends with code 75, or 130 after `nanoscale runs stop`.
+export NANOSCALE_BATCH=$SLURM_JOB_ID # runs started here know that this job passes signals on
+heard=
+launcher=
+pass_on() {
+    heard=${heard:-$1}
+    interrupted=yes
+    [ -z "$launcher" ] || kill -s "$1" "$launcher"
+}
+trap 'pass_on USR1' USR1
+trap 'pass_on TERM' TERM
+"""
+
+FOLLOW = """\
+launcher=$!
+if [ "$heard" ]; then
+    sleep 1 # until the new process has become the launcher, it is deaf
+    kill -s "$heard" "$launcher"
+fi
+while :; do
+    interrupted=
+    code=0
+    wait "$launcher" || code=$?
+    [ "$interrupted" ] || break
+done
+# A launcher that was too young to listen dies of the signal; of a child that does so at the same
+# moment as it, bash knows no code at all.
+case "$heard$code" in
+USR1138 | TERM143 | USR1-1 | TERM-1) code=75 ;;
+esac
+"""
+
+REQUEUE = """\
+# Where SLURM takes the nodes away but grants some time for it, only the agents hear of that.
+preempted() {
+    scontrol show job "$SLURM_JOB_ID" | grep -q '^ *PreemptEligibleTime=.* PreemptTime=[0-9]'
+}
+if [ "$code" = 75 ] && { [ "$heard" = USR1 ] || { [ -z "$heard" ] && preempted; }; }; then
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
+        echo "the job queues again and will go on with the run"
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "the job was queued again $max_requeues times already, and is not once more"
+    fi
+fi
+exit "$code"
+"""
+
+_CHOOSE = """\
+mapfile -t runs < {runs}
+run=${{runs[$SLURM_ARRAY_TASK_ID]}}
+"""
+
+
+def batch_script(config: Config, run: RunDirectory) -> str:
+    """The script of one run.
+
+    Args:
+        config: checked, with the number of ranks on a node in `launcher.devices`.
+
+    Raises:
+        UserError: a path cannot be written into it.
+    """
+    output = f"{_pattern(run.logs)}/slurm-%j.out"
+    options = _options(config, run.name, output)
+    return _script(config, options, "", shlex.quote(str(run.path)))
+
+
+def array_script(
+    config: Config, folder: Path, name: str, count: int, at_once: int | None = None
+) -> str:
+    """One script for several runs that need the same of SLURM; `folder` holds it and the list of them.
+
+    Args:
+        config: that of any of the runs.
+        at_once: how many of them may go on at the same time.
+    """
+    output = f"{_pattern(folder)}/slurm-%A_%a.out"
+    limit = "" if at_once is None else f"%{at_once}"
+    options = [*_options(config, name, output), ("array", f"0-{count - 1}{limit}")]
+    choose = _CHOOSE.format(runs=shlex.quote(str(runs_list(folder))))
+    return _script(config, options, choose, '"$run"')
+
+
+def runs_list(folder: Path) -> Path:
+    """The file in the folder of an array that has one run directory a line."""
+    return folder / "runs"
+
+
+Option = tuple[str, str | None]
+"""name and value of an option of sbatch; null: it takes none"""
+
+
+def _script(config: Config, options: list[Option], choose: str, run: str) -> str:
+    wanted = config.launcher.slurm
+    # Whoever could change the run's config.yaml could change this script as well.
+    call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
+    parts = [
+        "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
+        "# Written by `nanoscale submit`. Handed to sbatch again, it goes on where the run stopped.\n",
+        LISTEN,
+        "".join(f"{line}\n" for line in wanted.setup),
+        choose,
+        "".join(f"export {name}={value}\n" for name, value in _exports(config)),
+        call + FOLLOW,
+        f"max_requeues={wanted.max_requeues}\n{REQUEUE}",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _launcher(config: Config) -> list[str]:
+    return [config.cluster.python or sys.executable, "-P", "-m", "nanoscale"]
+
+
+def _exports(config: Config) -> Iterator[tuple[str, str]]:
+    path = source_path({})
+    if config.cluster.python is None and path is not None:
+        yield "PYTHONPATH", shlex.quote(path) + "${PYTHONPATH:+:$PYTHONPATH}"
+
+
+def _options(config: Config, name: str, output: str) -> list[Option]:
+    """What is asked of SLURM, in the order of the script."""
+    launcher, wanted = config.launcher, config.launcher.slurm
+    assert isinstance(launcher.devices, int)
+    further = [_split(directive) for directive in wanted.directives]
+    options: list[Option] = [
+        ("job-name", name),
+        ("output", output),
+        ("open-mode", "append"),
+        ("nodes", str(launcher.nodes or 1).replace(":", "-")),
+        ("ntasks-per-node", "1"),
+    ]
+    if not any(option in _INSTEAD_OF_GPUS for option, _ in further):
+        gpus = str(launcher.devices) if launcher.device == "cuda" else None
+        options += _given("gpus-per-node", wanted.gpus or gpus)
+    if elastic(launcher.nodes):
+        options.append(("no-kill", None))  # the job goes on with the nodes that are left
+    if wanted.exclusive:
+        options.append(("exclusive", None))
+        if not any(option.startswith("mem") for option, _ in further):
+            options.append(("mem", "0"))  # all that a node has: alone, it is the site's default
+    elif isinstance(launcher.threads, int):
+        options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
+    for option in ("partition", "account", "qos", "time", "constraint"):
+        options += _given(option, getattr(wanted, option))
+    options.append(("requeue", None))
+    if wanted.signal_before_s:
+        options.append(("signal", f"B:USR1@{wanted.signal_before_s}"))
+    return options + further
+
+
+def _given(option: str, value: str | None) -> list[Option]:
+    return [] if value is None else [(option, value)]
+
+
+def _split(directive: str) -> Option:
+    name, equals, value = directive.removeprefix("--").partition("=")
+    return name, value if equals else None
+
+
+def _directive(option: str, value: str | None) -> str:
+    """An option as sbatch reads it: no shell, but quotes, backslashes within them, and comments."""
+    if value is None:
+        return f"--{option}"
+    assert value.isprintable(), f"the rules let a control character pass in --{option}"
+    if _PLAIN.fullmatch(value):
+        return f"--{option}={value}"
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'--{option}="{escaped}"'
+
+
+def _pattern(folder: Path) -> str:
+    """A folder in a file name pattern of SLURM, in which % begins what it puts in."""
+    text = str(folder)
+    if text.isprintable() and "\\" not in text:
+        return text.replace("%", "%%")
+    message = (
+        "holds what jobs print; SLURM cannot write to a path with a backslash or control character"
+    )
+    violation = Violation("run.root", os.fspath(folder), "", message, ("run.root=/…",))
+    raise UserError("run", "SLURM cannot write there", [violation])

@@ -1,0 +1,129 @@
+"""Why an agent cannot be reached, told from what its connection left behind."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from nanoscale.config.machines import Host
+from nanoscale.runs.failure import signal_name
+
+AGENT = "agent"
+"""what is looked at where the connection stood"""
+
+_CAUSES = (
+    (
+        "run.root",
+        r"does not see the launcher's folder of runs",
+        "it does not see the folder of runs",
+        "run.root=FOLDER on a file system that every host mounts at the same path",
+    ),
+    (
+        "network",
+        r"no answer of the launcher at",
+        "it cannot reach the launcher, which it was to call back",
+        "look for a firewall between them, or use launcher=ssh",
+    ),
+    (
+        "ssh",
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
+        "its ssh host key is not the one that is known: it changed, or was never accepted",
+        "make sure that it is the right machine, then `ssh-keygen -R {host}` and `ssh {name}` once",
+    ),
+    (
+        "ssh",
+        r"Permission denied|Too many authentication failures",
+        "ssh is not let in",
+        "`ssh -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
+    ),
+    (
+        "ssh",
+        r"Could not resolve hostname|Name or service not known",
+        "its name leads to no address",
+        "correct the name in the hostfile, or add it to DNS or /etc/hosts",
+    ),
+    (
+        "ssh",
+        r"Connection refused",
+        "host unreachable: it refuses the connection, so no ssh server listens there",
+        "start sshd there, or give its port: launcher.ssh_args=[-p,PORT]",
+    ),
+    (
+        "ssh",
+        r"timed out|No route to host|Network is unreachable|Host is down|not responding|Broken pipe"
+        r"|Connection reset|Connection closed|lost connection",
+        "host unreachable: the network does not lead there, or it is switched off",
+        "look whether it is up; leave it out with --exclude {host}",
+    ),
+    (
+        "interpreter",
+        r"No module named '?nanoscale",
+        "the Python there has no nanoscale",
+        "install nanoscale there, or name another interpreter: cluster.pythons.{host}=/path/to/python",
+    ),
+    (
+        "interpreter",
+        r"No module named",
+        "the Python there lacks a module",
+        "install the same versions there, or name another interpreter: "
+        "cluster.pythons.{host}=/path/to/python",
+    ),
+    (
+        "interpreter",
+        r"No such file or directory|not found|cannot execute|Exec format error",
+        "there is no such Python there",
+        "cluster.python=/path/to/python, or cluster.pythons.{host}=/path/to/python for this host",
+    ),
+)
+
+_NOISE = re.compile(r"warn|^\[W\d+", re.IGNORECASE)
+_LOST = "the agent, which minds the ranks, was lost"
+
+
+def check_of(diagnosis: str) -> str:
+    """What `explain` has found wrong by it; the connection where it is nothing else."""
+    known = ((check, beginning) for check, _, beginning, _ in _CAUSES)
+    labels = (
+        check for check, beginning in [*known, (AGENT, _LOST)] if diagnosis.startswith(beginning)
+    )
+    return next(labels, "ssh")
+
+
+def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[str, str]:
+    """Diagnosis and remedy.
+
+    Args:
+        code: of the command that led there; None: it still runs, or there was none.
+        words: what it printed.
+        limit_s: how long the launcher has waited for an answer.
+    """
+    names = {"host": shlex.quote(host.address), "name": shlex.quote(host.name)}
+    for _check, pattern, diagnosis, remedy in _CAUSES:
+        found = re.search(pattern, words, re.IGNORECASE)
+        if found:
+            line = _line_around(words, found.start())
+            return f"{diagnosis} ({line})", remedy.format(**names)
+    if code is None:
+        return (
+            f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
+            f"look whether it is up; leave it out with --exclude {shlex.quote(host.address)}",
+        )
+    name = signal_name(code)
+    how = f"it was ended by {name}" if name else f"it ended with code {code}"
+    last = _last_line(words)
+    return (
+        f"{_LOST}: {how}" + (f" ({last})" if last else ""),
+        "its log says what it did last; if memory ran out, ask for less of it",
+    )
+
+
+def _last_line(text: str) -> str:
+    """What was said last, but for what Python and torch say without being asked."""
+    lines = [line.strip() for line in text.splitlines() if not _NOISE.search(line)]
+    return next((line[:300] for line in reversed(lines) if line), "")
+
+
+def _line_around(text: str, position: int) -> str:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    return text[start : end if end >= 0 else None].strip(" @\r\n")[:300]

@@ -1,0 +1,206 @@
+"""What a recipe's steps take: the job of the ranks of `nanoscale bench`.
+
+First steps that warm up, then steps that are timed and in which nothing else is done, then steps that are
+recorded, which take longer for it: their parts are shares, the timed steps are the figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanoscale.checkpoint.saver import Saver
+from nanoscale.data.dataset import open_data
+from nanoscale.measure.matmul import matmul_rate
+from nanoscale.metrics.meter import Meter, peak_memory_gib, wait_for
+from nanoscale.metrics.profile import recording
+from nanoscale.metrics.trace import STEP, events_of, parts_of
+from nanoscale.parallel import process_group
+from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.train.job import make_engine
+from nanoscale.train.loop import Progress, Training
+
+if TYPE_CHECKING:
+    from nanoscale.worker import RankContext
+
+RECORDED = 2
+_SAID_EVERY_S = 1.0
+
+
+def run(context: RankContext) -> str:
+    """Measure, and leave the figures in the first rank's result.
+
+    The task is `warmup` and `steps`, how many of them, and `folder`, where a checkpoint may be written; null:
+    none is.
+
+    Raises:
+        UserError: the data are not what the configuration needs.
+    """
+    config, task = context.config, read_json(context.run.task)
+    device = process_group.local_device(config.launcher.device)
+    data = open_data(config.data, config.train, config.model.vocab)
+    process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
+    say = _sayer(context.rank)
+    say("multiplying matrices …")
+    process_group.gather(None)  # on one host they share what there is
+    rate = fmean(process_group.gather(matmul_rate(config.precision, device)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    say("making the model …")
+    training = Training(
+        workspace=context.workspace,
+        # What writes checkpoints is made where one is measured.
+        config=replace(config, checkpoint=replace(config.checkpoint, asynchronous=False)),
+        engine=make_engine(config, device),
+        data=data,
+        progress=Progress(),
+        rank=context.rank,
+        meter=Meter(config, context.world_size, device),
+        sinks=[],
+        note=lambda *_, **__: None,
+    )
+    bench = _Bench(training, device, say)
+    figures = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "matmul_flops": rate,
+        **bench.time_steps(task["warmup"], task["steps"]),
+        "parts": bench.record_steps(),
+        "checkpoint": task["folder"] and bench.save(Path(task["folder"]), context),
+    }
+    if context.rank == 0:
+        write_json(context.run.result, figures)
+    process_group.leave()
+    return "completed"
+
+
+class _Bench:
+    """A training whose steps are measured."""
+
+    def __init__(self, training: Training, device: torch.device, say: Any) -> None:
+        self.training = training
+        self.device = device
+        self.say = say
+
+    def time_steps(self, warmup: int, steps: int) -> dict[str, Any]:
+        """Times of steps, the slowest rank's, that nothing comes between, as where no step is logged."""
+        first, warming = None, time.perf_counter()
+        for number in range(warmup):
+            self.say(f"warming up: step {number + 1} of {warmup}")
+            self.training.advance()
+            if first is None:
+                wait_for(self.device)
+                first = time.perf_counter() - warming
+        with self._clock() as (tick, times):
+            for number in range(steps):
+                result = self.training.advance()
+                tick()
+                self.say(f"step {number + 1} of {steps}")
+        mine = [result.loss_sum.item(), peak_memory_gib(self.device), *times]
+        everyone = process_group.gather_numbers(mine)
+        slowest = everyone.max(dim=0).values.tolist()
+        return {
+            "first_step_s": first,
+            "times_s": slowest[2:],
+            "loss": everyone[:, 0].sum().item() / float(result.tokens),
+            "memory_gib": slowest[1],
+        }
+
+    @contextmanager
+    def _clock(self) -> Iterator[tuple[Any, list[float]]]:
+        """A tick after each step; the times between ticks are there when the block ends.
+
+        On a GPU they are marks in its queue: the host goes on meanwhile, as it does in a training.
+        """
+        times: list[float] = []
+        wait_for(self.device)
+        process_group.gather(None)
+        if self.device.type == "cuda":
+            marks = [torch.cuda.Event(enable_timing=True)]
+            marks[0].record()
+
+            def tick() -> None:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+
+            yield tick, times
+            wait_for(self.device)
+            times += [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+        else:
+            ticks = [time.perf_counter()]
+            yield lambda: ticks.append(time.perf_counter()), times
+            times += [end - start for start, end in pairwise(ticks)]
+
+    def record_steps(self) -> dict[str, Any] | None:
+        """The parts of the mean step, and of the ranks the mean; the calls that wait are the first rank's."""
+        self.say("recording what the steps are made of …")
+        profiler = recording(self.device, first=2, last=1 + RECORDED, begin=1)
+        self.training.recorder.profiler = profiler
+        profiler.start()
+        for number in range(1 + RECORDED):
+            with self.training.recorder.marked(STEP):
+                self.training.advance()
+            if number in (0, RECORDED):  # what was queued before, or after, is of other steps
+                wait_for(self.device)
+            profiler.step()
+        profiler.stop()
+        self.training.recorder.profiler = None
+        everyone = process_group.gather(parts_of(events_of(profiler)))
+        found = [asdict(parts) for parts in everyone if parts is not None]
+        if not found:
+            return None
+        return {
+            name: fmean(parts[name] for parts in found) if isinstance(value, float) else value
+            for name, value in found[0].items()
+        }
+
+    def save(self, folder: Path, context: RankContext) -> dict[str, Any]:
+        """How long the training stands still for a checkpoint: until the device may go on, too.
+
+        Of asynchronous ones the second is the figure: the first also has to find the memory for its copy.
+        """
+        settings = context.config.checkpoint
+        saver = Saver(RunDirectory(folder).workspace(1), settings, context.rank)
+        stalls, saved = [], None
+        try:
+            for number in range(2 if settings.asynchronous else 1):
+                self.say("saving a checkpoint …")
+                wait_for(self.device)
+                process_group.gather(None)
+                began = time.perf_counter()
+                state = self.training.engine.state()
+                saved = saver.begin(state, {"step": number + 1})
+                wait_for(self.device)
+                stalls.append(max(process_group.gather(time.perf_counter() - began)))
+                saved = saver.finish() or saved
+        except OSError as error:
+            return {"problem": str(error)}
+        assert saved is not None
+        return {
+            "asynchronous": settings.asynchronous,
+            "stall_s": stalls[-1],
+            "first_stall_s": stalls[0],
+            "seconds": saved.seconds,
+            "gib": sum(it.stat().st_size for it in saved.path.iterdir()) / 2**30,
+        }
+
+
+def _sayer(rank: int) -> Any:
+    """Says on the first rank's standard output how far it is, at most about once a second."""
+    last = 0.0
+
+    def say(text: str) -> None:
+        nonlocal last
+        if rank == 0 and (time.monotonic() - last > _SAID_EVERY_S or text.endswith("…")):
+            last = time.monotonic()
+            print(text, flush=True)
+
+    return say

@@ -1,0 +1,154 @@
+"""Recording the steps that `profile.steps` chooses: a trace, a summary, and on a GPU its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+
+from nanoscale.common.units import duration
+from nanoscale.config import profile_steps
+from nanoscale.config.profile_steps import Steps
+from nanoscale.config.schema import Profile
+from nanoscale.metrics.meter import wait_for
+from nanoscale.metrics.trace import events_of, parts_of
+from nanoscale.parallel import process_group
+from nanoscale.view.run.step_parts import in_words
+
+_MOST_ALLOCATIONS = 1_000_000
+"""that a snapshot of memory remembers, the last ones"""
+_DEAREST = 25
+
+
+def recording(device: torch.device, first: int, last: int, begin: int) -> profile:
+    """A profiler of the steps `first` to `last` that begins at step `begin`, before which it is started.
+
+    What it does first takes long, so that it should begin a step earlier than it records.
+    """
+
+    def action(number: int) -> ProfilerAction:
+        step = begin + number
+        if step < first:
+            return ProfilerAction.WARMUP
+        if step > last:
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.RECORD
+
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities, schedule=action)
+
+
+class Recorder:
+    """What a rank records of its training. Every rank has one, and calls it at the same steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Profile,
+        rank: int,
+        device: torch.device,
+        note: Callable[..., None],
+    ) -> None:
+        """`folder`: where the files go; it is made when there is something to write."""
+        self._folder = folder
+        self._series = profile_steps.series_of(settings.steps)
+        self._is_recorded = rank in settings.ranks
+        self._rank = rank
+        self._device = device
+        self._note = note
+        self._now: Steps | None = None
+        self._begun = 0
+        self.profiler: profile | None = None
+        """what records at the moment"""
+
+    @classmethod
+    def of_nothing(cls) -> Recorder:
+        return cls(Path(), Profile(), 0, torch.device("cpu"), lambda *_, **__: None)
+
+    def before(self, step: int) -> None:
+        """To be called before each step."""
+        if not self._series:
+            return
+        if self._now is not None and step > self._now[1]:
+            self.end(step)
+        if self._now is None:
+            self._begin(step)
+        if self._now is not None and step == self._now[0]:
+            wait_for(self._device)  # what is queued is of other steps
+            self._remember_memory()
+        if self.profiler is not None and step > self._begun:
+            self.profiler.step()
+
+    def marked(self, name: str) -> AbstractContextManager[Any]:
+        """What goes on within is called so in the trace."""
+        return nullcontext() if self.profiler is None else record_function(name)
+
+    def end(self, step: int) -> None:
+        """Write what was recorded before this step, if anything was. All ranks call it."""
+        if self._now is None:
+            return
+        (first, last), self._now = self._now, None
+        profiler, self.profiler = self.profiler, None
+        last = min(last, step - 1)
+        if profiler is not None:
+            wait_for(self._device)
+            profiler.stop()
+        if last < first:
+            return  # it was stopped in the step that comes before
+        problem = None
+        try:
+            if profiler is not None:
+                self._write(profiler, first, last)
+        except OSError as error:  # is no reason to end the training
+            problem = f"of rank {self._rank} could not be written: {error}"
+        problems = [it for it in process_group.gather(problem) if it is not None]
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        said = f"profile of {which} {problems[0] if problems else f'in {self._folder}'}"
+        self._note("profile", said, first=first, last=last)
+
+    def _begin(self, step: int) -> None:
+        """Where a series begins after this step, or is under way; the step before it warms up."""
+        found = next((it for it in self._series if it[0] - 1 <= step <= it[1]), None)
+        if found is None:
+            return
+        first = max(found[0], step)
+        self._now, self._begun = (first, found[1]), step
+        if self._is_recorded:
+            self.profiler = recording(self._device, first, found[1], step)
+            self.profiler.start()
+
+    def _remember_memory(self) -> None:
+        if self.profiler is not None and self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
+
+    def _write(self, profiler: profile, first: int, last: int) -> None:
+        which = f"step-{first}" if first == last else f"steps-{first}-{last}"
+        name = f"{which}.rank-{self._rank}"
+        self._folder.mkdir(exist_ok=True)
+        if self._device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
+        parts = parts_of(events_of(profiler))
+        lines = [f"{which} of rank {self._rank}", ""]
+        if parts is not None:
+            lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
+            lines += [*in_words(asdict(parts)), ""]
+        lines += ["the dearest operations", dearest(profiler, self._device)]
+        (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def dearest(profiler: profile, device: torch.device) -> str:
+    """A table of the operations that take most of the device's time, of which a CPU has none but the host's."""
+    of = "device" if device.type == "cuda" else "cpu"
+    table: str = profiler.key_averages().table(
+        sort_by=f"self_{of}_time_total", row_limit=_DEAREST, max_name_column_width=70
+    )
+    return table

@@ -1,0 +1,170 @@
+"""Data parallelism: what each ZeRO stage shards, and when it communicates, by FSDP2.
+
+| stage | parameters are whole | gradients are reduced |
+|---|---|---|
+| 0 | always; every rank holds a copy | once a step |
+| 1 | from the first forward to the last backward of a step | once a step |
+| 2 | as 1 | scattered after every micro batch |
+| 3 | inside a block's forward and backward only | scattered after every micro batch |
+
+Stage 0 is a sharding over groups of one rank: DDP's communication, by the means of the other stages, which
+work with every other axis; where there is none, and nothing to cast, `replicas` does with less. Between steps
+stages 1 and 2 keep their parameters sharded, so that they need less than ZeRO's definition (Rajbhandari et al.
+2020, arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients
+travel once, at its end: micro batches of several stages alternate there, and each would gather and scatter
+everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from nanoscale.common.errors import UserError
+from nanoscale.config.schema import Config, Precision
+from nanoscale.models.moe import MixtureOfExperts
+from nanoscale.models.transformer import Transformer
+from nanoscale.parallel.expert import shard_dimension
+from nanoscale.parallel.mesh import ExpertLayout
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+def shard(
+    model: Transformer, config: Config, mesh: DeviceMesh, experts: ExpertLayout | None
+) -> None:
+    """Shard the parameters of a stage on the meta device in place over all of `mesh`.
+
+    With ep, those of the experts over the ranks that have the same ones.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mixed_precision(config.precision),
+        "reshard_after_forward": config.zero.stage == 3 and config.parallel.pp == 1,
+    }
+    for layer in model.layers.values():
+        fully_shard(layer, **options, shard_placement_fn=_experts_apart(layer, mesh, experts))
+    if model.first and model.has_ends:
+        fully_shard(model.embed, **options)
+    if model.last and model.has_ends:
+        # The backward begins with these two: gathering them again at once would be wasted.
+        fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
+    fully_shard(model, **options)
+    if config.parallel.pp == 1 and config.model.source != "hf":
+        _free_early(model)
+
+
+def _free_early(model: Transformer) -> None:
+    """Have FSDP2 free two buffers before the loss, where a step needs the most memory.
+
+    The first is the input of the last reduction of the micro batch before, which is the gradient of the whole
+    embedding: FSDP2 keeps it until its next reduction. The second is the flat gather of the norm and the head,
+    which it keeps until the forward pass is over.
+    """
+    # Before FSDP2's own hook, which gathers the norm and the head, and after it.
+    model.norm.register_forward_pre_hook(lambda *_: _free_reductions(model), prepend=True)
+    model.head.register_forward_pre_hook(lambda *_: _free_gather(model))
+
+
+# As in torch.distributed.fsdp._fully_shard (`_fsdp_param_group`, `_fsdp_state`), what uses the memory next
+# waits for the last operation that has read it.
+
+
+def _free_reductions(model: nn.Module) -> None:
+    context = _communication(model)
+    reductions = getattr(context, "reduce_scatter_states", None)
+    if reductions is None:  # before torch 2.13 there was at most one
+        reductions = [context.reduce_scatter_state] if context.reduce_scatter_state else []
+        context.reduce_scatter_state = None
+    for reduction in reductions:
+        if reduction.event is not None:
+            context.device_handle.current_stream().wait_event(reduction.event)
+    reductions.clear()
+
+
+def _free_gather(model: nn.Module) -> None:
+    context = _communication(model)
+    gathered, context.all_gather_state = context.all_gather_state, None
+    if gathered is not None and gathered.event is not None:
+        context.all_gather_copy_in_stream.wait_event(gathered.event)
+        context.all_gather_stream.wait_event(gathered.event)
+
+
+def _communication(model: nn.Module) -> Any:
+    return model._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+
+
+def _experts_apart(
+    block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
+) -> Callable[[nn.Parameter], Any] | None:
+    """Over which ranks and along which dimension the matrices of experts are cut; everything else by its rows.
+
+    They are the block's to gather, as all of its parameters: a unit of their own would gather within what
+    activation checkpointing runs twice.
+
+    Raises:
+        UserError: this torch is too old for ep.
+    """
+    mixture = getattr(block, "mlp", None)
+    if not isinstance(mixture, MixtureOfExperts):
+        return None
+    spread = mesh if layout is None else layout.data
+    ranks = spread.size(spread.ndim - 1)
+    cuts = {
+        parameter: Shard(shard_dimension(name, parameter, ranks))
+        for name, parameter in mixture.experts.named_parameters()
+    }
+    if layout is None:
+        return cuts.get
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import (
+            FSDPMeshInfo,
+            HSDPMeshInfo,
+            ShardPlacementResult,
+        )
+    except ImportError as error:  # before torch 2.12 all parameters of a unit were spread alike
+        text = f"parallel.ep={layout.group.size()} needs torch 2.12 or newer, and this is {torch.__version__}"
+        raise UserError("layout", text) from error
+    where = FSDPMeshInfo(spread, shard_mesh_dim=0)
+    if spread.ndim == 2:
+        where = HSDPMeshInfo(spread, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return {parameter: ShardPlacementResult(cut, where) for parameter, cut in cuts.items()}.get
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    compute, params = DTYPES[precision.compute], DTYPES[precision.params]
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == params else compute,
+        reduce_dtype=DTYPES[precision.reduce],
+        output_dtype=None,
+    )
+
+
+def begin_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
+    """Say before a forward whether its backward ends the step, so that nothing is sent in vain."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or stage > 1)
+        model.set_requires_all_reduce(last)
+        model.set_reshard_after_backward(last or stage == 3)
+        # FSDP2 prefetches in the order of all forward passes of a step. At the end of a backward pass it would
+        # gather for nothing what the forward pass before ended with: the norm and the head.
+        getattr(_communication(model), "post_forward_order", []).clear()
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that a forward without a backward has left behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,40 @@
+"""The devices that a plan is made for, which need not be here."""
+
+from __future__ import annotations
+
+import math
+
+from nanoscale.common.devices import Devices, cores, detect
+from nanoscale.config.composing import nodes
+from nanoscale.config.values.composed import Composed
+from nanoscale.plan.hardware.hardware import CPU, hardware_of
+
+
+def planned_devices(composed: Composed) -> Devices:
+    """What the described cluster has, taken for one machine; what is here, where none is described.
+
+    Where `cluster.hosts` is null there are as many hosts as the layout needs: for one copy of the model, or for
+    `parallel.dp` of them.
+
+    Raises:
+        UserError: the cluster's device is unknown.
+    """
+    config = composed.config
+    if config.cluster.device is None:
+        return detect()
+    hardware = hardware_of(config)
+    layout = config.parallel
+    needed = layout.tp * layout.pp * layout.cp * (1 if layout.dp == "auto" else layout.dp)
+    hosts = hardware.hosts or _asked(composed) or math.ceil(needed / hardware.devices_per_host)
+    count = hosts * hardware.devices_per_host
+    if hardware.device == CPU:
+        return Devices("cpu", count, cores=cores())
+    return Devices("cuda", count, (hardware.device,) * count, cores())
+
+
+def _asked(composed: Composed) -> int | None:
+    """The most hosts of `launcher.nodes`; a value that is none is left to the rules."""
+    if nodes.violation(composed) is not None:
+        return None
+    span = nodes.node_range(composed.config.launcher.nodes)
+    return span[1] if span else None

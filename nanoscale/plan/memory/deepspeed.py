@@ -1,0 +1,195 @@
+"""DeepSpeed's memory around our model: flat buffers, buckets, masters and what waits in host memory.
+
+It follows deepspeed.runtime.zero (`stage_1_and_2`, `stage3`, `partitioned_param_coordinator`) as of 0.19:
+
+* stages 1 and 2 keep one flat buffer of all weights in the type of computation, and fp32 masters of this
+  rank's share, in fp32 too, where they are a second copy;
+* stage 1 sums whole gradients, stage 2 this rank's share; either reduces through a bucket of `reduce_bucket`
+  elements, of which there are two where communication overlaps;
+* stage 3 keeps its share of weights, masters, gradients and a bucket all the time, and leaves parameters
+  whole that are used again within 10⁹ elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from nanoscale.common.units import byte_size
+from nanoscale.config.schema import Config
+from nanoscale.plan.memory.in_flight_activations import Flying, fly_all
+from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
+from nanoscale.plan.memory.phases import Phase, RankPhases
+from nanoscale.plan.memory.setting import Setting
+from nanoscale.plan.memory.shards import Holding
+
+REUSED_WITHIN = 10**9
+"""elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters"""
+ALL_REDUCED = 5 * 10**8
+"""elements that stage 0 copies into one buffer to reduce them"""
+
+
+def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+    (fly,) = fly_all(setting, held.stages, in_flight)
+    share = -(-held.numel // setting.shards)
+    make = {0: _replicated, 3: _taken_apart}.get(setting.stage, _flat)
+    phases, host = make(setting, fly, held.numel, share, held.block)
+    return RankPhases(
+        phases=phases,
+        pools=0,
+        host=(("activations", fly.offloaded), ("optimizer and weights", host)),
+        explain=partial(_explain, setting, held.numel, share),
+    )
+
+
+def _phases(
+    fly: Flying,
+    static: tuple[int, int, int],
+    gradients: tuple[int, int, int],
+    units: int,
+    buffers: int,
+    step: int,
+) -> tuple[Phase, ...]:
+    """`static`: weights, copies, states; `gradients`: before, in and after the backward pass; `step`: more at
+    the update."""
+    weights, copies, optimizer = static
+    before, during, after = gradients
+    acts, buffers_all = fly.activations, buffers + fly.received
+    return (
+        Phase(
+            "loss",
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                units,
+                acts,
+                fly.loss_kept + fly.loss,
+                buffers_all,
+            ),
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                units,
+                acts - fly.ends + fly.extra,
+                0,
+                buffers_all,
+            ),
+        ),
+        Phase(
+            "backward of the first block",
+            (weights, copies, during, optimizer, units, fly.last + fly.extra, 0, buffers_all),
+        ),
+        Phase(
+            "end of the backward pass",
+            (weights, copies, after, optimizer, units, fly.last, 0, buffers_all),
+        ),
+        Phase("update", (weights, copies, after + step, optimizer, 0, 0, 0, fly.received)),
+    )
+
+
+def _replicated(
+    setting: Setting, fly: Flying, numel: int, _share: int, _block: int
+) -> tuple[tuple[Phase, ...], int]:
+    """Stage 0: plain weights, gradients copied into buckets to be reduced; narrow types by autocast."""
+    states = setting.states
+    copies = setting.compute * numel if setting.run.autocast else 0
+    gradients = int(states.gradients * numel)
+    static = int(states.weights * numel), copies, int(states.optimizer * numel)
+    bucket = int(states.gradients) * min(numel, ALL_REDUCED) if setting.peers > 1 else 0
+    before = gradients if setting.micro_batches > 1 else 0
+    return _phases(fly, static, (before, before, gradients), 0, 0, bucket), 0
+
+
+def _flat(
+    setting: Setting, fly: Flying, numel: int, share: int, block: int
+) -> tuple[tuple[Phase, ...], int]:
+    """Stages 1 and 2."""
+    config, states = setting.config, setting.states
+    offloaded = config.zero.offload_optimizer != "none"
+    waiting = setting.reduce
+    whole = waiting * numel
+    own = waiting * share
+    masters = int(states.weights * share)
+    optimizer = int(states.optimizer * share)
+    first = setting.stage == 1
+    several = setting.micro_batches > 1 or setting.keeps_gradients
+    before = (whole if first else own) if several else 0
+    # Where sums are no wider than what is computed, stage 2 has a buffer of its own for every micro batch.
+    apart = not first and waiting == setting.compute
+    added = own if apart and several else 0
+    after = whole if first else own + added
+    host = 0
+    if offloaded:
+        host = masters + optimizer + own + setting.compute * share
+        masters = optimizer = 0
+        if apart:  # else sums stay where they are reduced, and only their result goes to the host
+            before = after = added = 0
+    bucket = config.backend.reduce_bucket * (waiting if first else setting.compute)
+    buckets = bucket * (2 if _overlaps(config) else 1)
+    static = masters, setting.compute * numel, optimizer
+    # The optimizer is handed one flat copy of this rank's gradients.
+    step = own if first and not offloaded and setting.copies_gradients else 0
+    units = setting.compute * block if setting.placeholders else 0
+    return _phases(fly, static, (before, before + added, after), units, buckets, step), host
+
+
+def _taken_apart(
+    setting: Setting, fly: Flying, numel: int, share: int, block: int
+) -> tuple[tuple[Phase, ...], int]:
+    """Stage 3."""
+    config, states = setting.config, setting.states
+    waiting = setting.reduce
+    own = waiting * share
+    masters = int(states.weights * share)
+    optimizer = int(states.optimizer * share)
+    weights = setting.compute * share
+    host = 0
+    if config.zero.offload_optimizer != "none":
+        host += masters + optimizer + own  # of gradients the device keeps its buffer too
+        masters = optimizer = 0
+    if config.zero.offload_param != "none":
+        host += weights
+        weights = 0
+    if config.zero.hpz > 1:
+        weights += setting.compute * -(-numel // config.zero.hpz)
+    ahead = config.backend.prefetch_bucket
+    live = min(numel, max(block + ahead, min(REUSED_WITHIN, REUSED_WITHIN // 2 + block + ahead)))
+    bucket = config.backend.reduce_bucket * waiting
+    static = masters, weights, optimizer
+    # One sub group of at most 10⁹ elements is updated at a time, from a flat copy of its gradients.
+    step = min(own, waiting * REUSED_WITHIN) + bucket
+    phases = _phases(fly, static, (own, own, own), setting.compute * live, bucket, step)
+    return phases, host
+
+
+def _overlaps(config: Config) -> bool:
+    asked = config.backend.overlap_comm
+    return config.zero.stage == 3 if asked == "auto" else asked == "on"
+
+
+def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) -> str:
+    states, shape = setting.states, setting.shape
+    bucket = setting.config.backend.reduce_bucket
+    own = f"{share:,} of this rank (of {numel:,}, over {setting.shards} ranks)"
+    return {
+        "weights": f"{states.weights:g} B · {own}: what is updated, unless it waits in host memory",
+        "compute copies": f"{setting.compute} B · parameters in DeepSpeed's flat buffer: "
+        + (own if setting.stage == 3 else f"{numel:,}"),
+        "gradients": f"{setting.reduce} B · {numel:,} in stages 0 and 1, above · {own}",
+        "optimizer": f"{states.optimizer:g} B · {own}",
+        "units in flight": f"{setting.compute} B · parameters that are used again within "
+        f"{REUSED_WITHIN:,}, and those fetched ahead",
+        "activations": f"as in the native backend, {shape.tokens:,} tokens a micro batch; at "
+        f"'{phase.name}'",
+        "logits and loss": f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from "
+        f"the forward pass on, and at most {LOGITS_AT_ONCE:,} logits at once",
+        "communication buffers": f"buckets of {bucket:,} elements: {byte_size(phase.bytes[-1])}",
+    }[name]

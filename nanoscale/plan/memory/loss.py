@@ -1,0 +1,48 @@
+"""What the head and the loss hold: for us gradients and a piece of the logits (`models.head`), elsewhere all of
+them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from nanoscale.plan.memory.setting import Setting
+
+LOGITS_AT_ONCE = 2**28
+"""as in `models.head`; a test holds them against each other"""
+
+
+@dataclass(frozen=True, slots=True)
+class LossMemory:
+    """Bytes of one micro batch of the last stage."""
+
+    kept: int
+    """from the forward pass to the head's backward pass, beside the gradient of its input"""
+    more: int
+    """where most is held"""
+    stranded: int = 0
+    """the logits, which the loss frees: smaller than any of its own tensors, they leave a hole"""
+
+
+def loss_memory(setting: Setting) -> LossMemory:
+    logits = setting.shape.tokens * setting.vocabulary
+    if setting.whole_logits is not None:
+        kept, more = setting.whole_logits
+        return LossMemory(logits * kept, logits * more, logits * setting.compute)
+    shape, run, compute, wide = setting.shape, setting.run, setting.compute, setting.loss
+    pieces = ceil(logits / LOGITS_AT_ONCE)
+    piece = ceil(shape.tokens / pieces) * setting.vocabulary
+    weights = setting.vocabulary * shape.hidden
+    kept = weights * (wide if pieces > 1 else compute)
+    # Its input, and what the products take where that is another tensor.
+    hidden = shape.tokens // shape.shares * shape.hidden * run.stream
+    if run.autocast or setting.vocabulary_parallel:
+        hidden += shape.tokens * shape.hidden * compute
+    softmax = piece * (compute + (compute if run.fused else wide))
+    if wide > compute and not setting.gpu and not run.fused:
+        softmax += piece * wide
+    product = piece * compute + weights * compute
+    # The gradient of the weights is there from the first piece's product on.
+    forward = hidden + max(softmax, product) - (kept if pieces == 1 else 0)
+    backward = weights * compute + shape.tokens * shape.hidden * compute
+    return LossMemory(kept, max(forward, backward))

@@ -1,0 +1,400 @@
+"""The native backend's memory: FSDP2 in every stage of ZeRO, PyTorch's pipelines, our loss.
+
+What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`,
+`_fsdp_collectives`):
+
+* gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the
+  backward pass is the next unit's, fetched ahead;
+* a unit's gradients are copied into one buffer in the type of the reduction, which is held until the next
+  unit's;
+* without sharding it gathers from itself: a copy of all weights in the type of computation;
+* gradients that wait for the last micro batch wait whole, in the type of the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from nanoscale.common.units import byte_size
+from nanoscale.config.layout import GRADIENT_BUCKET
+from nanoscale.plan.memory.activations import describe, stage_activations
+from nanoscale.plan.memory.in_flight_activations import Flying, fly_all
+from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
+from nanoscale.plan.memory.phases import Phase, RankPhases
+from nanoscale.plan.memory.setting import Setting
+from nanoscale.plan.memory.shards import Holding
+
+
+def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+    make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
+    gathers = setting.compute * _gather_pool(setting, held)
+    reductions = int(setting.states.gradients * held.shard)
+    reductions += setting.reduce * held.block // setting.shards
+    found = [(make(setting, held, fly), fly) for fly in fly_all(setting, held.stages, in_flight)]
+    phases, fly = max(found, key=lambda one: max(sum(phase.bytes) for phase in one[0]))
+    return RankPhases(
+        phases=phases,
+        pools=0 if setting.single else gathers + reductions,
+        host=(("activations", fly.offloaded),),
+        explain=partial(_explain, setting, held, fly),
+    )
+
+
+def _gather_pool(setting: Setting, held: Holding) -> int:
+    """Elements of two flat buffers of neighbouring units."""
+    if setting.shards == 1:
+        return 0
+    return held.block + max(held.block, held.head, held.embedding)
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+    """One process: narrow copies of all weights all the time, and gradients in the width of the masters.
+
+    Of several each with the whole model, gradients are copied into the bucket that they are sent in.
+    """
+    states = setting.states
+    weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
+    grads = int(states.gradients)
+    before = grads * held.numel if setting.micro_batches > 1 else 0
+    product, head = setting.compute * _product(setting, held), grads * held.head
+    copies = int(states.copy * held.numel)
+    first = 0 if before else head
+    bucket = min(GRADIENT_BUCKET, grads * held.numel) if setting.peers > 1 else 0
+    return (
+        Phase(
+            "loss",
+            (weights, copies, before, optimizer, 0, fly.activations, fly.loss_kept + fly.loss, 0),
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before + first + product,
+                optimizer,
+                0,
+                fly.activations - fly.ends + fly.extra,
+                0,
+                0,
+            ),
+        ),
+        Phase(
+            "backward of the first block",
+            (
+                weights,
+                copies,
+                max(before, grads * (held.numel - held.block - held.embedding)) + product,
+                optimizer,
+                0,
+                fly.last + fly.extra,
+                0,
+                bucket,
+            ),
+        ),
+        Phase(
+            "end of the backward pass",
+            (weights, copies, grads * held.numel, optimizer, 0, 0, 0, bucket),
+        ),
+        _update(setting, held, weights, optimizer, copies=copies),
+    )
+
+
+def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+    """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
+    states, compute, reduce = setting.states, setting.compute, setting.reduce
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
+    sharded = int(states.gradients * held.shard)
+    apart = setting.stage == 3
+    copies = 0 if apart else compute * held.numel
+    before = 0
+    if setting.micro_batches > 1:
+        before = sharded if setting.stage >= 2 else _waiting(setting) * held.numel
+    tied = setting.config.model.tie_embeddings
+    head_sharded = int(states.gradients * held.head_shard)
+    head = head_sharded if not before else 0
+    head += compute * held.head if tied else 0
+    gathered = compute * (2 * held.block + held.rest) if apart else 0
+    ahead = compute * held.block if apart else 0
+    needed = compute * (held.block + max(held.embedding, held.rest))
+    # A step's last backward pass frees each unit's copy, and is all that reduces where gradients wait whole.
+    several = setting.micro_batches > 1
+    left = copies if several else min(copies, needed)
+    sent_now = not several or setting.stage >= 2
+    sent = reduce * held.block if sent_now else 0
+    # The first block is the last but the embedding to have its gradients; the block before is being reduced.
+    done = sharded * (held.numel - held.block - held.embedding) // held.numel
+    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays whole beside the blocks.
+    first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
+    later = Phase(
+        "forward of a later micro batch",
+        (
+            weights,
+            copies,
+            sharded,
+            optimizer,
+            first_gathers if apart else 0,
+            0,
+            0,
+            reduce * held.embedding,
+        ),
+        pooled=sharded,
+    )
+    return (
+        Phase(
+            "loss",
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                compute * held.head if apart else 0,
+                fly.activations,
+                fly.loss_kept + fly.loss,
+                0,
+            ),
+            pooled=before if setting.stage >= 2 else 0,
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "reduction of the head",
+            (
+                weights,
+                copies - (0 if apart or tied else _resharded_head(setting, held, before)),
+                before + (0 if tied else head_sharded + (compute * held.head if sent_now else 0)),
+                optimizer,
+                ahead,
+                fly.activations,
+                0,
+                0 if tied else reduce * held.head,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head_sharded),
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before + head + compute * _product(setting, held),
+                optimizer,
+                gathered,
+                fly.activations - fly.ends + fly.extra,
+                0,
+                0 if tied else reduce * held.head,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "reduction of the last block",
+            (
+                weights,
+                copies,
+                before + head + compute * held.block,
+                optimizer,
+                ahead,
+                max(0, fly.activations - fly.ends - fly.last),
+                0,
+                reduce * held.block,
+            ),
+            pooled=ahead + (before if setting.stage >= 2 else head),
+        ),
+        Phase(
+            "backward of the first block",
+            (
+                weights,
+                left,
+                max(before, done) + compute * _product(setting, held),
+                optimizer,
+                needed if apart else 0,
+                fly.last + fly.extra,
+                0,
+                sent,
+            ),
+            pooled=max(before, done) if setting.stage >= 2 else 0,
+        ),
+        Phase(
+            "reduction of the embedding",
+            (
+                weights,
+                copies if several and sent_now else 0,
+                max(sharded, before) + compute * held.embedding,
+                optimizer,
+                0,
+                0,
+                0,
+                reduce * held.embedding,
+            ),
+            pooled=sharded,
+        ),
+        _update(setting, held, weights, optimizer),
+        *((later,) if several and sent_now else ()),
+    )
+
+
+def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
+    """Bytes of the head's whole weights that the last backward pass has freed when it reduces the head.
+
+    The backward pass before it has them all, but where it is the first, no gradients that wait.
+    """
+    whole = setting.compute * held.head
+    if setting.micro_batches == 1 or setting.stage < 2:
+        return whole
+    return min(before, whole) if setting.micro_batches == 2 else 0
+
+
+def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+    """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the
+    end."""
+    states, compute, reduce = setting.states, setting.compute, setting.reduce
+    weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
+    copies = compute * held.numel
+    waiting = _waiting(setting) * held.numel
+    sharded = int(states.gradients * held.shard)
+    deepest = max(fly.held)
+    one = fly.activations // max(1, deepest)
+    # Where every micro batch is under way before the first goes backward, no gradient is there yet.
+    before = waiting if setting.micro_batches > deepest else 0
+    phases = [
+        Phase(
+            "loss",
+            (
+                weights,
+                copies,
+                before,
+                optimizer,
+                0,
+                fly.activations,
+                fly.loss_kept + fly.loss,
+                fly.received,
+            ),
+            stranded=fly.stranded,
+        ),
+        Phase(
+            "backward of the last block",
+            (
+                weights,
+                copies,
+                before + compute * _product(setting, held),
+                optimizer,
+                0,
+                fly.activations - fly.ends + fly.extra,
+                fly.loss_kept - fly.gone,
+                fly.received,
+            ),
+        ),
+        Phase(
+            "reduction",
+            (
+                weights,
+                copies,
+                max(waiting, sharded) + reduce * held.block // setting.shards,
+                optimizer,
+                0,
+                0,
+                0,
+                fly.received + reduce * max(held.block, held.head, held.embedding),
+            ),
+            pooled=sharded,
+        ),
+        _update(setting, held, weights, optimizer, fly.received),
+    ]
+    if not before:
+        rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
+        logits = max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone)
+        parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
+        phases.append(Phase("second micro batch's backward pass", parts))
+    return tuple(phases)
+
+
+def _product(setting: Setting, held: Holding) -> int:
+    """Elements of a block's first gradient of weights; experts one after another have none before the others
+    (`experts.working_of_mixture`)."""
+    one_by_one = setting.shape.experts and not setting.run.grouped
+    return 0 if one_by_one else held.largest_product
+
+
+def _waiting(setting: Setting) -> int:
+    """Bytes of a whole gradient that waits for the last micro batch."""
+    return setting.reduce if setting.reduce != setting.compute else setting.compute
+
+
+def _update(
+    setting: Setting,
+    held: Holding,
+    weights: int,
+    optimizer: int,
+    received: int = 0,
+    copies: int = 0,
+) -> Phase:
+    """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
+    optim = setting.config.optimizer
+    gradients = int(setting.states.gradients * held.shard)
+    if setting.gpu and optim.name == "sgd" and optim.weight_decay:
+        gradients *= 2
+    parts = (weights, copies, gradients, optimizer, 0, 0, 0, received)
+    return Phase("update", parts, pooled=0 if setting.single else gradients)
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _explain(
+    setting: Setting,
+    held: Holding,
+    fly: Flying,
+    name: str,
+    phase: Phase,
+) -> str:
+    states, shape = setting.states, setting.shape
+    rank = (
+        f"{held.shard:,} parameters of this rank (of {held.numel:,}, over {setting.shards} ranks)"
+    )
+    if name == "weights":
+        return f"{states.weights:g} B · {rank}"
+    if name == "optimizer":
+        return f"{states.optimizer:g} B · {rank}; {setting.config.optimizer.name}'s states"
+    if name == "compute copies":
+        return (
+            f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, "
+            f"{'beside their masters' if setting.single else 'by FSDP2'}"
+        )
+    if name == "gradients":
+        return (
+            f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} "
+            f"while they wait whole; at '{phase.name}' with those of the unit that is computed"
+        )
+    if name == "units in flight":
+        return (
+            f"{setting.compute} B · (2 · {held.block:,} of a block + {held.rest:,} of the root), or "
+            f"the head's {held.head:,}"
+        )
+    if name == "activations":
+        return _explain_activations(setting, held, fly)
+    if name == "logits and loss":
+        return (
+            f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from the forward "
+            f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
+        )
+    if setting.single:
+        return f"a bucket of gradients on their way, of at most {byte_size(GRADIENT_BUCKET)}"
+    return (
+        f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
+        f"boundaries of the pipeline {byte_size(fly.received)}"
+    )
+
+
+def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
+    counts = ", ".join(
+        f"stage {stage.number}: {number} · {stage.layers} blocks"
+        for stage, number in zip(held.stages, fly.held, strict=True)
+    )
+    block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
+    return (
+        f"micro batches under way · what they keep ({counts}; a block {byte_size(block.kept)}) = "
+        f"{byte_size(fly.activations)}, and {byte_size(fly.extra)} while the highest one goes backward; "
+        f"whole, a block saves {describe(setting.shape, setting.run)}"
+    )

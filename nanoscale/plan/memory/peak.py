@@ -1,0 +1,162 @@
+"""Memory of every pipeline rank at its highest point, part by part; of its dp, cp and tp peers the worst.
+
+A step goes through phases (the loss, the backward pass of the last block, the end of the backward pass, the
+update), each with its own sum; the highest counts, and its parts are what is shown. What a GPU reserves is
+more than what is allocated: PyTorch's allocator keeps a pool for every stream, and no pool ever lends to
+another, so that reserved memory is the sum of what each of them once needed, and of the holes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from nanoscale.common.units import byte_size
+from nanoscale.config.schema import Config
+from nanoscale.plan.memory.deepspeed import deepspeed_phases
+from nanoscale.plan.memory.native import native_phases
+from nanoscale.plan.memory.part import Part
+from nanoscale.plan.memory.phases import PARTS, Phase, RankPhases
+from nanoscale.plan.memory.setting import Setting, setting_of
+from nanoscale.plan.memory.shards import Holding, rank_holdings
+
+HOLES = 0.05
+"""assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
+sizes are rounded up (2 MiB for large ones) and what is left of a block that was freed fits nothing else"""
+CONTEXT = int(1.5 * 2**30)
+"""bytes of the CUDA context with cuBLAS, cuDNN and NCCL's channels, where the hardware's description says
+nothing"""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One pipeline rank at its highest point."""
+
+    rank: int
+    stages: tuple[int, ...]
+    peak: str
+    """the phase of the step in which it is reached"""
+    allocated: int
+    """bytes, as torch.cuda.max_memory_allocated counts"""
+    reserved: int
+    """bytes, as torch.cuda.max_memory_reserved counts"""
+    context: int
+    """bytes that the device holds besides PyTorch's memory"""
+    phase: Phase
+    found: RankPhases
+
+    @property
+    def total(self) -> int:
+        """Bytes in use on the device, as nvidia-smi counts."""
+        return self.reserved + self.context
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is allocated, then fragmentation and context: together the total."""
+        parts = [
+            Part(name, size, partial(self._explain, name, size))
+            for name, size in zip(PARTS, self.phase.bytes, strict=True)
+        ]
+        holes = self.reserved - self.allocated
+        parts.append(Part("fragmentation", holes, partial(_explain_holes, self)))
+        parts.append(Part("context", self.context, partial(_explain_context, self.context)))
+        return tuple(parts)
+
+    def _explain(self, name: str, size: int) -> str:
+        if not size:
+            return f"none at the highest point of the step, '{self.peak}'"
+        return self.found.explain(name, self.phase)
+
+    @property
+    def host(self) -> tuple[Part, ...]:
+        """What waits in host memory."""
+        return tuple(
+            Part(name, size, partial("{} of this rank that wait in host memory".format, name))
+            for name, size in self.found.host
+            if size
+        )
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+
+def rank_memory(
+    config: Config,
+    in_flight: Sequence[Sequence[int]] | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    context_bytes: int | None = None,
+) -> list[RankMemory]:
+    """Every pipeline rank's memory.
+
+    Args:
+        config: resolved by `rules.check`.
+        in_flight: for each pipeline rank and each of its stages, how many micro batches hold activations
+            at the peak; None: one, as without a pipeline.
+        ranks: the pipeline ranks that are asked for; None: all.
+        context_bytes: what the device holds besides PyTorch's memory; None: on a GPU `CONTEXT`, on a CPU
+            nothing.
+    """
+    setting = setting_of(config)
+    return setting_memory(setting, in_flight, ranks=ranks, context_bytes=context_bytes)
+
+
+def setting_memory(
+    setting: Setting,
+    in_flight: Sequence[Sequence[int]] | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    context_bytes: int | None = None,
+) -> list[RankMemory]:
+    """The same for another software's way of doing things."""
+    phases_of = deepspeed_phases if setting.flat else native_phases
+    if context_bytes is None:
+        context_bytes = CONTEXT if setting.gpu else 0
+    holdings = rank_holdings(setting.config, setting.shards, setting.whole_ends)
+    memory = []
+    for rank in range(setting.pp) if ranks is None else ranks:
+        held = holdings[rank]
+        flying = in_flight[rank] if in_flight is not None else [1] * len(held.stages)
+        found = phases_of(setting, held, flying)
+        found = replace(found, host=(*found.host, ("checkpoint copy", _staged(setting, held))))
+        numbers = tuple(stage.number for stage in held.stages)
+        memory.append(_highest(rank, numbers, found, setting.gpu, context_bytes))
+    return memory
+
+
+def _highest(
+    rank: int, stages: tuple[int, ...], found: RankPhases, gpu: bool, context: int
+) -> RankMemory:
+    sums = [sum(phase.bytes) for phase in found.phases]
+    allocated = max(sums)
+    peak = found.phases[sums.index(allocated)]
+    reserved = allocated
+    if gpu:
+        own = max(
+            total - phase.pooled + phase.stranded
+            for total, phase in zip(sums, found.phases, strict=True)
+        )
+        reserved = int(max(allocated, own + found.pools) * (1 + HOLES))
+    return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, found)
+
+
+def _staged(setting: Setting, held: Holding) -> int:
+    """Bytes of the copy that checkpoints are written from beside the training."""
+    saving = setting.config.checkpoint
+    if not (saving.asynchronous and (saving.every or saving.every_minutes)):
+        return 0
+    share = -(-held.numel // setting.shards) if setting.flat else held.shard
+    return int((setting.states.weights + setting.states.optimizer) * share)
+
+
+def _explain_holes(memory: RankMemory) -> str:
+    return (
+        f"pools of streams that do not lend to each other (of gathers and reductions "
+        f"{byte_size(memory.found.pools)}), and holes of {HOLES:.0%}: {byte_size(memory.reserved)} reserved − "
+        f"{byte_size(memory.allocated)} allocated"
+    )
+
+
+def _explain_context(context: int) -> str:
+    return f"the device's context, libraries and NCCL's channels: {byte_size(context)}"

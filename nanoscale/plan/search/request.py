@@ -1,0 +1,149 @@
+"""From what a user asked for to what a search looks in, and from what it found to what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import reduce
+from typing import Any
+
+from nanoscale.common.devices import Devices
+from nanoscale.config.rules import check
+from nanoscale.config.schema import Config, Parallel
+from nanoscale.config.stages import SPLIT_BACKWARD, usual_virtual_stages
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import override
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.search.candidates import Room, honoured
+
+SEARCHED = (
+    "parallel.dp_replicate",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.cp_method",
+    "parallel.ep",
+    "parallel.sequence_parallel",
+    "parallel.schedule",
+    "parallel.virtual_stages",
+    "parallel.layers_per_stage",
+    "parallel.activation_checkpointing",
+    "parallel.checkpoint_every",
+    "parallel.selective_keep",
+    "zero.stage",
+    "zero.offload_optimizer",
+    "zero.offload_param",
+    "zero.nvme_path",
+    "train.micro_batch",
+    "backend.compile",
+)
+"""keys that a search sets; dp is what the others leave"""
+_FOLLOWS = ("parallel.sequence_parallel", "parallel.layers_per_stage", "backend.compile")
+"""of these, the ones that only follow from others"""
+
+
+def room(
+    composed: Composed, devices: Devices, hardware: Hardware, world: int | None = None
+) -> Room:
+    """What to look through: every layout of all the devices, with what the command line set left as it is.
+
+    Raises:
+        UserError: something other than the layout breaks a law.
+    """
+    held = frozenset(
+        key
+        for key in SEARCHED
+        if key not in _FOLLOWS and composed.by_hand(key) and value(composed.config, key) != "auto"
+    )
+    plain = Config()
+    neutral = composed.config
+    for key in ("parallel.dp", *SEARCHED):
+        if key not in held and key != "backend.compile":
+            neutral = _with(
+                neutral,
+                key,
+                1 if key in ("parallel.dp", "train.micro_batch") else value(plain, key),
+            )
+    base = check(replace(composed, config=_legal(neutral)), devices)
+    world = world or devices.count
+    threads = composed.config.launcher.threads
+    each = max(1, devices.cores // world) if threads == "auto" else threads
+    return Room(
+        base=replace(base, launcher=replace(base.launcher, devices=world, threads=each)),
+        world=world,
+        island=hardware.island,
+        held=held,
+        resets_compile=composed.config.backend.compile == "auto",
+    )
+
+
+def to_type(composed: Composed, found: Config) -> list[str]:
+    """The overrides that lead from what was asked for to a layout that was found."""
+    return list(_changes(composed.config, found))
+
+
+def recipe_of(composed: Composed, found: Config) -> str:
+    """A recipe of the job in the layout that was found: every value that is not the default's."""
+    from nanoscale.config.composing.compose import compose
+    from nanoscale.config.values.yaml_file import to_yaml
+
+    usual, asked = asdict(compose([]).config), composed.config
+    for word in _changes(asked, found):
+        key = word.strip("'").partition("=")[0]
+        asked = _with(asked, key, value(found, key))
+    words = " ".join(to_type(composed, found))
+    values = _without(asdict(asked), usual)
+    values.get("run", {}).pop("name", None)
+    return f"# As found by `nanoscale plan --search`: {words or 'what was asked for'}\n{to_yaml(values)}"
+
+
+def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    """What differs from what is usual, section by section."""
+    found: dict[str, Any] = {}
+    for key, new in values.items():
+        old = usual.get(key)
+        if isinstance(new, dict) and isinstance(old, dict):
+            inner = _without(new, old)
+            if inner:
+                found[key] = inner
+        elif new != old:
+            found[key] = new
+    return found
+
+
+def _changes(asked: Config, found: Config) -> Iterator[str]:
+    layout = found.parallel
+    usual = {
+        "parallel.virtual_stages": usual_virtual_stages(layout.schedule) if layout.pp > 1 else 1,
+        "backend.compile": found.backend.compile,
+    }
+    if asked.parallel.dp not in ("auto", layout.dp):
+        yield override("parallel.dp", layout.dp)
+    for key in SEARCHED:
+        before, after = value(asked, key), value(found, key)
+        follows = before == "auto" and usual.get(key) == after
+        if before != after and not follows:
+            yield override(key, after)
+
+
+def value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _with(config: Config, key: str, new: object) -> Config:
+    section, name = key.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: new})})
+
+
+def _legal(config: Config) -> Config:
+    """The neutral layout beside what is held: what would be refused as idle, or by the backend, changes too."""
+    layout, native = config.parallel, config.backend.name == "native"
+    if layout.pp == 1 and layout.schedule != Parallel().schedule:
+        config = _with(config, "parallel.schedule", Parallel().schedule)
+    if layout.schedule in SPLIT_BACKWARD and config.backend.compile == "on":
+        config = _with(config, "backend.compile", "off")
+    if layout.ep > 1:
+        config = _with(config, "parallel.dp", layout.ep * layout.dp_replicate)
+    config = _with(config, "parallel.sequence_parallel", native or layout.tp == 1)
+    stages = (_with(config, "zero.stage", stage) for stage in (config.zero.stage, 1, 2, 3))
+    return next(filter(honoured, stages), config)

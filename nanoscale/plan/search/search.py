@@ -1,0 +1,184 @@
+"""All legal layouts of a job, the fastest that fit first, and why the first is first.
+
+The fastest schedule is looked for last, among the shapes that are best with 1F1B: a schedule fills the bubble
+of a shape, and what else a shape costs is the same with all of them. Experts are shared out as far as possible
+first; other degrees of ep are tried with the best shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+from nanoscale.config.schema import Config
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.predict import (
+    ENOUGH,
+    Memory,
+    Prediction,
+    capacity,
+    estimate_memory,
+    fits_probability,
+    highest,
+    predict,
+    with_time,
+)
+from nanoscale.plan.search.candidates import (
+    Room,
+    expert_degrees,
+    last_resorts,
+    micro_batches,
+    recomputations,
+    schedules,
+    shapes,
+)
+
+_GAIN = 0.999
+"""a larger micro batch must be faster than the last one by so much, for a still larger one to be tried"""
+REFINED = 48
+"""shapes of which other schedules are tried"""
+SIMULATED = 12
+"""layouts whose pipelines are simulated in the end"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search has found."""
+
+    ranked: tuple[Prediction, ...]
+    """those that fit, the fastest first"""
+    nearest: Prediction | None
+    """where none fits: the one that comes nearest to it"""
+    considered: int
+
+    @property
+    def best(self) -> Prediction | None:
+        return self.ranked[0] if self.ranked else None
+
+    def front(self) -> list[Prediction]:
+        """The Pareto front: each is the fastest with so little memory."""
+        front: list[Prediction] = []
+        for plan in sorted(self.ranked, key=lambda p: (p.worst.total, p.time.seconds)):
+            if not front or plan.time.seconds < front[-1].time.seconds:
+                front.append(plan)
+        return front
+
+
+def search(room: Room, hardware: Hardware) -> Found:
+    """Look through all of them, in closed form; the pipelines of the best are simulated."""
+    with _keeping_all():
+        return _search(room, hardware)
+
+
+@contextmanager
+def _keeping_all() -> Iterator[None]:
+    """A search keeps nearly all that it makes: to look for garbage meanwhile takes a quarter of its time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.freeze()  # nor is it worth a look when it is done
+            gc.enable()
+
+
+def _search(room: Room, hardware: Hardware) -> Found:
+    tried = _Tried(hardware)
+    for shape in shapes(room):
+        tried.add_all(room, shape)
+    if room.base.model.experts:
+        for plan in list(_best_of_shapes(sorted(tried.fitting, key=_speed), 1)):
+            for shared in islice(expert_degrees(room, plan.config), 1, None):
+                tried.add_all(room, shared)
+    first = sorted(tried.fitting, key=_speed)
+    for plan in _best_of_shapes(first, 2):
+        for scheduled in schedules(room, plan.config):
+            tried.add_all(room, scheduled)
+    ranked = _simulate_first(sorted(tried.fitting, key=_speed))
+    return Found(tuple(ranked), tried.nearest, tried.considered)
+
+
+def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
+    """With simulated pipelines in the first places, whoever comes to stand there."""
+    while any(map(_is_estimate, ranked[:SIMULATED])):
+        exact = [predict(p.config) if _is_estimate(p) else p for p in ranked[:SIMULATED]]
+        fitting = [plan for plan in exact if plan.fits]
+        ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_speed)
+    return ranked
+
+
+def _is_estimate(plan: Prediction) -> bool:
+    return plan.config.parallel.pp > 1 and plan.timeline is None
+
+
+class _Tried:
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.fitting: list[Prediction] = []
+        self.considered = 0
+        self._least = sys.maxsize
+        self._nearest: tuple[Config, Memory] | None = None
+
+    def add_all(self, room: Room, shape: Config) -> None:
+        """With each way to compute again; where nothing fits, with what is done last."""
+        fits = [self._add(room, config) for config in recomputations(room, shape)]
+        if not any(fits):
+            for config in last_resorts(room, shape):
+                self._add(room, config)
+
+    def _add(self, room: Room, recomputed: Config) -> bool:
+        """Micro batches up to the first that is too large or no faster; whether any fits."""
+        fastest = math.inf
+        for config in micro_batches(room, recomputed):
+            self.considered += 1
+            memory = estimate_memory(config, self._hardware)
+            needed = highest(memory).total
+            if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
+                self._note_nearest(config, memory, needed)
+                break
+            plan = with_time(config, self._hardware, memory)
+            self.fitting.append(plan)
+            if plan.time.seconds > _GAIN * fastest:
+                break
+            fastest = plan.time.seconds
+        return fastest < math.inf
+
+    def _note_nearest(self, config: Config, memory: Memory, needed: int) -> None:
+        if needed < self._least:
+            self._least, self._nearest = needed, (config, memory)
+
+    @property
+    def nearest(self) -> Prediction | None:
+        return (
+            with_time(self._nearest[0], self._hardware, self._nearest[1]) if self._nearest else None
+        )
+
+
+def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:
+    """The fastest layout of every shape with so many stages, as far as it is worth to look further."""
+    seen: set[tuple[int, ...]] = set()
+    for plan in ranked:
+        layout = plan.config.parallel
+        shape = (
+            *(layout.tp, layout.pp, layout.cp, layout.ep),
+            *(plan.config.zero.stage, layout.dp_replicate),
+        )
+        if layout.pp >= least_pp and shape not in seen:
+            seen.add(shape)
+            yield plan
+        if len(seen) == REFINED:
+            return
+
+
+def _speed(plan: Prediction) -> tuple[float, int, int]:
+    """Of layouts that are as fast, to four digits, the one with the fewest axes and the least memory."""
+    layout = plan.config.parallel
+    axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.ep > 1)
+    axes += layout.dp_replicate > 1
+    return float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total

@@ -1,0 +1,390 @@
+"""What a micro batch costs a rank in a block, the embedding and the head: forward, backward, recomputed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan.hardware.hardware import Hardware, kind, wide_kind
+from nanoscale.plan.time import collectives, moe, operations
+from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
+
+# Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
+_KERNELS = {False: (32, 58), True: (14, 24)}
+"""compiled or not → of a forward and of a backward pass"""
+_DIVIDED = 3
+"""how much longer operations take to start with tp, which reads parts of DTensors and communicates"""
+# Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
+_STREAM = {False: (10, 12), True: (8, 8)}
+"""of the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses them"""
+_COMPOSED = (32, 74)
+"""more of the stream where two RMSNorms are made of single operations: each widens, squares, averages, scales,
+narrows and weighs, 18 numbers forward and 40 backward"""
+_ROPE = {False: (9, 9), True: (2, 2)}
+"""of queries and keys: four products of halves, two sums, one joining"""
+_QK_NORM = {False: (2, 3), True: (1, 2)}
+"""of queries and keys, where they are normalised; compiled code does it together with the rotation"""
+_GATED = {False: (5, 9), True: (3, 5)}
+"""of each inner number of SwiGLU: silu and product"""
+_GELU = (2, 3)
+_SUMS = 9
+"""of the stream, backward: gradients of what q, k, v and what gate, up had in common"""
+_LOSS = 32
+"""bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
+_SUMMING = 0.4
+"""of the traffic of fp32 sums that a product adds to, which its arithmetic does not hide: such products reach
+0.71 of an A100's peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json
+and b200_bf16_ceperm.json)"""
+_MERGE = (26, 10)
+"""bytes a number to put what a hop of the ring gave to what was there, in fp32: the average and its weight; the
+gradients (`parallel.ring`)"""
+_MERGED = 0.75
+"""of the queries, or of the keys, that a hop computes with: all and half of them in turn"""
+_FP8_CAST = {False: 6, True: 3}
+"""Megatron-LM or not → bytes for each number that becomes 8 bits: it is read for its largest, read again, and
+laid out twice; Transformer Engine knows the largest from steps before, and half of its casts are joined to what
+makes the numbers"""
+
+
+def slice_of(config: Config) -> Slice:
+    layout, train, precision = config.parallel, config.train, config.precision
+    assert isinstance(train.micro_batch, int)
+    mode = layout.activation_checkpointing
+    return Slice(
+        model=config.model,
+        batch=train.micro_batch,
+        seq=train.seq_len,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel and layout.tp > 1,
+        cp=layout.cp,
+        cp_method=layout.cp_method,
+        kind=kind(precision),
+        wide=wide_kind(precision),
+        compiled=config.backend.compile != "off",
+        recompute=layout.selective_keep if mode == "selective" else mode,
+        ep=layout.ep,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """One product of a block after tp: `inputs` to `outputs` for every token; of experts, all alike."""
+
+    inputs: int
+    outputs: int
+    experts: int = 1
+    """of this rank"""
+    taken: int = 1
+    """of them, those of a token"""
+    wide: bool = False
+    """in fp32, whatever else is computed in"""
+
+    @property
+    def parameters(self) -> int:
+        return self.experts * self.inputs * self.outputs
+
+    def rows(self, tokens: int) -> int:
+        """Of one expert, where all have as many."""
+        return max(1, tokens * self.taken // self.experts)
+
+
+def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
+    """Query, key, value, output, (router,) (gate,) up, down, in the order in which they are computed."""
+    width = model.head_dim or model.hidden // model.heads
+    heads, kv_heads = model.heads * width // tp, (model.kv_heads or model.heads) * width // tp
+    own, taken = (model.experts // ep, model.experts_per_token) if model.experts else (1, 1)
+    inner = _Linear(model.hidden, model.ffn // tp, own, taken)
+    router = [_Linear(model.hidden, model.experts, wide=True)] if model.experts else []
+    return (
+        _Linear(model.hidden, heads),
+        _Linear(model.hidden, kv_heads),
+        _Linear(model.hidden, kv_heads),
+        _Linear(heads, model.hidden),
+        *router,
+        *([inner, inner] if model.mlp == "swiglu" else [inner]),
+        _Linear(model.ffn // tp, model.hidden, own, taken),
+    )
+
+
+def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") -> float:
+    """Seconds of one of them; `swap`: inputs, for the gradients of these, or weights, for theirs.
+
+    With ep, as many choices arrive as leave. Experts are one kernel in bf16, else as many as they are.
+    """
+    m, n, k = linear.rows(part.tokens), linear.outputs, linear.inputs
+    if swap == "inputs":
+        n, k = k, n
+    elif swap == "weights":
+        m, n, k = n, k, m
+    kind = _wide(part) if linear.wide else part.kind
+    if linear.experts == 1 or kind == "bf16":
+        return operations.product(hardware, kind, m, n, k, linear.experts)
+    return linear.experts * operations.product(hardware, kind, m, n, k)
+
+
+def _wide(part: Slice) -> str:
+    """The type in which experts are chosen."""
+    return part.wide if part.wide in ("fp64", "tf32") else "fp32"
+
+
+@lru_cache(maxsize=16384)
+def block(hardware: Hardware, part: Slice) -> Passes:
+    """One block."""
+    products = linears(part.model, part.tp, part.ep)
+    forward_products = [product(hardware, part, p) for p in products]
+    backward_products = sum(
+        product(hardware, part, p, "inputs") + product(hardware, part, p, "weights")
+        for p in products
+    )
+    if part.megatron:
+        sums = 8.0 * sum(p.parameters for p in products)
+        backward_products += _SUMMING * operations.elementwise(hardware, sums)
+    core = _core(hardware, part)
+    bytes_forward, bytes_backward = _traffic(part)
+    inputs, outputs = _casts(part, products)
+    tp_gather, tp_scatter = _tp_pair(hardware, part)
+    cp_forward, cp_backward = _cp(hardware, part, core)
+    ep_forward, ep_backward = moe.exchange(hardware, part)
+    forward = _waiting(
+        hardware,
+        part,
+        0,
+        Work(
+            matmul=sum(forward_products),
+            attention=core,
+            elementwise=operations.elementwise(hardware, bytes_forward + inputs),
+            tp=2 * (tp_gather + tp_scatter),
+            cp=cp_forward,
+            ep=ep_forward,
+        ),
+    )
+    backward = _waiting(
+        hardware,
+        part,
+        1,
+        Work(
+            matmul=backward_products,
+            attention=core * operations.BACKWARD_ATTENTION,
+            elementwise=operations.elementwise(hardware, bytes_backward + outputs),
+            tp=_tp_backward(hardware, part, backward_products),
+            cp=cp_backward,
+            ep=ep_backward,
+        ),
+    )
+    again = _again(part, len(products))
+    recomputed = NOTHING
+    if part.recompute != "none":
+        whole = part.recompute in ("full", "sqrt")
+        recomputed = Work(
+            matmul=sum(forward_products[i] for i in again),
+            attention=core if whole else 0.0,
+            elementwise=forward.elementwise,
+            tp=2 * tp_gather + (tp_scatter if whole else 0.0),
+            cp=cp_forward if whole else 0.0,
+            ep=ep_forward if whole else 0.0,
+        )
+    taken = [p.taken * p.inputs * p.outputs for p in products]
+    flops = sum(2.0 * part.tokens * taken[i] for i in again)
+    if part.recompute in ("full", "sqrt"):
+        flops += attention_flops(part)
+    return passes(forward, backward, recomputed, flops)
+
+
+def attention_flops(part: Slice) -> float:
+    """Of one forward pass in full, as MFU counts it: 4·s·h a token."""
+    width = part.model.head_dim or part.model.hidden // part.model.heads
+    return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
+
+
+def _again(part: Slice, count: int) -> range | list[int]:
+    """Products that are computed again. Never a block's last one: nothing backward needs its result."""
+    if part.recompute in ("none", "matmuls"):
+        return []
+    if part.recompute == "every-2nd-matmul":
+        return list(range(0, count - 1, 2))
+    return range(count - 1)
+
+
+def _core(hardware: Hardware, part: Slice) -> float:
+    model = part.model
+    width = model.head_dim or model.hidden // model.heads
+    heads = max(1, model.heads // part.tp)
+    if part.cp_method == "ulysses" and part.cp > 1:
+        return operations.attention(
+            hardware, part.wide, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
+        )
+    tokens = part.seq // part.cp
+    own = operations.attention(hardware, part.wide, part.batch, tokens, tokens, heads, width)
+    if part.cp == 1:
+        return own
+    return own + (part.cp - 1) * _hop(hardware, part, heads, width)
+
+
+def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
+    """Attention to another rank's keys: half of all pairs, on every rank (see `parallel.ring`)."""
+    tokens = part.seq // part.cp
+    return operations.attention(
+        hardware, part.wide, part.batch, tokens, max(1, tokens // 2), heads, width, causal=False
+    )
+
+
+def _traffic(part: Slice) -> tuple[float, float]:
+    """Bytes of a block's element-wise operations, forward and backward."""
+    model, compiled = part.model, part.compiled
+    width = model.head_dim or model.hidden // model.heads
+    stream = part.stream * model.hidden
+    inner = part.tokens * model.ffn / part.tp
+    routed = (0.0, 0.0)
+    if model.experts:
+        inner, routed = inner * model.experts_per_token, moe.traffic(part)
+    activation = _GATED[compiled] if model.mlp == "swiglu" else _GELU
+    rope = (0, 0)
+    if model.position == "rope":
+        rope = _ROPE[compiled]
+    if model.qk_norm:
+        rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
+    kv_heads = model.kv_heads or model.heads
+    turned = part.tokens * (model.heads + kv_heads) * width / part.tp
+    norms = _COMPOSED if part.composed_norm and not compiled else (0, 0)
+    forward = (_STREAM[compiled][0] + norms[0]) * stream
+    forward += activation[0] * inner + rope[0] * turned
+    backward = (_STREAM[compiled][1] + norms[1]) * stream
+    backward += activation[1] * inner + rope[1] * turned
+    backward += _SUMS * part.tokens * model.hidden
+    wide = operations.WIDTH[part.wide]
+    merged = (0.0, 0.0)
+    if part.cp > 1 and part.cp_method == "ring":
+        hops = _MERGED * (part.cp - 1) * part.tokens * width / part.tp
+        merged = hops * _MERGE[0] * model.heads, hops * _MERGE[1] * (model.heads + 2 * kv_heads)
+    return forward * wide + merged[0] + routed[0], backward * wide + merged[1] + routed[1]
+
+
+def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
+    """Bytes moved to make 8-bit numbers of the operands, forward and backward.
+
+    Forward: weights, and what goes into attention, its output, the feed-forward block and its last product,
+    each once. Backward: the gradients of all results; the rest is kept.
+    """
+    if part.kind != "fp8":
+        return 0.0, 0.0
+    weights = sum(p.inputs * p.outputs for p in products)
+    inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
+    outputs = sum(p.outputs for p in products)
+    each = _FP8_CAST[part.megatron]
+    return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
+
+
+def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
+    """A gather of the sequence and the scatter of partial sums; without sp they make one all-reduce.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2: two pairs a block in each direction.
+    """
+    if part.tp == 1:
+        return 0.0, 0.0
+    size = part.tokens * part.model.hidden * operations.WIDTH[part.wide]
+    once = collectives.all_gather(hardware, collectives.group(hardware, part.tp, 1), size)
+    return once, once
+
+
+def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
+    """As forward; or, where collectives run beside products, the gathers before the row-split ones alone.
+
+    Beside those for weights the scatters run, beside those for inputs the second gathers of the inputs.
+    """
+    gather, scatter = _tp_pair(hardware, part)
+    if not part.megatron:
+        return 2 * (gather + scatter)
+    hidden = 2 * (gather + scatter) if part.sequence_parallel else gather + scatter
+    shown = 2 * gather if part.sequence_parallel else gather + scatter
+    late = max(0.0, hidden - products)
+    return shown + late + hardware.efficiency.overlap * (hidden - late)
+
+
+def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
+    """Time of context parallelism that attention does not hide, forward and backward."""
+    if part.cp == 1:
+        return 0.0, 0.0
+    model = part.model
+    ranks = collectives.group(hardware, part.cp, part.tp)
+    width = (model.head_dim or model.hidden // model.heads) * operations.WIDTH[part.wide]
+    kv_heads = (model.kv_heads or model.heads) / part.tp
+    if part.cp_method == "ulysses":
+        size = part.tokens * (2 * model.heads / part.tp + 2 * kv_heads) * width
+        once = collectives.all_to_all(hardware, ranks, size)
+        return once, once
+    size = 2 * part.tokens * kv_heads * width
+    # Backward the gradients of keys and values travel too, in fp32.
+    back = size + 2 * part.tokens * kv_heads * width / operations.WIDTH[part.wide] * 4
+    step, backward_step = (
+        collectives.send(hardware, ranks, size),
+        collectives.send(hardware, ranks, back),
+    )
+    of_core = core / part.cp
+    forward = (part.cp - 1) * max(0.0, step - of_core)
+    backward = (part.cp - 1) * max(0.0, backward_step - of_core * operations.BACKWARD_ATTENTION)
+    return forward, backward
+
+
+def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Work:
+    """The same, with the time that the device waits because the CPU starts kernels slower than it ends them."""
+    efficiency = hardware.efficiency
+    each = efficiency.compiled_s if part.compiled else efficiency.eager_s
+    cpu = _kernels(part)[direction] * each * (_DIVIDED if part.tp > 1 else 1)
+    return replace(work, launch=max(0.0, cpu - work.total))
+
+
+def _kernels(part: Slice) -> tuple[int, int]:
+    """Of a forward and of a backward pass; where experts are computed one after another, those of each."""
+    forward, backward = _KERNELS[part.compiled]
+    if part.model.experts:
+        more = moe.KERNELS[part.ep > 1]
+        apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1
+        forward, backward = forward + more[0] + 5 * apart, backward + more[1] + 9 * apart
+    return forward, backward
+
+
+@lru_cache(maxsize=16384)
+def embedding(hardware: Hardware, part: Slice) -> Passes:
+    """The input embedding: a look-up, and a gradient as large as the table."""
+    wide = operations.WIDTH[part.wide]
+    rows = part.tokens * part.model.hidden * wide
+    table = part.model.vocab * part.model.hidden * wide / part.tp
+    gather, _ = _tp_pair(hardware, part)
+    return passes(
+        Work(elementwise=operations.elementwise(hardware, 2 * rows), tp=gather),
+        Work(elementwise=operations.elementwise(hardware, 2 * rows + 2 * table), tp=gather),
+    )
+
+
+@lru_cache(maxsize=16384)
+def head(hardware: Hardware, part: Slice) -> Passes:
+    """The last norm, the head and the loss over the vocabulary, which tp divides."""
+    hidden, vocab, tokens = part.model.hidden, part.model.vocab // part.tp, part.tokens
+    wide = operations.WIDTH[part.wide]
+    gather, scatter = _tp_pair(hardware, part)
+    stream = part.stream * hidden * wide
+    loss = tokens * vocab * (_LOSS / 2 + wide)
+    forward = Work(
+        matmul=operations.product(hardware, part.wide, tokens, vocab, hidden),
+        elementwise=operations.elementwise(hardware, 2 * stream + loss),
+        tp=gather,
+    )
+    backward = Work(
+        matmul=operations.product(hardware, part.wide, tokens, hidden, vocab)
+        + operations.product(hardware, part.wide, vocab, hidden, tokens),
+        elementwise=operations.elementwise(hardware, 3 * stream + loss),
+        tp=scatter,
+    )
+    return passes(forward, backward)
+
+
+def recomputed_share(config: Config) -> float:
+    """Of a stage's blocks, those that are computed again."""
+    layout = config.parallel
+    if layout.activation_checkpointing == "full":
+        layers = config.model.layers
+        return math.ceil(layers / layout.checkpoint_every) / layers
+    return 0.0 if layout.activation_checkpointing == "none" else 1.0

@@ -1,0 +1,257 @@
+"""What data parallelism costs a rank in a step: gathers of parameters, reductions of gradients, copies.
+
+A collective that runs beside a block's computation costs what it takes longer than that, and a share of the
+time in which both run (`Efficiency.overlap`). When each happens is written at `parallel.data` for the native
+backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.time import collectives, operations
+from nanoscale.plan.time.block import linears
+from nanoscale.plan.time.micro_batch_shape import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layout moves the parameters and gradients of one unit (a block), and how often in a step."""
+
+    gather: float
+    """seconds for one block's parameters"""
+    gather_again: float
+    """the same in the backward pass, where a second, closer sharding may serve"""
+    reduce: float
+    """seconds for one block's gradients"""
+    all_reduce: float
+    """seconds for the rest of the sum over replicas, once a step"""
+    copies_gather: float
+    """seconds of the device's own memory traffic for a gather"""
+    copies_reduce: float
+    accumulate: float
+    """the same to add a micro batch's gradients to those before"""
+    gathers: int
+    """forward passes of a step that gather"""
+    gathers_again: int
+    """backward passes of a step that gather"""
+    reduces: int
+    hidden: bool
+    """whether gradients travel beside the backward pass"""
+    at_end: float
+    """seconds a block after the update, to gather what changed"""
+
+
+def shards(config: Config) -> int:
+    """Ranks that share the optimizer states of a parameter."""
+    layout = config.parallel
+    assert isinstance(layout.dp, int)
+    if config.zero.stage == 0:
+        return 1
+    return layout.dp * layout.cp // layout.dp_replicate
+
+
+@lru_cache(maxsize=1024)
+def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
+    """Of one block on a rank of tp, as far as they take time: biases do not; the norms are whole."""
+    return sum(p.parameters for p in linears(model, tp, ep)) + 2 * model.hidden
+
+
+@lru_cache(maxsize=1024)
+def expert_parameters(model: Model, tp: int, ep: int) -> int:
+    """Of those, the experts'."""
+    return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
+
+
+def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int:
+    """Of a rank before ZeRO, as far as they take time; both ends have one table where they are tied."""
+    table = model.vocab * model.hidden // tp
+    both = holding.first and holding.last and model.tie_embeddings
+    ends = 1 if both else holding.first + holding.last
+    return holding.blocks * block_parameters(model, tp, ep) + ends * table
+
+
+def own_parameters(config: Config, holding: Holding) -> float:
+    """Those that a rank updates: of experts, ep ranks have each another part before ZeRO."""
+    model, layout, ranks = config.model, config.parallel, shards(config)
+    experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
+    rest = rank_parameters(model, layout.tp, holding, layout.ep) - experts
+    return rest / ranks + experts / max(1, ranks // layout.ep)
+
+
+def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
+    """Both backends', for a block."""
+    layout, zero = config.parallel, config.zero
+    assert isinstance(layout.dp, int)
+    wide, narrow = (
+        operations.WIDTH[config.precision.compute],
+        operations.WIDTH[config.precision.reduce],
+    )
+    size = block_parameters(config.model, layout.tp, layout.ep)
+    copies = layout.dp * layout.cp
+    if config.backend.name == "deepspeed":
+        return _deepspeed(config, hardware, micro_batches, size, copies, wide, narrow)
+    experts = expert_parameters(config.model, layout.tp, layout.ep)
+    gather, reduce, all_reduce = _travel(config, hardware, 1, size - experts, wide, narrow)
+    if experts:
+        more = _travel(config, hardware, layout.ep, experts, wide, narrow)
+        gather, reduce, all_reduce = gather + more[0], reduce + more[1], all_reduce + more[2]
+    every = zero.stage == 3 and layout.pp == 1
+    return Plan(
+        gather=gather,
+        gather_again=gather,
+        reduce=reduce,
+        all_reduce=all_reduce,
+        copies_gather=operations.elementwise(hardware, 2.0 * wide * size),
+        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
+        gathers=micro_batches if every else 1,
+        gathers_again=micro_batches if every else 0,
+        reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
+        hidden=layout.pp == 1,
+        at_end=0.0,
+    )
+
+
+def _travel(
+    config: Config, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
+) -> tuple[float, float, float]:
+    """Seconds of a gather, of a reduction and of what is left of it over replicas, of `size` parameters that
+    every ep-th rank of those with other tokens has."""
+    layout = config.parallel
+    assert isinstance(layout.dp, int)
+    shard, stride = max(1, shards(config) // ep), layout.tp * ep
+    near = collectives.group(hardware, shard, stride)
+    far = collectives.group(hardware, layout.dp * layout.cp // ep // shard, stride * shard)
+    return (
+        collectives.all_gather(hardware, near, size * wide),
+        collectives.reduce_scatter(hardware, near, size * narrow),
+        collectives.all_reduce(hardware, far, size / shard * narrow),
+    )
+
+
+def _deepspeed(
+    config: Config,
+    hardware: Hardware,
+    micro_batches: int,
+    size: int,
+    copies: int,
+    wide: int,
+    narrow: int,
+) -> Plan:
+    """Parameters stay in the compute type; gradients leave in buckets, beside the backward pass if asked.
+
+    Stages 1 and 2 gather what the update changed after it. Stage 3 gathers around each use, within `zero.hpz`
+    ranks in the backward pass, in 8 bits or gradients in 4 where ZeRO++ (Wang et al. 2023, arXiv:2306.10209)
+    says so.
+    """
+    layout, zero, backend = config.parallel, config.zero, config.backend
+    everyone = collectives.group(hardware, copies, layout.tp)
+    closer = collectives.group(hardware, zero.hpz, layout.tp) if zero.hpz > 1 else everyone
+    third = zero.stage == 3
+    travels = 1 if zero.quantized_weights else wide
+    back = 0.5 if zero.quantized_gradients else narrow
+    gather = collectives.all_gather(hardware, everyone, size * travels)
+    reduce = collectives.reduce_scatter(hardware, everyone, size * back)
+    overlap = backend.overlap_comm == "on" or (backend.overlap_comm == "auto" and third)
+    return Plan(
+        gather=gather if third else 0.0,
+        gather_again=collectives.all_gather(hardware, closer, size * travels) if third else 0.0,
+        reduce=reduce if zero.stage else 2 * reduce,
+        all_reduce=0.0,
+        copies_gather=operations.elementwise(hardware, 2.0 * wide * size) if third else 0.0,
+        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
+        gathers=micro_batches if third else 0,
+        gathers_again=micro_batches if third else 0,
+        reduces=micro_batches if zero.stage >= 2 else 1,
+        hidden=overlap and zero.stage > 0,
+        at_end=gather if zero.stage in (1, 2) else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a step on one rank."""
+
+    exposed: float
+    """network, beside which nothing is computed"""
+    slowdown: float
+    """computing loses to collectives beside it"""
+    copies: float
+
+    @property
+    def total(self) -> float:
+        return self.exposed + self.slowdown + self.copies
+
+
+def cost(
+    hardware: Hardware,
+    part: Slice,
+    holding: Holding,
+    plan: Plan,
+    micro_batches: int,
+    forward: float,
+    backward: float,
+) -> Cost:
+    """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
+    blocks, overlap = holding.blocks, hardware.efficiency.overlap
+    table = part.model.vocab * part.model.hidden / part.tp / _block(part)
+    ends = table * (holding.first + holding.last)
+    if part.model.tie_embeddings:
+        ends = min(ends, table)
+    units = blocks + ends
+    exposed = hidden = 0.0
+    if plan.gathers:
+        # The first unit has nothing to hide behind, the others have the block before them.
+        first = plan.gather * (table if holding.first else 1)
+        late = max(0.0, plan.gather - forward) * (blocks - 1)
+        exposed += plan.gathers * (first + late)
+        hidden += plan.gathers * max(0.0, plan.gather * units - first - late)
+    both = min(plan.reduces, plan.gathers_again)
+    for times, again, reduce in (
+        (both, plan.gather_again, plan.reduce),
+        (plan.gathers_again - both, plan.gather_again, 0.0),
+        (plan.reduces - both, 0.0, plan.reduce),
+    ):
+        whole = (again + reduce) * units
+        shown = whole
+        if plan.hidden:
+            # The last gradients to be had leave when nothing is left to compute.
+            shown = reduce * (table if holding.first else 1)
+            shown += max(0.0, again + reduce - backward) * (blocks - 1)
+            shown = min(shown, whole)
+        exposed += times * shown
+        hidden += times * (whole - shown)
+    exposed += (plan.all_reduce + plan.at_end) * units
+    copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
+    copies += plan.copies_reduce * plan.reduces
+    if not part.megatron:
+        copies += plan.accumulate * (micro_batches - plan.reduces)
+    return Cost(exposed, overlap * hidden, copies * units)
+
+
+def _block(part: Slice) -> int:
+    return block_parameters(part.model, part.tp, part.ep)
+
+
+def update(config: Config, hardware: Hardware, parameters: float) -> float:
+    """Seconds of clipping and of the optimizer on a rank with so many parameters, all bound by memory.
+
+    AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads the
+    gradients for their norm, then reads and writes them.
+    """
+    wide = operations.WIDTH[config.precision.params]
+    passes = {"adamw": 7.0, "sgd": 5.0, "adamw8bit": 5.0}[config.optimizer.name]
+    if config.optimizer.clip_norm is not None:
+        passes += 3
+    if config.zero.offload_optimizer == "none":
+        return operations.elementwise(hardware, passes * wide * parameters)
+    # The devices of a host share its memory; gradients go down and parameters come up.
+    share = hardware.host_memory_bandwidth / hardware.devices_per_host
+    moved = 2.0 * operations.WIDTH[config.precision.compute] * parameters
+    return passes * wide * parameters / share + moved / hardware.host_bandwidth

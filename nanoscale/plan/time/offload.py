@@ -1,0 +1,54 @@
+"""What it costs that parameters or activations wait in host memory. A disk (nvme) is taken for host memory."""
+
+from __future__ import annotations
+
+from nanoscale.config.schema import Config
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.time import data_parallel, operations
+from nanoscale.plan.time.micro_batch_shape import Slice
+
+
+def offloaded(config: Config) -> str:
+    """What waits in host memory: `none`, `optimizer` or `optimizer, parameters`."""
+    zero = config.zero
+    there = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
+    return ", ".join(name for name, where in there.items() if where != "none") or "none"
+
+
+def waiting(
+    config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
+) -> float:
+    """Seconds for which computing waits for the link to host memory.
+
+    Parameters that wait there come up for each pass; activations go down beside the forward pass and
+    come up beside the backward pass.
+    """
+    zero, layout = config.zero, config.parallel
+    seconds = 0.0
+    if zero.offload_param != "none":
+        whole = data_parallel.rank_parameters(config.model, layout.tp, holding)
+        size = whole / data_parallel.shards(config)
+        passes = 2 * count * size * operations.WIDTH[part.wide] / hardware.host_bandwidth
+        seconds += max(0.0, passes - 2 * count * forward * holding.blocks)
+    if layout.offload_activations:
+        moved = _saved(part) / hardware.host_bandwidth
+        seconds += 2 * count * holding.blocks * max(0.0, moved - forward)
+    return seconds
+
+
+def _saved(part: Slice) -> float:
+    """Bytes that a block keeps for its backward pass, about."""
+    model = part.model
+    stream = part.stream * model.hidden
+    if part.recompute in ("full", "sqrt"):
+        return stream * operations.WIDTH[part.wide]
+    width = model.head_dim or model.hidden // model.heads
+    heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
+    inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
+    if model.experts:  # and what is put in order for them, and what they have found
+        inner = model.experts_per_token * (inner + 2 * part.tokens * model.hidden)
+    if part.recompute == "attention":
+        inner, heads = 0.0, heads / 2
+    numbers = 2 * stream + 2 * part.tokens * model.hidden + heads + inner
+    return numbers * operations.WIDTH[part.wide]

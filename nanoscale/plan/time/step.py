@@ -1,0 +1,279 @@
+"""How long a step takes, by parts, and what follows: tokens/s, utilisation, the time and cost of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from operator import itemgetter
+
+from nanoscale.config.derive import Derived, derive
+from nanoscale.config.model_math import flops_per_token, flops_per_token_causal
+from nanoscale.config.schema import Config, Model
+from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.memory.shards import Holding, all_stages, kinds_of_ranks
+from nanoscale.plan.pipeline import bubble
+from nanoscale.plan.time import block as blocks
+from nanoscale.plan.time import collectives, data_parallel, offload, operations
+from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.work import NOTHING, Passes, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of a step on the busiest pipeline rank; they add up to the step."""
+
+    matmul: float
+    attention: float
+    elementwise: float
+    recomputed: float
+    """computed a second time for the backward pass"""
+    launch: float
+    """the device waits for the CPU to start kernels"""
+    tp: float
+    cp: float
+    ep: float
+    """tokens on the way to their experts and back"""
+    pp: float
+    """activations and their gradients on the way between stages"""
+    dp: float
+    """gathers and reductions that nothing hides, what hiding costs, and their copies"""
+    bubble: float
+    optimizer: float
+    offload: float
+    data: float
+    jitter: float
+    """waiting for the slowest host"""
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        seconds: float = sum(getattr(self, name) for name in _PARTS)
+        return seconds
+
+
+_PARTS = tuple(field.name for field in fields(Parts))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step, predicted."""
+
+    seconds: float
+    parts: Parts
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    """model FLOPs over the peak, attention counted whole (PaLM, Chowdhery et al. 2022, appendix B)"""
+    mfu_causal: float
+    """the same with half of attention"""
+    hfu: float
+    """mfu and what is computed again"""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds of one micro batch in one stage, for simulating a schedule."""
+
+    forward: float
+    backward: float
+    """with what is computed again"""
+    weights: float
+    """of the backward pass, the share for the weights' gradients, where a schedule does it apart"""
+    send: float
+    """what goes to the next stage, or back"""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A whole run."""
+
+    steps: int
+    hours: float
+    device_hours: float
+    cost: float | None
+
+
+def step_time(
+    config: Config, hardware: Hardware, makespan: float | None = None, part: Slice | None = None
+) -> StepTime:
+    """Predict a step of a configuration that `rules.check` has resolved.
+
+    Args:
+        makespan: seconds of the pipeline's part of the step, where it was simulated; None: in closed form.
+        part: another software's way of computing; None: ours.
+    """
+    sizes, layout = derive(config), config.parallel
+    part = part or blocks.slice_of(config)
+    one, ends = blocks.block(hardware, part), _ends(hardware, part)
+    share, count = blocks.recomputed_share(config), sizes.accumulation
+    forward = one.seconds[0]
+    backward = one.seconds[1] + share * one.seconds[2]
+    shards = data_parallel.shards(config)
+    kinds = kinds_of_ranks(config, shards)
+    loads = [(_load(held, forward + backward, ends), held) for held in kinds]
+    load, holding = max(loads, key=itemgetter(0))
+    busy = _busy(holding, one, ends)
+    idle, late = _waiting(config, hardware, part, one, ends)
+    if makespan is not None:
+        waits = max(0.0, makespan - count * load)
+        late = min(late, waits)
+        idle = waits - late
+    plan = data_parallel.plan(config, hardware, count)
+    dp = data_parallel.cost(hardware, part, holding, plan, count, forward, backward)
+    local = data_parallel.own_parameters(config, holding)
+    parts = Parts(
+        matmul=count * busy.matmul,
+        attention=count * busy.attention,
+        elementwise=count * busy.elementwise,
+        recomputed=count * share * holding.blocks * one.seconds[2],
+        launch=count * busy.launch,
+        tp=count * busy.tp,
+        cp=count * busy.cp,
+        ep=count * busy.ep,
+        pp=late,
+        dp=dp.total,
+        bubble=idle,
+        optimizer=data_parallel.update(config, hardware, local),
+        offload=offload.waiting(config, hardware, part, holding, count, forward),
+        # Ids of tokens, in 8 bytes.
+        data=8.0 * part.tokens * count / hardware.host_bandwidth,
+        jitter=0.0,
+    )
+    hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
+    # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
+    late_hosts = hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
+    parts = replace(parts, jitter=late_hosts * parts.seconds)
+    again = (
+        share
+        * config.model.layers
+        * one.recomputed_flops
+        * count
+        * sizes.dp
+        * layout.cp
+        * layout.tp
+    )
+    return _assemble(config, hardware, sizes, parts, parts.seconds, again)
+
+
+def _assemble(
+    config: Config, hardware: Hardware, sizes: Derived, parts: Parts, seconds: float, again: float
+) -> StepTime:
+    tokens = sizes.tokens_per_step / seconds
+    whole, causal = _flops(config.model, config.train.seq_len)
+    peak = hardware.peak(config.precision) * sizes.world_size
+    mfu = tokens * whole / peak
+    return StepTime(
+        seconds=seconds,
+        parts=parts,
+        tokens_per_s=tokens,
+        tokens_per_s_per_gpu=tokens / sizes.world_size,
+        mfu=mfu,
+        mfu_causal=tokens * causal / peak,
+        hfu=mfu + again / seconds / peak,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _flops(model: Model, seq_len: int) -> tuple[int, int]:
+    return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
+
+
+def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
+    """Of every stage in the model's order, for one micro batch."""
+    part = blocks.slice_of(config)
+    one, ends = blocks.block(hardware, part), _ends(hardware, part)
+    share, send = blocks.recomputed_share(config), _send(config, hardware, part)
+    found = []
+    for stage in all_stages(config):
+        count = stage.layers
+        work = [end for end, there in zip(ends, (stage.first, stage.last), strict=True) if there]
+        forward = count * one.forward.total + sum(end.forward.total for end in work)
+        backward = count * one.backward.total + sum(end.backward.total for end in work)
+        products = count * one.backward.matmul + sum(end.backward.matmul for end in work)
+        again = count * share * one.recomputed.total
+        found.append(StageCost(forward, backward + again, _weights(products), send))
+    return found
+
+
+def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
+    """What `train.steps`, or the steps of `train.tokens`, take."""
+    sizes = derive(config)
+    hours = sizes.steps * step.seconds / 3600
+    device_hours = hours * sizes.world_size
+    price = hardware.price
+    return Training(
+        sizes.steps, hours, device_hours, None if price is None else price * device_hours
+    )
+
+
+def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
+    return blocks.embedding(hardware, part), blocks.head(hardware, part)
+
+
+def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
+    """Seconds of a rank for one micro batch."""
+    seconds = holding.blocks * block
+    if holding.first:
+        seconds += ends[0].seconds[0] + ends[0].seconds[1]
+    if holding.last:
+        seconds += ends[1].seconds[0] + ends[1].seconds[1]
+    return seconds
+
+
+def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
+    """Forward and backward of a rank for one micro batch, without what is computed again."""
+    number, block = holding.blocks, one.both
+    first = ends[0].both if holding.first else NOTHING
+    last = ends[1].both if holding.last else NOTHING
+    return Work(
+        number * block.matmul + first.matmul + last.matmul,
+        number * block.attention,
+        number * block.elementwise + first.elementwise + last.elementwise,
+        number * block.launch,
+        number * block.tp + first.tp + last.tp,
+        number * block.cp,
+        number * block.ep,
+    )
+
+
+def _send(config: Config, hardware: Hardware, part: Slice) -> float:
+    """Seconds for the residual stream from a stage to the next."""
+    layout = config.parallel
+    if layout.pp == 1:
+        return 0.0
+    assert isinstance(layout.dp, int)
+    ranks = collectives.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
+    return collectives.send(
+        hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide]
+    )
+
+
+def _waiting(
+    config: Config,
+    hardware: Hardware,
+    part: Slice,
+    one: Passes,
+    ends: tuple[Passes, Passes],
+) -> tuple[float, float]:
+    """Seconds that a rank of the pipeline waits: as if nothing took time to send, and what sending adds."""
+    layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages
+    if layout.pp == 1:
+        return 0.0, 0.0
+    assert isinstance(virtual, int)
+    stages = layout.pp * virtual
+    again = blocks.recomputed_share(config) * one.seconds[2]
+    forward = (layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]) / stages
+    backward = (
+        layers * (one.seconds[1] + again) + ends[0].seconds[1] + ends[1].seconds[1]
+    ) / stages
+    weights = _weights(layers * one.backward.matmul + ends[1].backward.matmul) / stages
+    count, times = derive(config).accumulation, (forward, backward - weights, weights)
+    idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
+    send = _send(config, hardware, part)
+    return idle, bubble(layout.schedule, layout.pp, virtual, count, *times, send) - idle
+
+
+def _weights(backward_products: float) -> float:
+    """Seconds for the gradients of weights: half of the products, the other half is for their inputs."""
+    return backward_products / 2

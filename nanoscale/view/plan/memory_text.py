@@ -1,0 +1,85 @@
+"""Memory for the terminal: a bar a pipeline rank, a letter for each part, against what the device has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nanoscale.common.units import byte_size
+from nanoscale.plan.memory.peak import RankMemory
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MOST_RANKS = 16
+"""bars, before those in the middle are left out; that of the worst rank never is"""
+LOOKS = {
+    "weights": ("w", "black on bright_blue"),
+    "compute copies": ("c", "black on cyan"),
+    "gradients": ("g", "black on green"),
+    "optimizer": ("o", "black on yellow"),
+    "units in flight": ("u", "black on bright_cyan"),
+    "activations": ("a", "black on magenta"),
+    "logits and loss": ("l", "black on bright_magenta"),
+    "communication buffers": ("b", "black on bright_yellow"),
+    "fragmentation": ("f", "black on bright_black"),
+    "context": ("x", "black on white"),
+}
+"""letter and style of each part"""
+
+
+def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
+    """Lines of `width` columns; what lies beyond the capacity stands behind its mark, `|`."""
+    from rich.text import Text
+
+    worst = max(memory, key=lambda rank: rank.total)
+    label, tail = len(f"rank {len(memory) - 1} "), len(f" {byte_size(worst.total)}")
+    columns = max(20, width - label - tail - 1)
+    scale = columns / max(capacity, worst.total)
+    text = Text(no_wrap=True)
+    for number in shown(memory, worst):
+        if number is None:
+            text.append("…\n")
+            continue
+        rank = memory[number]
+        text.append(f"{f'rank {number}':<{label}}", "bold" if rank is worst else "")
+        _bar(text, rank, round(capacity * scale), columns, scale)
+        text.append(f" {byte_size(rank.total)}\n", "bold" if rank is worst else "")
+    used = [name for name in LOOKS if any(rank.part(name).bytes for rank in memory)]
+    text.append(" " * label)
+    for name in used:
+        letter, style = LOOKS[name]
+        text.append(letter, style)
+        text.append(f" {name}  ")
+    text.append(f"| {byte_size(capacity)} of the device\n")
+    return text
+
+
+def shown(memory: Sequence[RankMemory], worst: RankMemory) -> list[int | None]:
+    """The ranks to show; None stands for those left out."""
+    count = len(memory)
+    if count <= MOST_RANKS:
+        return list(range(count))
+    half = MOST_RANKS // 2 - 1
+    chosen = sorted({*range(half), worst.rank, *range(count - half, count)})
+    found: list[int | None] = []
+    for number in chosen:
+        if found and found[-1] is not None and number > found[-1] + 1:
+            found.append(None)
+        found.append(number)
+    return found
+
+
+def _bar(text: Text, rank: RankMemory, limit: int, columns: int, scale: float) -> None:
+    cells: list[tuple[str, str]] = []
+    reached = 0.0
+    for part in rank.parts:
+        reached += part.bytes * scale
+        cells += [LOOKS[part.name]] * (round(reached) - len(cells))
+    cells += [(" ", "")] * (columns - len(cells))
+    for position, (letter, style) in enumerate(cells[:columns]):
+        if position == limit:
+            text.append("|", "bold red")
+        text.append(letter, style or None)
+    if limit >= columns:
+        text.append("|", "bold red")

@@ -1,0 +1,157 @@
+"""A prediction for people: the verdict, where the memory and the time go, and how long it all takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanoscale.common.units import byte_size, duration, share, three_digits
+from nanoscale.config.derive import derive
+from nanoscale.config.model_math import active_parameters, parameters
+from nanoscale.plan.hardware.hardware import kind
+from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
+from nanoscale.plan.saving import plan_saving
+from nanoscale.view.plan.explain import how
+from nanoscale.view.plan.memory_text import bars
+from nanoscale.view.plan.prediction_json import bf16_advice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MEANINGS = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "elementwise": "norms, activations, residuals, loss",
+    "recomputed": "computed a second time",
+    "launch": "starting kernels",
+    "tp": "tensor parallel, exposed",
+    "cp": "context parallel, exposed",
+    "ep": "tokens to their experts",
+    "pp": "between stages, exposed",
+    "dp": "gathers and reductions, exposed",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "offload": "to and from host memory",
+    "data": "data",
+    "jitter": "the slowest host",
+}
+"""what the parts of a step are called"""
+
+
+def print_prediction(console: Console, plan: Prediction, *, explain: bool = False) -> None:
+    """All of it; with `explain` the arithmetic behind every number."""
+    console.print("\n".join(head(plan)), markup=False)
+    console.print()
+    console.print(verdict(plan), style="green" if plan.fits else "bold red", markup=False)
+    console.print(bars(plan.memory, plan.capacity, min(console.width, 120)))
+    _print_memory(console, plan, explain)
+    _print_time(console, plan, explain)
+    if plan.timeline is not None:
+        from nanoscale.view.plan.timeline_text import timeline_rich
+
+        console.print(timeline_rich(plan.timeline, min(console.width, 160)))
+    console.print("\n".join(outcome(plan)), markup=False)
+
+
+def head(plan: Prediction) -> list[str]:
+    """What is planned, in three lines."""
+    config, hardware = plan.config, plan.hardware
+    sizes, layout, model = derive(config), config.parallel, config.model
+    hosts = -(-sizes.world_size // hardware.devices_per_host)
+    count = f"{sizes.world_size} × {hardware.device}"
+    on = f"on {hosts} hosts" if hosts > 1 else "on one host"
+    degrees = [f"dp {sizes.dp}", f"tp {layout.tp}", f"pp {layout.pp}", f"cp {layout.cp}"]
+    if model.experts:
+        degrees.append(f"ep {layout.ep}")
+    if layout.dp_replicate > 1:
+        degrees.insert(1, f"in {layout.dp_replicate} replicas")
+    if layout.pp > 1:
+        degrees.append(layout.schedule)
+        if layout.virtual_stages != 1:
+            degrees[-1] += f", {layout.virtual_stages} stages a rank"
+    recomputed = layout.activation_checkpointing
+    degrees += [f"ZeRO {config.zero.stage}"] + (
+        [f"recompute {recomputed}"] if recomputed != "none" else []
+    )
+    size = f"{parameters(model) / 1e9:.4g} B parameters"
+    if model.experts:
+        size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
+    return [
+        f"{model.name}, {size}, {kind(config.precision)}, {config.backend.name}, {count} {on}",
+        " · ".join(degrees),
+        f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
+        f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",
+    ]
+
+
+def verdict(plan: Prediction) -> str:
+    """Whether it fits, in one line."""
+    worst = plan.worst
+    needs = share(worst.total, plan.capacity)
+    where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
+    word = "fits" if plan.fits else "does not fit"
+    return f"{word}: {needs} ({where}{worst.peak}); probability that it fits {plan.fits_probability:.0%}"
+
+
+def outcome(plan: Prediction) -> list[str]:
+    """Speed, what the whole training takes, and when checkpoints are saved."""
+    time, run = plan.time, plan.training
+    advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
+    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
+    shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
+    cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
+    device_hours = f"{three_digits(run.device_hours)} device hours"
+    length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
+    saving = plan_saving(plan.config, time.seconds)
+    return [
+        speed,
+        shares,
+        *([advice] if advice else []),
+        length,
+        *(f"checkpoints: {sentence}" for sentence in saving.sentences()),
+        *(f"warning: {warning}" for warning in saving.warnings()),
+    ]
+
+
+def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:
+    from rich.table import Table
+
+    worst = plan.worst
+    title = (
+        f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
+    )
+    table = Table("part", "size", title=title, title_justify="left", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    if explain:
+        table.add_column("how", overflow="fold")
+    for part in worst.parts:
+        if part.bytes:
+            table.add_row(part.name, byte_size(part.bytes), *([part.how] if explain else []))
+    totals = {"allocated": worst.allocated, "reserved": worst.reserved, "in use": worst.total}
+    for name, size in totals.items():
+        table.add_row(name, byte_size(size), style="bold")
+    for part in worst.host:
+        table.add_row(f"{part.name}, in host memory", byte_size(part.bytes), style="dim")
+    console.print(table)
+    console.print()
+
+
+def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
+    from rich.table import Table
+
+    time = plan.time
+    table = Table(
+        "part", "time", "share", title="a step", title_justify="left", box=None, pad_edge=False
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    reasons = how(plan.config, plan.hardware, time) if explain else {}
+    if explain:
+        table.add_column("how", overflow="fold")
+    for name, meaning in MEANINGS.items():
+        seconds = getattr(time.parts, name)
+        if seconds >= 0.0005 * time.seconds:
+            row = (meaning, duration(seconds), f"{seconds / time.seconds:.1%}")
+            table.add_row(*row, *([reasons.get(name, "")] if explain else []))
+    table.add_row("step", duration(time.seconds), "", style="bold")
+    console.print(table)
+    console.print()

@@ -1,0 +1,123 @@
+"""Why the best layout is the best: what changes with each of its axes, and the field's rules of thumb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.config.derive import derive
+from nanoscale.config.model_math import parameters
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.search import Found
+from nanoscale.plan.time.offload import offloaded
+from nanoscale.plan.time.step import Parts
+from nanoscale.view.plan.prediction_text import MEANINGS
+
+_AXES: dict[str, Callable[[Prediction], object]] = {
+    "tp": lambda plan: plan.config.parallel.tp,
+    "pp": lambda plan: plan.config.parallel.pp,
+    "cp": lambda plan: plan.config.parallel.cp,
+    "ep": lambda plan: plan.config.parallel.ep,
+    "ZeRO": lambda plan: plan.config.zero.stage,
+    "offload": lambda plan: offloaded(plan.config),
+    "replicas": lambda plan: plan.config.parallel.dp_replicate,
+    "schedule": lambda plan: plan.config.parallel.schedule,
+    "micro batch": lambda plan: plan.config.train.micro_batch,
+    "recompute": lambda plan: plan.config.parallel.activation_checkpointing,
+}
+_LEAST_S = 0.002
+"""a part that changes the step by less than this share is not worth a word"""
+_LONG = 10_000
+"""tokens of a sequence, above which cp is usual"""
+
+
+def reasons(found: Found) -> list[str]:
+    """A sentence for each axis along which another layout comes near."""
+    best = found.best
+    if best is None:
+        return []
+    return [*_against_others(best, found.ranked), *advice(best)]
+
+
+def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterator[str]:
+    for name, axis in _AXES.items():
+        others = (plan for plan in ranked if axis(plan) != axis(best) and _alike(name, plan, best))
+        other = next(others, None)
+        if other is not None:
+            yield _sentence(name, axis(other), axis(best), other, best)
+
+
+def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
+    """Whether they differ in one axis only, but for dp, which takes what is left."""
+    free = {name, "schedule"} if name == "pp" else {name}
+    return all(axis(plan) == axis(best) for other, axis in _AXES.items() if other not in free)
+
+
+def _sentence(name: str, before: object, after: object, other: Prediction, best: Prediction) -> str:
+    parts = {field.name: _difference(field.name, other, best) for field in fields(Parts)}
+    told = {
+        part: saved for part, saved in parts.items() if abs(saved) > _LEAST_S * best.time.seconds
+    }
+    saves = [
+        f"{duration(s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s > 0
+    ]
+    costs = [
+        f"{duration(-s)} of {MEANINGS[p]}" for p, s in sorted(told.items(), key=_by_size) if s < 0
+    ]
+    memory = best.worst.total - other.worst.total
+    if abs(memory) >= 0.1 * GIB:
+        (costs if memory > 0 else saves).append(byte_size(abs(memory)))
+    words = [
+        f"{word} {', '.join(what[:3])}"
+        for word, what in (("saves", saves), ("costs", costs))
+        if what
+    ]
+    total = other.time.seconds / best.time.seconds - 1
+    change = " and ".join(words) or "changes little"
+    gain = f"{total:.1%} faster" if total >= 5e-4 else "as fast"
+    return f"{name} {before} → {after} {change}; the step is {gain}"
+
+
+def _difference(part: str, other: Prediction, best: Prediction) -> float:
+    return float(getattr(other.time.parts, part) - getattr(best.time.parts, part))
+
+
+def _by_size(item: tuple[str, float]) -> float:
+    return -abs(item[1])
+
+
+def advice(best: Prediction) -> list[str]:
+    """The usual ladder of parallelisms, with its thresholds, held against what was found.
+
+    From its foot: data parallelism; sharded; activations recomputed; replicas of sharded groups beyond some
+    hundred devices; then context, pipeline and tensor parallelism. Source: PyTorch's guides to FSDP2 and
+    torchtitan (Liang et al. 2024, arXiv:2410.06511).
+    """
+    config, size = best.config, parameters(best.config.model)
+    layout, world = config.parallel, derive(config).world_size
+    long = config.train.seq_len > _LONG
+    divided = layout.tp * layout.pp * (1 if long else layout.cp) > 1
+    small = world <= 128 and size <= 1e9
+    rungs = {
+        "up to 128 devices and 1 B parameters, data parallelism alone is the usual choice": (
+            small and divided
+        ),
+        "above 1 B parameters, states are usually sharded before anything else (zero.stage)": (
+            size > 1e9 and world > 1 and config.zero.stage == 0
+        ),
+        "up to 256 devices, activations are usually recomputed before the model is divided": (
+            world < 256 and not small and divided and layout.activation_checkpointing == "none"
+        ),
+        "from 256 devices on, replicas of a model sharded in each host (dp_replicate) spare the network": (
+            256 <= world <= 512
+            and layout.dp_replicate == 1
+            and config.zero.stage == 3
+            and layout.tp == 1
+        ),
+        "from 1,000 devices and 50 B parameters on, tp and pp are usual beside sharding": (
+            world >= 1000 and size >= 50e9 and layout.tp == 1 and layout.pp == 1
+        ),
+        "sequences above 10,000 tokens are usually divided by cp": long and layout.cp == 1,
+    }
+    return [sentence for sentence, applies in rungs.items() if applies]

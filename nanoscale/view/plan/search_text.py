@@ -1,0 +1,160 @@
+"""What a search has found, for people and as a document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common.units import byte_size, duration, share
+from nanoscale.config.values.composed import Composed
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.candidates import Room
+from nanoscale.plan.search.request import to_type
+from nanoscale.plan.search.search import Found
+from nanoscale.plan.time.offload import offloaded
+from nanoscale.view.plan.prediction_json import document
+from nanoscale.view.plan.reasons import reasons
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN = 12
+WIDTH = 120
+"""columns of what is no terminal"""
+_LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
+"""columns that a narrow terminal does without, the first of them first"""
+
+
+def search_document(composed: Composed, found: Found) -> dict[str, Any]:
+    """`plan --search --json`."""
+    return {
+        "considered": found.considered,
+        "fitting": len(found.ranked),
+        "layouts": [_entry(composed, plan) for plan in _distinct(found.ranked)],
+        "front": [_entry(composed, plan) for plan in found.front()],
+        "nearest": _entry(composed, found.nearest) if found.nearest and not found.ranked else None,
+        "why": reasons(found),
+    }
+
+
+def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
+    return {"overrides": to_type(composed, plan.config), **document(plan)}
+
+
+def print_found(console: Console, composed: Composed, room: Room, found: Found) -> None:
+    """The fastest layouts, those of the Pareto front marked, and why the first is the first."""
+    some = found.best or found.nearest
+    on = f"{room.world} × {some.hardware.device}" if some else f"{room.world} devices"
+    counts = f"{found.considered:,} layouts looked at, {len(found.ranked):,} fit"
+    console.print(f"{room.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
+    if found.best is None:
+        _print_nearest(console, composed, found)
+        return
+    console.print(_fitting_table(console, _distinct(found.ranked), found.front()))
+    console.print(
+        "\n* no other layout is faster with as little memory\n", style="dim", markup=False
+    )
+    for line in reasons(found):
+        console.print(f"- {line}", markup=False)
+    words = " ".join(to_type(composed, found.best.config)) or "nothing: it is what was asked for"
+    console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
+
+
+def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """The first ones, without those that are another way to the same speed and memory."""
+    chosen: dict[tuple[str, str], Prediction] = {}
+    for plan in ranked:
+        chosen.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
+        if len(chosen) == SHOWN:
+            break
+    return list(chosen.values())
+
+
+def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
+    if found.nearest is None:
+        console.print("no layout is legal with what was held", style="bold red")
+        return
+    worst = found.nearest.worst
+    console.print(
+        f"nothing fits; the least is {share(worst.total, found.nearest.capacity)}, with\n"
+        f"  {' '.join(to_type(composed, found.nearest.config))}",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _fitting_table(
+    console: Console, plans: Sequence[Prediction], front: Sequence[Prediction]
+) -> Any:
+    """With all columns that there is room for."""
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    table = _table(plans, front)
+    for name in _LEAST_NEEDED:
+        if (
+            console.measure(table, options=console.options.update(width=WIDTH)).minimum
+            <= console.width
+        ):
+            break
+        table.columns = [column for column in table.columns if column.header != name]
+    return table
+
+
+def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
+    from rich.table import Column, Table
+
+    cost = ("cost",) if plans[0].training.cost is not None else ()
+    names = (
+        "",
+        "dp",
+        "tp",
+        "pp",
+        "cp",
+        *(("ep",) if plans[0].config.model.experts else ()),
+        "schedule",
+        "ZeRO",
+        "micro",
+        "recompute",
+        "memory",
+        "fits",
+        "step",
+        "tokens/s",
+        "MFU",
+        *cost,
+    )
+    table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        if column.header not in ("schedule", "recompute"):
+            column.justify = "right"
+    for plan in plans:
+        table.add_row(*_row(plan, plan in front))
+    return table
+
+
+def _row(plan: Prediction, on_front: bool) -> list[str]:
+    config, time = plan.config, plan.time
+    layout, cost = config.parallel, plan.training.cost
+    assert isinstance(layout.dp, int)
+    dp = str(layout.dp)
+    if layout.dp_replicate > 1:
+        dp = f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"
+    cp = str(layout.cp) if layout.cp == 1 else f"{layout.cp} {layout.cp_method}"
+    virtual = f" ×{layout.virtual_stages}" if layout.virtual_stages != 1 else ""
+    return [
+        "*" if on_front else "",
+        dp,
+        str(layout.tp),
+        str(layout.pp),
+        cp,
+        *([str(layout.ep)] if config.model.experts else []),
+        f"{layout.schedule}{virtual}" if layout.pp > 1 else "",
+        str(config.zero.stage) + (" host" if offloaded(config) != "none" else ""),
+        str(config.train.micro_batch),
+        layout.activation_checkpointing,
+        byte_size(plan.worst.total),
+        f"{plan.fits_probability:.0%}",
+        duration(time.seconds),
+        f"{time.tokens_per_s_per_gpu:,.0f}",
+        f"{time.mfu:.1%}",
+        *([f"{cost:,.0f}"] if cost is not None else []),
+    ]

@@ -1,0 +1,149 @@
+"""A pipeline's timeline for the terminal: a line a rank, a letter for what it does, time to the right.
+
+Everything that colour says is said by letters too, so that the plain text is the same picture.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanoscale.common.units import duration
+from nanoscale.plan.pipeline import Kind, Span, Timeline
+from nanoscale.view.plan.timeline import (
+    MEANINGS,
+    Window,
+    first_stages,
+    kinds,
+    percent,
+    rows,
+    several_stages,
+    windows,
+    within,
+)
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+MOST_RANKS = 32
+"""lines of ranks, before the ones in the middle are left out"""
+_FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
+_STYLE: dict[Kind, str] = {
+    "F": "black on bright_blue",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+}
+_IDLE = "·"
+_BREAK = " ⋯ "
+
+
+class Piece(NamedTuple):
+    """Characters of one style, in the words of rich; none if empty."""
+
+    text: str
+    style: str = ""
+
+
+Line = list[Piece]
+
+
+def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
+    """The same with colours; on no terminal rich leaves them out."""
+    from rich.text import Text
+
+    text = Text(no_wrap=True)
+    for line in timeline_lines(timeline, width):
+        for piece in line:
+            text.append(piece.text, style=piece.style or None)
+        text.append("\n")
+    return text
+
+
+def timeline_lines(timeline: Timeline, width: int = 100) -> list[Line]:
+    """A head with the utilisation, a line a rank with its own, a scale of time and a legend."""
+    label = len(f"rank {len(timeline.ranks) - 1} ")
+    columns = max(60, width) - label - len("|| 100.0 %")
+    shown = windows(timeline, columns - len(_BREAK))
+    if len(shown) > 1:
+        columns -= len(_BREAK)
+    each = columns // len(shown)
+    first = first_stages(timeline)
+    lines: list[Line] = [_head(timeline)]
+    for rank in rows(timeline, MOST_RANKS):
+        if rank is None:
+            lines.append(
+                [Piece(f"{'⋮':<{label}} {len(timeline.ranks) - 2 * (MOST_RANKS // 2 - 1)} more")]
+            )
+            continue
+        line = [Piece(f"{f'rank {rank}':<{label}}|")]
+        for place, window in enumerate(shown):
+            line += [Piece(_BREAK)] if place else []
+            line += _cells(timeline.ranks[rank], window, each, first[rank])
+        busy = timeline.busy[rank] / timeline.makespan if timeline.makespan else 1.0
+        lines.append([*line, Piece(f"|{percent(busy):>8}")])
+    return [*lines, _scale(shown, each, label), *_legend(timeline, max(60, width))]
+
+
+def _head(timeline: Timeline) -> Line:
+    return [
+        Piece(
+            f"step {duration(timeline.makespan)}, utilisation {percent(timeline.utilisation)}, "
+            f"idle {percent(timeline.bubble_fraction)}"
+        )
+    ]
+
+
+def _cells(spans: list[Span], window: Window, columns: int, first: int) -> Line:
+    """A rank's line in a window: every action from the column nearest its start to that nearest its end."""
+    line: Line = []
+    at = 0
+    step = window.seconds / columns
+    for span in within(spans, window):
+        start = max(at, round((span.start - window.start) / step))
+        end = round((span.end - window.start) / step)
+        if end <= start:
+            continue
+        if start > at:
+            line.append(Piece(_IDLE * (start - at), "dim"))
+        line.append(Piece(_cell(span, end - start, first), _STYLE[span.action.kind]))
+        at = end
+    return [*line, Piece(_IDLE * (columns - at), "dim")] if at < columns else line
+
+
+def _cell(span: Span, width: int, first: int) -> str:
+    """Letter and micro batch, or the letter alone if they have no room, and a filling of the kind's own."""
+    kind, stage, batch, _ = span.action
+    letter = kind if stage == first else kind.lower()
+    name = f"{letter}{batch}"
+    return f"{name if len(name) <= width else letter:{_FILL[kind]}<{width}}"
+
+
+def _scale(shown: list[Window], each: int, label: int) -> Line:
+    """The times at the ends of the windows, below them."""
+    parts = []
+    for window in shown:
+        begin, end = duration(window.start), duration(window.end)
+        parts.append(f"{begin}{end:>{each - len(begin)}}")
+    return [Piece(" " * (label + 1) + (" " * len(_BREAK)).join(parts), "dim")]
+
+
+def _legend(timeline: Timeline, width: int) -> list[Line]:
+    entries = [
+        [Piece(f"{kind}0{_FILL[kind]}", _STYLE[kind]), Piece(f" {MEANINGS[kind]}")]
+        for kind in kinds(timeline)
+    ]
+    entries.append([Piece(_IDLE * 3, "dim"), Piece(" idle")])
+    if several_stages(timeline):
+        entries.append([Piece("f, b", "bold"), Piece(" in later stages of the rank")])
+    lines: list[Line] = [[]]
+    used = 0
+    for entry in entries:
+        size = sum(len(piece.text) for piece in entry)
+        if used and used + 3 + size > width:
+            lines.append([])
+            used = 0
+        if used:
+            lines[-1].append(Piece("   "))
+        lines[-1] += entry
+        used += size + (3 if used else 0)
+    return lines

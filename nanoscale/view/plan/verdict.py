@@ -1,0 +1,66 @@
+"""Whether a job may be launched: it fits, or these changes make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nanoscale.common.devices import Devices
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import share
+from nanoscale.config.derive import derive
+from nanoscale.config.values.composed import Composed
+from nanoscale.plan.predict import Prediction
+from nanoscale.plan.search.request import room, to_type
+from nanoscale.plan.search.search import search
+from nanoscale.view.plan.prediction_text import verdict
+
+PROPOSALS = 3
+
+
+def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
+    """Let pass what fits.
+
+    Raises:
+        UserError: of kind `plan`, with the nearest overrides that fit; the command ends with 3.
+    """
+    if plan.fits:
+        return
+    found = [
+        Violation("", None, "plan", _gain(near), (" ".join(to_type(composed, near.config)),))
+        for near in nearest(composed, plan, devices)
+    ]
+    remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
+    raise UserError("plan", f"{verdict(plan)}{remedy}. Go on with --force", found)
+
+
+def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
+    """Layouts that fit, those with the fewest changes first, and of these the fastest."""
+    world = derive(plan.config).world_size
+    free = replace(room(composed, _enough(devices, world), plan.hardware, world), held=frozenset())
+    ranked = search(free, plan.hardware).ranked
+    by_changes = sorted(
+        ranked, key=lambda near: (len(to_type(composed, near.config)), near.time.seconds)
+    )
+    return list(_different(composed, by_changes))[:PROPOSALS]
+
+
+def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
+    """One for each set of keys that change: the same keys with other values are no other idea."""
+    seen: set[frozenset[str]] = set()
+    for plan in ranked:
+        words = to_type(composed, plan.config)
+        keys = frozenset(word.strip("'").partition("=")[0] for word in words)
+        if words and not any(known <= keys for known in seen):
+            seen.add(keys)
+            yield plan
+
+
+def _enough(devices: Devices, world: int) -> Devices:
+    """All devices of all hosts, as one machine."""
+    return replace(devices, count=max(devices.count, world))
+
+
+def _gain(plan: Prediction) -> str:
+    sizes = share(plan.worst.total, plan.capacity)
+    return f"would take {sizes} at {plan.time.tokens_per_s_per_gpu:,.0f} tokens/s a device"

@@ -1,0 +1,235 @@
+"""What a launch would do, for people and as a document."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, astuple
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common.units import GIB, duration, share
+from nanoscale.config.derive import Derived
+from nanoscale.config.model_math import describe_adapters
+from nanoscale.config.schema import Config, Precision, Zero
+from nanoscale.config.stages import stage_layers
+from nanoscale.launch.lifecycle.command import LaunchPlan
+from nanoscale.plan.hardware.hardware import wide_kind
+from nanoscale.plan.saving import SavingPlan
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.view.plan.prediction_json import bf16_advice
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_MOST_RANKS = 64
+"""more rows than this would only push the rest off the screen"""
+
+
+def document(
+    plan: LaunchPlan,
+    config: Config,
+    derived: Derived,
+    parameters: int,
+    run: RunDirectory,
+    predicted: dict[str, Any] | None,
+    saving: SavingPlan,
+) -> dict[str, Any]:
+    """`train --dry-run --json`."""
+    return {
+        "world_size": plan.world_size,
+        "hosts": [
+            {
+                "host": host.host,
+                "slots": host.slots,
+                "devices": list(host.used_devices),
+                "ranks": list(host.ranks),
+                "command": list(host.command),
+            }
+            for host in plan.hosts
+        ],
+        "master_addr": plan.master_addr,
+        "master_port": plan.master_port,
+        "environment": plan.environment,
+        "mesh": asdict(plan.mesh),
+        "settings": settings(config),
+        "derived": derived_values(derived, parameters),
+        "run_dir": str(run.path),
+        "plan": predicted,
+        "checkpoints": saving.document(),
+    }
+
+
+def derived_values(derived: Derived, parameters: int) -> dict[str, int]:
+    """The numbers that follow from the configuration."""
+    values = asdict(derived)
+    del values["world_size"], values["every_token_counts"]
+    return {**values, "parameters": parameters}
+
+
+def settings(config: Config) -> dict[str, str]:
+    """What a reader wants to know of the configuration before anything else, in words."""
+    layout, launcher = config.parallel, config.launcher
+    words = {
+        "backend": config.backend.name,
+        "device": "cuda" if launcher.device == "cuda" else f"cpu, {_threads(launcher.threads)}",
+        "data": _data(config),
+        "precision": describe_precision(config.precision),
+        "zero": _zero(config),
+        "compile": config.backend.compile,
+    }
+    if config.backend.extra:
+        words["DeepSpeed's own"] = json.dumps(config.backend.extra)
+    if layout.pp > 1:
+        assert isinstance(layout.virtual_stages, int)
+        stages = layout.pp * layout.virtual_stages
+        blocks = stage_layers(config.model, stages, layout.layers_per_stage)
+        words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
+    if layout.dp_replicate > 1:
+        assert isinstance(layout.dp, int)
+        shards = layout.dp // layout.dp_replicate * layout.cp
+        words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
+    if layout.cp > 1:
+        words["context"] = layout.cp_method
+    if config.model.experts:
+        where = f", shared out over {layout.ep} ranks" if layout.ep > 1 else ""
+        words["experts"] = (
+            f"{config.model.experts}, {config.model.experts_per_token} a token{where}"
+        )
+    if config.lora.rank:
+        words["trained"] = describe_adapters(config)
+    if layout.activation_checkpointing != "none":
+        words["recomputed"] = layout.activation_checkpointing
+    return words
+
+
+def forecast(predicted: dict[str, Any]) -> dict[str, str]:
+    """What plan.json holds, in a few words; `nanoscale plan` shows all of it."""
+    memory = predicted["memory"]
+    word = "fits" if predicted["fits"] else "does not fit"
+    needed = share(int(GIB * memory["in_use_gib"]), int(GIB * memory["capacity_gib"]))
+    advice = bf16_advice(
+        predicted["tokens_per_s_per_gpu"], predicted.get("bf16_tokens_per_s_per_gpu")
+    )
+    return {
+        "memory": f"{word}: {needed} on {predicted['hardware']['device']}, "
+        f"with a probability of {predicted['fits_probability']:.0%}",
+        "speed": f"{duration(predicted['step_time_s'])} a step, {predicted['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {predicted['mfu']:.1%}",
+        **({"in bf16": advice} if advice else {}),
+    }
+
+
+def _threads(threads: int | str) -> str:
+    if threads == "auto":
+        return "the cores of each host divided among its ranks"
+    return f"{threads} thread{'s' if threads != 1 else ''} a rank"
+
+
+def _data(config: Config) -> str:
+    data = config.data
+    where = ", ".join(data.mixture) if data.mixture else data.path
+    source = data.source if where is None else f"{data.source} {where}"
+    return f"{source}, tokens by {data.tokenizer}"
+
+
+def describe_precision(precision: Precision) -> str:
+    """Return what has which type, in words."""
+    words = [
+        f"weights {precision.params}",
+        f"products {wide_kind(precision)}",
+        f"gradient sums {precision.reduce}",
+    ]
+    if precision.fp8:
+        words.append(f"linear layers of the blocks fp8, scaled {precision.fp8_recipe}")
+    if precision.compute == "fp16":
+        words.append(f"loss scale {precision.loss_scale:g} at first")
+    return ", ".join(words)
+
+
+def _zero(config: Config) -> str:
+    """What the backend makes of the stage."""
+    stage, pipeline = config.zero.stage, config.parallel.pp > 1
+    kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
+    if config.backend.name == "deepspeed":
+        return f"stage {stage}: {kept} sharded (DeepSpeed){_offloaded(config.zero)}"
+    how = "" if stage == 0 else " (FSDP2)"
+    if stage == 2 and not pipeline:
+        how = " (FSDP2, not resharded after forward)"
+    if stage == 3 and not pipeline:
+        how = " (FSDP2, resharded after forward)"
+    if stage > 1 and pipeline:
+        how = " (FSDP2; in a pipeline, gathered and reduced once a step)"
+    return f"stage {stage}: {kept} sharded{how}"
+
+
+def _offloaded(zero: Zero) -> str:
+    waiting = {"optimizer states": zero.offload_optimizer, "parameters": zero.offload_param}
+    places = {"cpu": "host memory", "nvme": str(zero.nvme_path)}
+    return "".join(
+        f", {what} wait in {places[where]}" for what, where in waiting.items() if where != "none"
+    )
+
+
+def _several(numbers: list[int]) -> str:
+    """`2` where all are the same, else all of them."""
+    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
+
+
+def print_plan(
+    console: Console,
+    plan: LaunchPlan,
+    config: Config,
+    derived: Derived,
+    parameters: int,
+    run: RunDirectory,
+    predicted: dict[str, Any] | None,
+    saving: SavingPlan,
+) -> None:
+    """`train --dry-run`. `predicted`: plan.json, where the devices are known."""
+    from rich.table import Table
+
+    values = Table("", "", title="job", title_justify="left", show_header=False)
+    units = {
+        "parameters": "",
+        "global_batch": "samples",
+        "micro_batch": "samples a rank",
+        "accumulation": "forward and backward passes a step",
+        "tokens_per_step": "tokens",
+        "steps": "",
+    }
+    numbers = derived_values(derived, parameters)
+    for name, unit in units.items():
+        values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
+    values.add_row("mesh", str(plan.mesh))
+    for name, text in settings(config).items():
+        values.add_row(name, text)
+    for name, text in forecast(predicted).items() if predicted else ():
+        values.add_row(name, text)
+    values.add_row("checkpoints", "\n".join(saving.sentences()))
+    console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
+    console.print(values)
+
+    on_gpus = config.launcher.device == "cuda"
+    ranks = Table("rank", "host", "local rank", *(["device"] * on_gpus), "pp", "dp", "cp", "tp")
+    ranks.title, ranks.title_justify = "ranks", "left"
+    devices = {host.host: host.used_devices for host in plan.hosts}
+    places = plan.mesh.ranks
+    for place in places[:_MOST_RANKS]:
+        rank, host, local_rank, *coordinates = astuple(place)
+        device = [devices[host][local_rank]] * on_gpus
+        ranks.add_row(*map(str, (rank, host, local_rank, *device, *coordinates)))
+    console.print(ranks)
+    if len(places) > _MOST_RANKS:
+        console.print(f"… and {len(places) - _MOST_RANKS} more ranks; --json lists all of them")
+
+    console.print("\nenvironment, on top of what is inherited")
+    for name, value in plan.environment.items():
+        console.print(f"  {name}={shlex.quote(value)}", markup=False, soft_wrap=True)
+    console.print(f"\nthe ranks meet at {plan.master_addr}:{plan.master_port}")
+    console.print("\ncommands")
+    for entry in plan.hosts:
+        line = f"  {entry.host}: {shlex.join(entry.command)}"
+        console.print(line, markup=False, soft_wrap=True)
+    for warning in saving.warnings():
+        console.print(f"\nwarning: {warning}", markup=False, soft_wrap=True)
+    console.print("\nnothing was written or started")

@@ -1,0 +1,350 @@
+"""The live view of a run: one panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from nanoscale.common import display
+from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.launch.hosts import mesh
+from nanoscale.launch.lifecycle.command import LaunchPlan
+from nanoscale.runs import events, metrics
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.jsonlines import Object, Tail
+from nanoscale.runs.tail import LineTail
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    Panel = Callable[[], RenderableType]
+
+_PLAIN_EVERY_S = 1.0
+_SMOOTHED_STEPS = 20
+_MOST_HOSTS = 8
+"""named at the start, where there are more they are counted"""
+_SHOWN_BYTES = 1 << 14
+"""of a rank's output at one look: more than anybody reads"""
+_BACKLOG_BYTES = 1 << 18
+"""of a rank's output that wait to be shown; what comes before them is only in its log"""
+_LONGEST_LINE = 1 << 12
+_UNFINISHED_S = 5.0
+"""after which the beginning of a line is shown without its end"""
+_SILENT = ("attempt", "end", "failure")
+"""kinds of events that the beginning and the end of the view tell already"""
+
+
+class LiveView:
+    """Follows a run's metrics, events and ranks' output. Use it as a context; `poll` often."""
+
+    def __init__(self, run: RunDirectory, stream: TextIO) -> None:
+        self.running = False
+        self._run = run
+        self._steps = 0
+        self._events = events.follow(run)
+        self._events.poll()  # what earlier attempts did
+        self._metrics: Tail | None = None
+        self._outputs: dict[str, LineTail] = {}
+        self._written: set[str] = set()
+        """the ranks of which something may have to be shown"""
+        self._looks_everywhere = False
+        self._first_step = 0
+        self._began = time.monotonic()
+        self._step_times: list[float] = []
+        self._record: Object | None = None
+        self._screen = _screen(stream)
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def begin(self, plan: LaunchPlan, steps: int, doing: str = "starting") -> None:
+        """Show an attempt from its start."""
+        self._flush_outputs()
+        self.running = False
+        self._steps, self._record, self._metrics = steps, None, None
+        self._began = time.monotonic()
+        self._outputs = _outputs(self._run, plan)
+        ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+        self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
+        for line in mesh.lines(plan.mesh):
+            self._screen.line(line)
+        self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
+
+    def join(self, plan: LaunchPlan, steps: int) -> None:
+        """Show an attempt that goes on already: what happened in it, its last step, and then all."""
+        self.begin(plan, steps, "watching")
+        for tail in self._outputs.values():
+            tail.skip(0)  # the logs have what was printed so far
+        self._looks_everywhere = True
+        self._events = events.follow(self._run)
+        past = self._events.poll()
+        start = {"kind": "attempt", "attempt": plan.attempt}
+        starts = [n for n, event in enumerate(past) if start.items() <= event.items()]
+        for event in self._heed(past[starts[-1] :] if starts else []):
+            self._event(event)
+        for record in self._new_records()[-1:]:
+            self._step(record)
+
+    def line(self, text: str) -> None:
+        """Show one line."""
+        self._screen.line(text)
+
+    def __exit__(self, *_: object) -> None:
+        self._flush_outputs()
+        self._screen.close()
+
+    def poll(self) -> None:
+        """Show what came since the last look."""
+        self._show_outputs()
+        news: list[tuple[Object, Callable[[Object], None]]]
+        news = [(event, self._event) for event in self._heed(self._events.poll())]
+        news += [(record, self._step) for record in self._new_records()]
+        for item, show in sorted(news, key=lambda pair: float(pair[0].get("time", 0.0))):
+            show(item)
+        self._screen.refresh(self._panel)
+
+    def wrote(self, host: str, rank: int) -> None:
+        """A rank's output has grown; of thousands, only those that are named here are looked at."""
+        self._written.add(f"{host}:{rank}")
+
+    def _show_outputs(self) -> None:
+        names = self._outputs if self._looks_everywhere else self._written & self._outputs.keys()
+        for name in sorted(names):
+            tail = self._outputs[name]
+            self._show_output(name, tail, _SHOWN_BYTES)
+            if time.monotonic() - tail.grew_at > _UNFINISHED_S:
+                self._output(name, _unfinished(tail))
+                self._written.discard(name)
+
+    def _flush_outputs(self) -> None:
+        for name, tail in self._outputs.items():
+            self._show_output(name, tail, _BACKLOG_BYTES)
+            self._output(name, _unfinished(tail))
+
+    def _show_output(self, name: str, tail: LineTail, limit: int) -> None:
+        left_out = tail.skip(_BACKLOG_BYTES)
+        self._output(name, tail.poll(limit))
+        if left_out:
+            text = f"[{left_out:,} bytes that it printed here are only in {tail.path}]"
+            self._output(name, [*_unfinished(tail), text.encode()])
+
+    def _heed(self, new: list[Object]) -> list[Object]:
+        """Events, once what they tell of the attempt is known."""
+        for event in new:
+            if event.get("kind") == "resumed":
+                self._first_step = int(event.get("step", 0))
+            if event.get("kind") == "running":
+                # Not before: until now the file may hold steps that this attempt takes back.
+                self._metrics = metrics.follow(self._run)
+                self.running = True
+        return new
+
+    def _new_records(self) -> list[Object]:
+        records = self._metrics.poll() if self._metrics is not None else []
+        return [record for record in records if int(record.get("step", 0)) > self._first_step]
+
+    def _event(self, event: Object) -> None:
+        kind, message = event.get("kind"), str(event.get("message", ""))
+        if kind == "sample":
+            lines = [f"    {line}" for line in str(event.get("text", "")).splitlines()]
+            self._screen.line("\n".join([f"{message}:", *lines]))
+        elif kind not in _SILENT:
+            self._screen.line(message)
+
+    def _step(self, record: Object) -> None:
+        self._record = record
+        self._step_times = [*self._step_times, float(record["step_time_s"])][-_SMOOTHED_STEPS:]
+        line = _one_line(record, self._steps, self._eta())
+        last = int(record["step"]) >= self._steps
+        self._screen.step(line, last=last, evaluated=record.get("eval_loss") is not None)
+
+    def _output(self, name: str, lines: list[bytes]) -> None:
+        texts = [line.decode(errors="replace").rstrip() for line in lines]
+        if texts:
+            self._screen.line("\n".join(f"{name} │ {text}" for text in texts))
+
+    def _eta(self) -> float:
+        """Seconds to the last step."""
+        assert self._record is not None
+        left = self._steps - int(self._record["step"])
+        return left * sum(self._step_times) / len(self._step_times)
+
+    def _panel(self) -> RenderableType:
+        from rich.text import Text
+
+        if self._record is None:
+            doing = "preparing the first step" if self.running else "starting the ranks"
+            return Text(f"{doing} … {duration(time.monotonic() - self._began)}", style="dim")
+        return _progress(self._record, self._steps, self._eta())
+
+
+def figures(record: Object) -> dict[str, str]:
+    """A logged step's figures as they are shown, by their labels."""
+    shown = {
+        "loss": number(record.get("loss"), ".4f"),
+        "lr": number(record.get("lr"), ".2e"),
+        "grad norm": number(record.get("grad_norm"), ".3f"),
+        "tokens/s": number(record.get("tokens_per_s"), ",.0f"),
+    }
+    if record.get("mfu") is not None:
+        shown["MFU"] = f"{record['mfu'] * 100:.1f}%"
+    if record.get("memory_gib") is not None:
+        shown["memory"] = byte_size(GIB * record["memory_gib"])
+    if record.get("step_time_s") is not None:
+        shown["step time"] = duration(record["step_time_s"])
+    if record.get("loss_scale") is not None:
+        shown["loss scale"] = f"{record['loss_scale']:g}"
+        shown["skipped"] = _steps(record.get("skipped_steps") or 0)
+    if record.get("moe_imbalance") is not None:
+        shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
+    if record.get("eval_loss") is not None:
+        shown["eval loss"] = f"{record['eval_loss']:.4f}"
+    for name, loss in record.items():
+        if name.startswith("eval_loss/"):
+            shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
+    return shown
+
+
+def _steps(count: int) -> str:
+    return "1 step" if count == 1 else f"{count} steps"
+
+
+def number(value: float | None, form: str) -> str:
+    """A figure in a format; null stands in metrics.jsonl for what is not a finite number."""
+    return "not finite" if value is None else format(value, form)
+
+
+def _one_line(record: Object, steps: int, eta: float) -> str:
+    words = [f"step {record['step']}/{steps}"]
+    words += [f"{label} {value}" for label, value in figures(record).items()]
+    return "  ".join([*words, f"ETA {duration(eta)}"])
+
+
+def _progress(record: Object, steps: int, eta: float) -> RenderableType:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    step = int(record["step"])
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    bar.add_row(
+        Text(f"step {step}/{steps}", style="bold"),
+        ProgressBar(total=steps, completed=step),
+        Text(f"ETA {duration(eta)}"),
+    )
+    line = Text(overflow="ellipsis")
+    for label, value in figures(record).items():
+        line.append(f"{label} ", style="dim").append(f"{value}   ")
+    return Group(bar, line)
+
+
+def _names(hosts: list[str]) -> str:
+    if len(hosts) <= _MOST_HOSTS:
+        return ", ".join(hosts)
+    return f"{', '.join(hosts[:2])} … {hosts[-1]} ({len(hosts)} hosts)"
+
+
+def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
+    return {
+        f"{host.host}:{rank}": LineTail(
+            run.log(plan.attempt, host.host, rank, "out"), _LONGEST_LINE
+        )
+        for host in plan.hosts
+        for rank in host.ranks
+    }
+
+
+def _unfinished(tail: LineTail) -> list[bytes]:
+    """The beginning of a line whose end has not come, as a line."""
+    return [rest] if (rest := tail.rest()) else []
+
+
+class _Screen(Protocol):
+    """Where lines go."""
+
+    def line(self, text: str) -> None:
+        """One line that stays."""
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        """One step in a line, which may be left out."""
+
+    def refresh(self, panel: Panel) -> None:
+        """Time has passed."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
+
+
+def _screen(stream: TextIO) -> _Screen:
+    if stream.isatty():
+        with display.surviving(stream):
+            return _Terminal(stream)
+    return _Plain(stream)
+
+
+class _Plain:
+    """One line a step, but at most about one a second, and always the last."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._waiting: str | None = None
+        self._shown = float("-inf")
+
+    def line(self, text: str) -> None:
+        self.close()
+        self._print(text)
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        self._waiting = line
+        if last or evaluated or self._is_time():
+            self.close()
+
+    def refresh(self, panel: Panel) -> None:
+        if self._is_time():
+            self.close()
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            line, self._waiting = self._waiting, None
+            self._shown = time.monotonic()
+            self._print(line)
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._shown >= _PLAIN_EVERY_S
+
+    def _print(self, text: str) -> None:
+        with display.surviving(self._stream):
+            display.show(text, stream=self._stream)
+
+
+class _Terminal:
+    """A panel that stays at the bottom, with lines scrolling above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.live import Live
+
+        self._stream = stream
+        self._console = display.console(stream)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def line(self, text: str) -> None:
+        with display.surviving(self._stream):
+            self._console.print(text, soft_wrap=True)
+
+    def step(self, line: str, *, last: bool, evaluated: bool) -> None:
+        if evaluated:
+            self.line(line)
+
+    def refresh(self, panel: Panel) -> None:
+        with display.surviving(self._stream):
+            self._live.update(panel(), refresh=True)
+
+    def close(self) -> None:
+        with display.surviving(self._stream):
+            self._live.stop()

@@ -1,0 +1,205 @@
+"""What there is to say of a run, from its directory alone: a JSON document, which the pages are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanoscale.config.composing.frozen import load
+from nanoscale.config.derive import derive
+from nanoscale.config.model_math import parameters
+from nanoscale.config.schema import Config
+from nanoscale.launch.lifecycle.command import read_plan
+from nanoscale.plan.hardware.hardware import kind
+from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.documents import damaged, read_document
+from nanoscale.runs.jsonlines import Object
+from nanoscale.runs.steady import Steady, steady
+
+CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
+MOST_POINTS = 600
+"""of a curve"""
+Document = dict[str, Any]
+
+
+def document(run: RunDirectory) -> Document:
+    """Everything; what is not known is null. Times are UNIX seconds, sizes GiB."""
+    now, records, happened = status.require(run), metrics.read(run), events.read(run)
+    cause, config = failure.read(run), load(run.config)
+    return {
+        "run": run.name,
+        "path": str(run.path),
+        "state": now.state,
+        "exit_code": now.exit_code,
+        "created": now.created,
+        "started": now.started,
+        "ended": now.ended,
+        "what": what(config),
+        "hosts": _hosts(run),
+        "attempts": list(_attempts(happened)),
+        "failure": failure.document(cause) if cause else None,
+        "step": max((int(record["step"]) for record in records), default=0),
+        "steps": derive(config).steps,
+        "first": records[0] if records else None,
+        "last": records[-1] if records else None,
+        "against_plan": against_plan(run, config, steady(run)),
+        "checkpoints": _checkpoints(run, happened),
+        "curves": {name: thinned(curve(records, name)) for name in CURVES},
+    }
+
+
+def what(config: Config) -> Document:
+    """The job in a few values."""
+    sizes, layout = derive(config), config.parallel
+    return {
+        "model": config.model.name,
+        "parameters": parameters(config.model),
+        "precision": kind(config.precision),
+        "backend": config.backend.name,
+        "device": config.launcher.device,
+        "world_size": sizes.world_size,
+        "layout": {
+            name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
+        },
+        "schedule": layout.schedule if layout.pp > 1 else None,
+        "zero_stage": config.zero.stage,
+        "recompute": layout.activation_checkpointing,
+        "global_batch": sizes.global_batch,
+        "micro_batch": sizes.micro_batch,
+        "accumulation": sizes.accumulation,
+        "seq_len": config.train.seq_len,
+        "tokens_per_step": sizes.tokens_per_step,
+        "data": config.data.source,
+        "optimizer": config.optimizer.name,
+    }
+
+
+def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Document]:
+    """Prediction beside measurement, of steady steps; empty where this layout was not planned."""
+    plan = prediction(run)
+    if plan is None:
+        return []
+    try:
+        if any(getattr(config.parallel, name) != degree for name, degree in plan["layout"].items()):
+            return []
+        on_cpu = plan["hardware"]["device"] == "cpu"
+        rows = [
+            ("step time", "s", plan["step_time_s"], seen.seconds),
+            ("tokens/s", "", plan["tokens_per_s"], _per_second(config, seen)),
+            ("MFU", "%", 100 * plan["mfu"], _mfu(run)),
+            (
+                "memory allocated",
+                "GiB",
+                plan["memory"]["allocated_gib"],
+                None if on_cpu else seen.memory_gib,
+            ),
+        ]
+        if on_cpu:  # there a process and its libraries are measured, which nobody predicts
+            rows.append(("memory of a process", "GiB", None, seen.memory_gib))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(run.plan, "is no plan of nanoscale") from error
+    return [
+        {
+            "what": name,
+            "unit": unit,
+            "predicted": predicted,
+            "measured": measured,
+            "error": predicted / measured - 1 if measured and predicted is not None else None,
+        }
+        for name, unit, predicted, measured in rows
+    ]
+
+
+def prediction(run: RunDirectory) -> Document | None:
+    """Return what was predicted before the run; None where nothing was.
+
+    Raises:
+        UserError: plan.json is damaged.
+    """
+    try:
+        return read_document(run.plan)
+    except FileNotFoundError:
+        return None
+
+
+def _per_second(config: Config, seen: Steady) -> float | None:
+    return derive(config).tokens_per_step / seen.seconds if seen.seconds else None
+
+
+def _mfu(run: RunDirectory) -> float | None:
+    """In per cent, of the steady steps: it goes with the speed."""
+    last, seen = metrics.last(run), steady(run)
+    if last is None or not last.get("mfu") or not last.get("step_time_s") or not seen.seconds:
+        return None
+    return 100.0 * float(last["mfu"]) * float(last["step_time_s"]) / seen.seconds
+
+
+def _hosts(run: RunDirectory) -> list[Document]:
+    plan = read_plan(run)
+    return [{"host": host.host, "ranks": len(host.ranks)} for host in plan.hosts] if plan else []
+
+
+def _attempts(happened: list[Object]) -> Iterator[Document]:
+    """Each with the step after which it began, its ranks, and how its ranks say that it ended."""
+    current: Document | None = None
+    for event in happened:
+        kind = event.get("kind")
+        if kind == "attempt":
+            if current is not None:
+                yield current
+            current = {
+                "attempt": event.get("attempt"),
+                "time": event.get("time"),
+                "world_size": event.get("world_size"),
+                "after_step": 0,
+                "end": None,
+            }
+        elif current is not None and kind == "resumed":
+            current["after_step"] = int(event.get("step", 0))
+        elif current is not None and kind in ("end", "failure", "restart"):
+            current["end"] = str(event.get("message", ""))
+    if current is not None:
+        yield current
+
+
+def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
+    """Those that are there, with when they were saved and how long that took, where an event tells."""
+    saved = {event.get("step"): event for event in happened if event.get("kind") == "checkpoint"}
+    return [
+        {
+            "step": step,
+            "path": str(run.checkpoint(step)),
+            "time": saved.get(step, {}).get("time"),
+            "seconds": saved.get(step, {}).get("seconds"),
+        }
+        for step in run.checkpoint_steps()
+    ]
+
+
+Curve = list[tuple[int, float | None]]
+"""step and value; None where the value was not finite"""
+
+
+def curve(records: list[Object], name: str) -> Curve:
+    """A figure over the steps that have it."""
+    return [(int(record["step"]), record[name]) for record in records if name in record]
+
+
+def thinned(points: Curve) -> Curve:
+    """At most `MOST_POINTS`: of each stretch the lowest and the highest, so that no spike is lost."""
+    stretch = -(-len(points) // (MOST_POINTS // 2))
+    if len(points) <= MOST_POINTS:
+        return points
+    kept: set[int] = {0, len(points) - 1}
+    for start in range(0, len(points), stretch):
+        places = range(start, min(start + stretch, len(points)))
+        kept |= {
+            min(places, key=lambda i: _size(points[i])),
+            max(places, key=lambda i: _size(points[i])),
+        }
+    return [points[i] for i in sorted(kept)]
+
+
+def _size(point: tuple[int, float | None]) -> float:
+    return float("inf") if point[1] is None else point[1]
