@@ -23,6 +23,7 @@ from types import FrameType
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
 from nanoscale.processes.lifeline import die_with
+from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.malloc import keep_freed_memory
 from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.runs.directory import RunDirectory
@@ -91,6 +92,7 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
     stop = StopFlag()
     stop.listen()
     _die_with_agent()
+    allow_open_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # by which the agent asks a rank that hangs where it is
     _flush_every_line()

@@ -23,6 +23,7 @@ from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.lifeline import CGROUP, SCRATCH, clear_up, end_group
+from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.processes.ports import ReservedPort
 from nanoscale.worker import JOBS, Job
@@ -42,6 +43,7 @@ def main(link: Link, job: Job | None = None) -> int:
         job: what each rank does, a function that can be pickled; by default what the launcher orders.
     """
     _lead_a_group()
+    allow_open_files()  # the ranks' store holds a connection to each of them
     _pass_signals_up(link)
     link.open()
     link.send("hello", nanoscale=nanoscale_version())

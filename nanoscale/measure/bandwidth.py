@@ -36,7 +36,6 @@ _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _SLOW = 0.5
 """of the median bandwidth"""
 
-_MEET_S = 30.0
 _ALL_REDUCE_S = 2.0
 _PAIRS_S = 3.0
 _WARM_UP, _LEAST, _MOST = 2, 3, 100
@@ -69,7 +68,7 @@ def run(context: RankContext) -> str:
             write_json(context.run.result, {"closed": [asdict(way) for way in closed]})
         return "completed"
     device = ranks.local_device(context.config.launcher.device)
-    ranks.join(context.world_size, device, _MEET_S)
+    ranks.join(context.world_size, device, context.config.launcher.collective_timeout_s)
     hosts = ranks.gather(context.host)
     reduced = all_reduces(device, SIZES, _ALL_REDUCE_S)
     wanted = rounds(ends(hosts))

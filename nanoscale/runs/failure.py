@@ -210,7 +210,7 @@ _LOST_PEER = re.compile(
     r"connection (closed|reset) by|connection was likely closed|connection refused|broken pipe"
     r"|socket closed|connectfullmesh|failed to recv, got 0 bytes|sendbytes failed|recvvalue failed"
     r"|pair closure|peer closed|timed out waiting|timed out after|collective operation timeout"
-    r"|socket (has )?timed out|failed to connect to|wait timeout after"
+    r"|socket (has )?timed out|connect timeout|failed to connect to|wait timeout after"
     r"|ncclremoteerror|remote process exited|communicator was aborted|nccl watchdog"
     r"|store.*(closed|timeout)|a peer was lost",
     re.IGNORECASE,

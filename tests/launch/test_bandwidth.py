@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
-from nanoscale.launch.lifecycle.bandwidth import bus_gb_s, judge_pairs, judge_ways, read_figures
+from nanoscale.config.schema import Config
+from nanoscale.launch.lifecycle.bandwidth import (
+    _frozen,
+    bus_gb_s,
+    judge_pairs,
+    judge_ways,
+    read_figures,
+    time_limit_s,
+)
 
 MIB = 1 << 20
 
@@ -24,6 +33,12 @@ def result(hosts, speeds, slow=()):
         "left_out": 0,
         "closed": [],
     }
+
+
+def test_the_time_that_the_test_may_take_grows_with_the_ranks():
+    assert [time_limit_s(ranks) for ranks in (2, 1000)] == pytest.approx([120.4, 320.0])
+    config = yaml.safe_load(_frozen(Config(), 1000))
+    assert config["launcher"]["collective_timeout_s"] == pytest.approx(160.0)
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75), (1024, 2046 / 1024)])

@@ -93,6 +93,18 @@ def test_the_allocator_of_gpus_is_as_somebody_chose(monkeypatch):
     assert "PYTORCH_ALLOC_CONF" not in plan(gpus, HOSTS).environment
 
 
+def test_gloo_connects_ranks_of_large_jobs_only_when_they_talk(monkeypatch):
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+
+    def environment(world):
+        return plan_launch(SSH, RunDirectory(Path("/runs/x")), 1, world, HOSTS).environment
+
+    assert "TORCH_GLOO_LAZY_INIT" not in environment(256)
+    assert environment(257)["TORCH_GLOO_LAZY_INIT"] == "1"
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    assert "TORCH_GLOO_LAZY_INIT" not in environment(1024)
+
+
 def test_values_of_inherited_variables_are_nobodys_business(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("UNRELATED", "x")

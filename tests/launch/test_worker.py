@@ -45,6 +45,25 @@ def test_a_rank_without_its_configuration_says_so_and_exits_2(tmp_path):
     assert "config.yaml" in said.message
 
 
+FILES = """
+import resource, sys
+from nanoscale import worker
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
+try:
+    worker.main(sys.argv[1])
+except Exception:
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_a_rank_may_open_a_connection_to_each_other_rank(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    command = [sys.executable, "-c", FILES, str(run.path)]
+    environment = {**os.environ, **RANK, "PYTHONPATH": ROOT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "4096 4096\n", done.stderr
+
+
 def test_a_word_too_many_is_a_usage_error(capsys):
     assert worker.command_line(["a", "b"]) == 2
     assert "usage" in capsys.readouterr().err

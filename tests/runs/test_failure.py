@@ -21,6 +21,7 @@ RESET = "Read error [127.0.0.1]:21021: Connection reset by peer"
 NCCL = "NCCL error: remote process exited or there was a network error\nncclRemoteError: A call"
 STORE = "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"
 LATE = "[c10d] The client socket has timed out after 600000ms while trying to connect to (h, 1)"
+LAZY = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.h:311] Connect timeout [none]"
 WATCHDOG = "[Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"
 # As torch 2.11 and 2.13 and Triton 3.6 write them.
 NO_CUDA = "module 'torch._C' has no attribute '_cuda_setDevice'"
@@ -37,7 +38,7 @@ NO_HEADERS = (
 )
 
 
-@pytest.mark.parametrize("lost", [CLOSED, RESET, NCCL, STORE, LATE, WATCHDOG])
+@pytest.mark.parametrize("lost", [CLOSED, RESET, NCCL, STORE, LATE, LAZY, WATCHDOG])
 def test_a_lost_peer_is_a_consequence_however_early(lost):
     cause = failed(3, 20.0, "ValueError", "bad batch")
     found = first_cause([failed(0, 10.0, "torch.distributed.DistBackendError", lost), cause])

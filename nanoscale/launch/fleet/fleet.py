@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import selectors
 import threading
 import time
@@ -23,6 +22,7 @@ from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.fleet.reverse_connection import Callbacks
 from nanoscale.launch.transport import transport
 from nanoscale.launch.transport.connection_errors import explain
+from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BEAT, BEAT_S, MARK, TRAINING, Message, Sender, Unpacker
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import agent_failure
@@ -74,7 +74,7 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         adopt_orphans()
-        _allow_files(_FILES_A_HOST * len(self.members) + 256)
+        allow_open_files(_FILES_A_HOST * len(self.members) + 256)
         try:
             if transport.starts_all_at_once(self._config):
                 self._callbacks = Callbacks(self._key, len(self.members))
@@ -484,10 +484,3 @@ def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def _allow_files(count: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

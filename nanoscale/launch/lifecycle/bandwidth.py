@@ -23,9 +23,6 @@ from nanoscale.runs.failure import Evidence, diagnose, first_cause
 CHECK = "bandwidth"
 _RANKS_HERE = 2
 """of one host without GPUs"""
-_LIMIT_S = 120.0
-"""for all of it; loading torch from a slow disk is the longest part"""
-_MEET_S = 30.0
 _FEWEST_PAIRS = 3
 """of fewer none stands out"""
 _OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
@@ -101,7 +98,8 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
         text = "one rank alone has nobody to talk to"
         return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
     frozen = _frozen(config, plan.world_size)
-    test = Errand(fleet, members, plan, frozen, BANDWIDTH, meet_s=_MEET_S, limit_s=_LIMIT_S)
+    limit_s = time_limit_s(plan.world_size)
+    test = Errand(fleet, members, plan, frozen, BANDWIDTH, meet_s=limit_s / 4, limit_s=limit_s)
     test.run()
     return judge(test)
 
@@ -124,7 +122,16 @@ def _laid_out(config: Config, world: int) -> Config:
 
 
 def _frozen(config: Config, world: int) -> str:
-    return dump(_laid_out(config, world))
+    launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world) / 2)
+    return dump(_laid_out(replace(config, launcher=launcher), world))
+
+
+def time_limit_s(ranks: int) -> float:
+    """Return how long the whole test may take; loading torch and connecting all ranks take longest.
+
+    A collective may take half of it and the meeting of the agents a quarter, so that what fails says so itself.
+    """
+    return 120.0 + 0.2 * ranks
 
 
 def judge(test: Errand) -> Measured:
@@ -132,7 +139,9 @@ def judge(test: Errand) -> Measured:
     if test.failures:
         return Measured(None, (_failed(test),))
     if test.late or test.result is None:
-        text = f"the test did not end within {_LIMIT_S:g} s; {named(test.late)} had not finished"
+        text = (
+            f"the test did not end within {test.limit_s:g} s; {named(test.late)} had not finished"
+        )
         return Measured(None, (Verdict(test.members[0].name, CHECK, False, text, _OPEN),))
     if test.result["closed"]:
         return Measured(None, tuple(judge_ways(test.result["closed"])))

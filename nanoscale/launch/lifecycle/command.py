@@ -43,6 +43,10 @@ _NOT_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTH
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """by which PyTorch's allocator of device memory is told how to work"""
 
+_CONNECT_ALL = 256
+"""ranks, up to which gloo connects all pairs when a group is made, not two ranks when they first talk"""
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
 _PORTS = range(20_000, 32_000)
 """below those that systems give to whoever asks for any"""
 
@@ -137,7 +141,7 @@ def plan_launch(
         hosts=plans,
         master_addr=config.launcher.master_addr or ("127.0.0.1" if local else hosts[0].address),
         master_port=master_port or wanted_port(config, run),
-        environment=_environment(config, os.environ),
+        environment=_environment(config, world_size, os.environ),
         inherited=tuple(sorted(name for name in os.environ if _is_passed_on(config, name))),
         mesh=arrange([(plan.host, plan.ranks) for plan in plans], config.parallel),
     )
@@ -180,7 +184,7 @@ def _is_passed_on(config: Config, name: str) -> bool:
     return name in chosen or name.startswith(_PASSED_ON + beginnings)
 
 
-def _environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
+def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
     environment = {}
     if config.launcher.threads != "auto":
         environment["OMP_NUM_THREADS"] = str(config.launcher.threads)
@@ -192,4 +196,8 @@ def _environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]
         # Segments that grow leave fewer holes between tensors of many sizes; without them long runs that
         # nearly fill a device end for want of one piece that is large enough.
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if world_size > _CONNECT_ALL and _LAZY not in inherited:
+        # Each of several groups would connect all pairs. But a rank that hangs before it has talked to another
+        # one is then noticed later, so smaller jobs connect all.
+        environment[_LAZY] = "1"
     return environment | {name: str(value) for name, value in config.launcher.env.items()}
