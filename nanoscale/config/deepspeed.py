@@ -125,3 +125,14 @@ def owner(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif isinstance(value, Mapping):
             found |= owner(value, f"{path}.")
     return found
+
+
+def unowned(extra: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `extra` without the settings that a key of ours decides, and without mappings emptied by that."""
+    rest: dict[str, Any] = {}
+    for name, value in extra.items():
+        nested = isinstance(value, Mapping) and value
+        left = unowned(value, f"{prefix}{name}.") if nested else value
+        if f"{prefix}{name}" not in OWNED and not (nested and not left):
+            rest[name] = left
+    return rest

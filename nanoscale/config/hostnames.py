@@ -10,6 +10,8 @@ import os
 import re
 import socket
 
+from nanoscale.config.violations import override
+
 _LONGEST = 253
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
 """what a shell, ssh or a file name could take for something else"""
@@ -44,6 +46,19 @@ def problem(name: str) -> str:
     if foreign:
         return f"holds {foreign[0]!r}; letters, digits, dots, dashes and underscores make a name"
     return ""
+
+
+def in_filter(name: str) -> str:
+    """Return a host as `--include` and `--exclude` take it: an IPv6 address stands in brackets."""
+    plain = address(name)
+    return f"[{plain}]" if ":" in plain else plain
+
+
+def own_python(name: str, python: str = "/path/to/python") -> str:
+    """Return the override that gives a host an interpreter of its own, ready to paste into a shell."""
+    if _FOREIGN.search(name):  # no part of a key on the command line
+        return override("cluster.pythons", {name: python})
+    return override(f"cluster.pythons.{name}", python)
 
 
 def is_here(name: str) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from nanoscale.common.errors import UserError, Violation
 
 _PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)
 """texts that neither a shell nor Hydra's grammar takes for more than they are"""
+_SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
+"""characters that Hydra's grammar admits in the key of a mapping behind a backslash alone"""
 _OTHER_TYPE = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|~|(?i:null|true|false|\.?inf|\.?nan)|"
 )
@@ -56,11 +58,23 @@ def shown(value: object) -> str:
 
 def override(key: str, value: object) -> str:
     """Return the word that sets a key, ready to paste into a shell."""
+    if isinstance(value, dict):
+        return shlex.quote(f"{key}={_mapping(value)}")
     entries = value if isinstance(value, list) else [value]
-    if isinstance(value, dict) or any(map(_needs_quotes, entries)):
+    if any(map(_needs_quotes, entries)):
         return for_shell(key, value)
     word = f"{key}={shown(value)}"
     return f"'{word}'" if isinstance(value, list) else word  # to some shells brackets are a pattern
+
+
+def _mapping(value: Mapping[str, Any]) -> str:
+    """A mapping in Hydra's grammar, with quotes only where a text needs them."""
+    entries = (
+        f"{_escaped_key(name)}: "
+        + (_mapping(it) if isinstance(it, dict) else quoted(it) if _needs_quotes(it) else shown(it))
+        for name, it in value.items()
+    )
+    return "{" + ", ".join(entries) + "}"
 
 
 def _needs_quotes(value: object) -> bool:
@@ -83,10 +97,16 @@ def quoted(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{quoted(inner)}" for name, inner in value.items()) + "}"
+        entries = (f"{_escaped_key(name)}:{quoted(inner)}" for name, inner in value.items())
+        return "{" + ",".join(entries) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(quoted, value)) + "]"
     return json.dumps(value)
+
+
+def _escaped_key(name: str) -> str:
+    """Return the key of a mapping in Hydra's grammar, which has no quotes for it."""
+    return _SPECIAL.sub(r"\\\g<0>", name)
 
 
 def _escaped(text: str) -> str:

@@ -221,7 +221,8 @@ def _valid_loader(
     key = f"{source.key}.valid_path" if apart else "data.valid_fraction"
     value = source.valid_path if apart else data.valid_fraction
     enough = None if apart else _enough_fraction(tokens, train, data)
-    larger = () if enough is None else (f"data.valid_fraction={enough}",)
+    shorter = error.violations[0].suggestions if apart else ()
+    larger = shorter if enough is None else (f"data.valid_fraction={enough}",)
     found = Violation(key, value, "", what, (*larger, "train.eval_every=0"))
     raise UserError("data", f"{key}={value}: {what}", [found])
 

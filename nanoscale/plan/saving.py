@@ -94,7 +94,7 @@ class SavingPlan:
             return
         sizes = f"{byte_size(self.bytes)}, and {byte_size(self.free)} are free in {self.root}"
         message = f"a checkpoint takes {sizes}"
-        remedy = "free some space, or run.root=FOLDER on another disk"
+        remedy = "free some space, or start the run with run.root=FOLDER on another disk"
         found = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
         raise UserError("plan", f"{message}. Go on with --force", [found])
 

@@ -16,8 +16,9 @@ from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config
 from nanoscale.data.batch import IGNORED
-from nanoscale.data.dataset import Validation, open_data
+from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
 from nanoscale.data.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
@@ -47,10 +48,7 @@ def run(context: RankContext) -> str:
     """
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
-    without_samples = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
-    data = open_data(config.data, without_samples, config.model.vocab)
-    if not data.valid:
-        raise _nothing_to_validate_on(data.description)
+    data = open_validation(config)
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     if task["checkpoint"] is None:
@@ -70,6 +68,29 @@ def run(context: RankContext) -> str:
         write_json(context.run.result, {"data": data.description, "parts": found})
     process_group.leave()
     return "completed"
+
+
+def open_validation(config: Config) -> Dataset:
+    """Open the data of a configuration, with what it holds out.
+
+    Raises:
+        UserError: it holds nothing out, not a sample's tokens.
+    """
+    train = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
+    data = open_data(config.data, train, config.model.vocab)
+    if data.valid:
+        return data
+    try:  # without eval_every nobody needed it until now, so that nobody was told what is too small
+        return open_data(config.data, replace(train, eval_every=1), config.model.vocab)
+    except UserError as error:
+        violations = [_to_evaluate(it) for it in error.violations]
+        raise UserError(error.kind, f"nothing is held out: {error}", violations) from error
+
+
+def _to_evaluate(wrong: Violation) -> Violation:
+    """The same without the advice not to evaluate."""
+    ways = tuple(text for text in wrong.suggestions if text != "train.eval_every=0")
+    return replace(wrong, suggestions=ways)
 
 
 def _evaluate(
@@ -127,13 +148,6 @@ def _parts(rows: Iterable[np.ndarray], end: int) -> Iterator[list[int]]:
 def _last(tokens: list[int], token: int) -> int:
     """Its last place; -1 where it is nowhere."""
     return next((n for n in range(len(tokens) - 1, -1, -1) if tokens[n] == token), -1)
-
-
-def _nothing_to_validate_on(description: str) -> UserError:
-    what = "nothing is held out for validation"
-    ways = ("data.valid_path=PATH", "data.valid_fraction=0.01")
-    found = Violation("data.valid_fraction", "", "", f"{what} of {description}", ways)
-    return UserError("data", f"{what} of {description}", [found])
 
 
 def _told(batches: Iterable[T], count: int) -> Iterator[T]:

@@ -6,6 +6,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.support.jobs import SHAPE, run_of_bytes
 
 DRY = "train recipe=debug --dry-run"
 HOSTS = f"{DRY} train.global_batch=480 --hostfile"
+DEEPSPEED = f"{DRY} backend=deepspeed"
 PREPARE = "data prepare docs.jsonl --workers 1"
 WRITE = "generate first --prompt a --max-tokens 1"
 LONG = "n" * 200
@@ -49,6 +51,29 @@ LINES = {
     f"{HOSTS} hosts --include node1 --exclude node2": "",
     f"{HOSTS} hosts --num-nodes 9": "",
     f"{HOSTS} hosts --num-gpus 8": "",
+    f"{HOSTS} hosts 'cluster.pythons={{nde1: /a, node2: /b}}'": "",
+    f"{HOSTS} hosts cluster.pythons.nde1=/a cluster.pythons.node2=/b": "",
+    f"{HOSTS} hosts 'cluster.pythons={{node2: /b, elsewhere: /a}}'": (
+        "~cluster.pythons 'cluster.pythons={node2: /b}'"
+    ),
+    f"{HOSTS} hosts 'cluster.pythons={{elsewhere: /a}}'": "~cluster.pythons",
+    f"{HOSTS} hosts cluster.pythons.node1=8": "cluster.pythons.node1=/path/to/python",
+    f"{HOSTS} dots cluster.pythons.node1.lb=/a": "",
+    f"{HOSTS} dots 'cluster.pythons={{fe80\\:\\:2: /a, node1.lab: /b c}}'": "",
+    f"{HOSTS} dots 'cluster.pythons={{fe80\\:\\:1: 8}}'": "",
+    "train recipe=./pythons.yaml --dry-run train.global_batch=480 --hostfile hosts": (
+        "~cluster.pythons 'cluster.pythons={node1: /a, node2: /b}'"
+    ),
+    f"{DRY} train.global_batch=480 cluster.pythons.node1=/a": "~cluster.pythons",
+    f"{HOSTS} hosts 'launcher.ssh_args=[-p,22]'": "",
+    f"{HOSTS} hosts launcher.ssh_args=-v": "",
+    # settings handed on to DeepSpeed
+    f"{DEEPSPEED} backend.extra.gradient_clipping=0.5": "~backend.extra optimizer.clip_norm=0.5",
+    f"{DEEPSPEED} 'backend.extra={{zero_optimization: {{stage: 2}}, log_level: error}}'": (
+        "~backend.extra zero.stage=2 'backend.extra={log_level: error}'"
+    ),
+    f"{DEEPSPEED} backend.extra.gradient_cliping=0.5": "optimizer.clip_norm=0.5",
+    f"{DEEPSPEED} backend.extra.log_leve=error": "backend.extra.log_level=error",
     # runs that exist already, and other runs
     f"{DRY} run.name=plain": "run.name=plain-2",
     f"{DRY} run.name={LONG}": f"run.name={LONG[:198]}-2",
@@ -80,6 +105,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_of_bytes(runs, SHAPE, name="small")
     documents = [{"text": f"def f{number}(): pass"} for number in range(30)]
     (here / "docs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+    (here / "dots").write_text("node1.lab slots=8\n[fe80::1] slots=8\nnode3.lab slots=4\n")
+    (here / "pythons.yaml").write_text(
+        "defaults: [debug]\ncluster:\n  pythons:\n    nde1: /a\n    node2: /b\n"
+    )
     (here / "hosts").write_text("node1 slots=8\nnode2 slots=8\nnode3 slots=4\n")
     with IndexedWriter(here / "tokens", np.uint16) as writer:
         writer.add_document(np.arange(20000, dtype=np.uint16) % 250)
@@ -125,7 +154,8 @@ def _names(wrong: dict[str, Any], advice: str) -> set[str]:
     key = advice.partition("=")[0]
     short = key.rpartition(".")[2].replace("devices", "num-gpus").replace("nodes", "num-nodes")
     option = wrong["key"] if wrong["key"].startswith("--") and key != "--overwrite" else ""
-    return {key, f"--{short}", option} - {"", "--overwrite"}
+    typed = wrong["key"] if "." in wrong["key"] else ""
+    return {key, f"--{short}", option, typed} - {"", "--overwrite"}
 
 
 def _without(arguments: list[str], names: set[str]) -> Iterator[str]:
@@ -141,6 +171,8 @@ def _without(arguments: list[str], names: set[str]) -> Iterator[str]:
 @pytest.mark.parametrize("line", LINES)
 def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = shlex.split(line)
+    if DEEPSPEED in line and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
     wrong = violations(arguments, capsys)
     advice = [(each, text) for each in wrong for text in each["suggestions"]]
     assert advice, wrong

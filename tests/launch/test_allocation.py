@@ -89,7 +89,7 @@ COPIES = [
 def test_copies_of_the_launcher_are_refused(verb, env, capsys, monkeypatch):
     words = ["x"] if verb in ("resume", "eval") else ["recipe=debug"]
     message = said(capsys, monkeypatch, env, verb, *words, code=2)
-    assert "starts this command 4 times" in message and "type instead: nanoscale train …" in message
+    assert "starts this command 4 times" in message and "type the same command without" in message
     assert not list(Path().iterdir())
 
 

@@ -110,7 +110,7 @@ def change(member: Member, path: str, value: object) -> None:
 
 def lose(member: Member, words: str, code: int | None = 255) -> None:
     member.facts = None
-    diagnosis, remedy = explain(member.host, code, words, 20)
+    diagnosis, remedy = explain(member.host, SSH.launcher, code, words, 20)
     member.lost = agent_failure(member.name, diagnosis, remedy)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from nanoscale.config.rules import Host
+from nanoscale.config.schema import Launcher
 from nanoscale.launch.transport.connection_errors import explain
 
 NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved.
@@ -21,5 +22,5 @@ NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client s
     ],
 )
 def test_the_last_words_of_an_agent_are_told_but_no_noise(words: str, said: str) -> None:
-    diagnosis, _ = explain(Host("me@n1", 1), 1, words, 20.0)
+    diagnosis, _ = explain(Host("me@n1", 1), Launcher(name="ssh"), 1, words, 20.0)
     assert diagnosis.endswith(f"it ended with {said}")

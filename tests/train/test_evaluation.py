@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
+from nanoscale.data.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train import evaluation
 from nanoscale.worker import RankContext, StopFlag
@@ -161,3 +163,34 @@ def test_the_command(
     assert nanoscale(["eval", "hf", *words, "precision=fp64", "--samples", "64", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["loss"] == pytest.approx(found["loss"], rel=1e-9) and again["step"] is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"valid_fraction": 0.0},
+        {"valid_fraction": 1e-9},
+        {"valid_fraction": 0.0, "valid_path": "short"},
+        {"valid_fraction": 0.0, "path": None, "mixture": {"a": {"path": "tokens", "weight": 1.0}}},
+    ],
+    ids=str,
+)
+def test_what_is_advised_where_nothing_is_held_out_holds_something_out(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tokens(tmp_path, samples=40)
+    with IndexedWriter(tmp_path / "short", np.uint16) as writer:
+        writer.add_document(np.arange(9, dtype=np.uint16))
+        writer.finish()
+    config = make_config(tmp_path, data=Data(**{"source": "megatron", "path": "tokens"} | data))
+    config = replace(config, train=replace(config.train, eval_every=0))
+    with pytest.raises(UserError, match="nothing is held out") as caught:
+        evaluation.open_validation(config)
+    (wrong,) = caught.value.violations
+    assert wrong.suggestions
+    for advice in wrong.suggestions:
+        section, _, setting = advice.partition(".")
+        name, _, value = setting.partition("=")
+        changed = replace(getattr(config, section), **{name: json.loads(value)})
+        assert evaluation.open_validation(replace(config, **{section: changed})).valid

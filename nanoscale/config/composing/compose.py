@@ -165,7 +165,7 @@ def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key as the command line does: a mapping is merged into the one that is there."""
+    """Set a key as the command line does: a mapping is merged into the one that is there, {} empties it."""
     *sections, leaf = key.split(".")
     values = raw
     for section in sections:
@@ -176,7 +176,7 @@ def _set(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    if not isinstance(old, dict) or not isinstance(new, dict):
+    if not isinstance(old, dict) or not isinstance(new, dict) or not new:
         return deepcopy(new)
     return old | {name: _merged(old.get(name), entry) for name, entry in new.items()}
 

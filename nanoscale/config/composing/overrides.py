@@ -28,6 +28,8 @@ from nanoscale.config.violations import quoted, shown
 
 _FILTERS = ("launcher.include", "launcher.exclude")
 """keys whose values hold commas, by which Hydra divides several values"""
+_BY_HOST = "cluster.pythons"
+"""the mapping whose keys are names of hosts, which hold dots"""
 _FEW = 10
 """as many options are listed, whatever is near"""
 
@@ -168,6 +170,8 @@ def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Vio
     if (mapping := reference.mapping_around(key)) is not None:
         if problem := misplaced(mapping, {key: value}):
             yield Violation(key, value, COMMAND_LINE, problem)
+        elif mapping == _BY_HOST:
+            into.settings.append((mapping, {key.removeprefix(f"{mapping}."): value}))
         else:
             into.settings.append((key, value))
     elif key not in reference.declared() and key not in reference.sections():

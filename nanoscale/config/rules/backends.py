@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
+from operator import getitem
 from typing import Any
 
 from nanoscale.config import reference
-from nanoscale.config.deepspeed import owner
+from nanoscale.config.deepspeed import owner, unowned
 from nanoscale.config.rules.resolution import Case, listed
 from nanoscale.config.schema import Backend, Config, Zero
+from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
 
 OUTSIDE = (
@@ -77,12 +79,22 @@ def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
 
 
 def _check_extra(case: Case) -> None:
-    owned = owner(case.config.backend.extra)
+    extra = case.config.backend.extra
+    owned = owner(extra)
     if owned:
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]
-        case.refuse(
-            "config", "backend.extra", f"sets what a key of nanoscale decides: {listed(named)}"
-        )
+        message = f"sets what a key of nanoscale decides: {listed(named)}"
+        case.refuse("config", "backend.extra", message, _by_our_keys(extra, owned))
+
+
+def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:
+    """Return overrides that say the same in our keys and keep the rest; None if a value has no such form."""
+    values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
+    if not all(fits(key, it) for key, it in values):
+        return None
+    rest = unowned(extra)
+    overrides = ["~backend.extra", *(override(key, it) for key, it in values)]
+    return " ".join(overrides + ([override("backend.extra", rest)] if rest else []))
 
 
 # --- native ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from nanoscale.common.errors import Violation
+from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.machines import Host
 from nanoscale.config.rules.resolution import Case, counted
@@ -74,7 +75,7 @@ def _part_of_hosts(case: Case, world: int) -> str | None:
 
 
 def _entry(host: Host, taken: int) -> str:
-    name = f"[{host.address}]" if ":" in host.address else host.address
+    name = hostnames.in_filter(host.name)
     if taken == host.slots and host.devices is None:
         return name
     devices = host.devices or range(host.slots)

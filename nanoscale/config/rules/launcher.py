@@ -164,8 +164,8 @@ def _check_cluster(case: Case) -> None:
     for name, python in cluster.pythons.items():
         if not _is_path(python):
             source, message = case.composed.source("cluster.pythons"), "must be a path, as a text"
-            example = f"'cluster.pythons={{{name}: /path/to/python}}'"
-            wrong = Violation(f"cluster.pythons.{name}", python, source, message, (example,))
+            example = (hostnames.own_python(name),)
+            wrong = Violation(f"cluster.pythons.{name}", python, source, message, example)
             case.add("config", wrong)
 
 

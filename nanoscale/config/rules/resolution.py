@@ -67,8 +67,7 @@ class Case:
         usual = reference.declared()[key].default
         if reduce(getattr, key.split("."), self.config) != usual:
             message = f"does not concern {beside} and would be ignored"
-            # A mapping is merged into what is there: no override empties it.
-            usually = None if isinstance(usual, dict) else override(key, usual)
+            usually = f"~{key}" if isinstance(usual, dict) else override(key, usual)
             self.refuse(kind, key, message, usually, *instead)
 
     def more_rows(self, rows: int) -> str | None:

@@ -244,7 +244,9 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
         return tuple(f"{key.name}={value}" for value in near)
     kinds = reference.alternatives(key.annotation)
     if list[str] in kinds:
-        return (override(key.name, [raw]),) if isinstance(raw, str) else ()
+        entries = raw if isinstance(raw, list) else [raw]
+        texts = [it if isinstance(it, str) else shown(it) for it in entries]
+        return (override(key.name, texts),)
     if key.takes_list:
         return tuple(_as_list(key.name, raw))
     if str in kinds and isinstance(raw, (int, float)):

@@ -409,7 +409,8 @@ class Fleet:
             member.process.stdin.close()
 
     def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
-        return explain(member.host, code, member.words.decode(errors="replace"), limit_s)
+        words = member.words.decode(errors="replace")
+        return explain(member.host, self._launcher, code, words, limit_s)
 
     def _note(self, member: Member | None, data: bytes) -> None:
         """Keep what an agent, or the command that started all of them, printed."""

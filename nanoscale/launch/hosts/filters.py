@@ -174,9 +174,9 @@ def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
     message = f"holds {entry!r}: an IPv6 address stands in brackets here, as in [fe80::1]:0,2"
     name, _, slots = entry.rpartition(":")
     if canonical(entry) in known:
-        return _WrongEntryError(message, f"[{entry}]")
+        return _WrongEntryError(message, hostnames.in_filter(entry))
     if canonical(name) in known:
-        return _WrongEntryError(message, f"[{hostnames.address(name)}]:{slots}")
+        return _WrongEntryError(message, f"{hostnames.in_filter(name)}:{slots}")
     return _WrongEntryError(message, None)
 
 
@@ -185,4 +185,4 @@ def _guess(entry: str, name: str, hosts: Sequence[Host]) -> str | None:
     near = nearest(name, [host.address for host in hosts], 1)
     if not near or not name:
         return None
-    return (f"[{near[0]}]" if ":" in near[0] else near[0]) + entry.removeprefix(name)
+    return hostnames.in_filter(near[0]) + entry.removeprefix(name)

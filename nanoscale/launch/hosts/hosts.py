@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.rules.resolution import counted
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
-from nanoscale.config.violations import refuse
+from nanoscale.config.violations import override, refuse
 from nanoscale.launch.hosts import filters
 
 MOST_SLOTS = 4096
@@ -188,9 +188,19 @@ def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violat
     key, pythons = "cluster.pythons", composed.config.cluster.pythons
     known = {name for host in hosts for name in (host.name, host.address)} if pythons else set()
     for name in sorted(set(pythons) - known):
-        near = tuple(f"'{key}={{{other}: {pythons[name]}}}'" for other in nearest(name, known))
+        writers = [it for it in composed.history[key] if isinstance(it.value, dict)]
+        setting = next(it for it in reversed(writers) if name in it.value)  # type: ignore[operator]
+        instead = tuple(_moved(pythons, name, other) for other in nearest(name, known) or [""])
         message = "is no host of the hostfile"
-        yield Violation(f"{key}.{name}", None, composed.source(key), message, near)
+        yield Violation(f"{key}.{name}", None, setting.source, message, instead)
+
+
+def _moved(pythons: Mapping[str, str], name: str, other: str) -> str:
+    """Return overrides that give a host's interpreter to another, "" to none, and leave the others theirs."""
+    entries = {other if it == name else it: python for it, python in pythons.items()}
+    entries.pop("", None)
+    # What is typed is merged into a file's mapping, so that one is emptied before.
+    return " ".join(["~cluster.pythons", override("cluster.pythons", entries)][: 1 + bool(entries)])
 
 
 def _of_key(composed: Composed, key: str, message: str, *suggestions: str) -> Violation:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
 from nanoscale.common.errors import Violation
-from nanoscale.config.deepspeed import deepspeed_settings
+from nanoscale.config.deepspeed import OWNED, deepspeed_settings
 from nanoscale.config.schema import Config
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
-from nanoscale.config.violations import refuse, shown
+from nanoscale.config.values.convert import fits
+from nanoscale.config.violations import override, refuse
 
 
 def check_extra(composed: Composed, config: Config) -> None:
@@ -38,9 +40,17 @@ def check_extra(composed: Composed, config: Config) -> None:
             None,
             composed.source("backend.extra"),
             message,
-            tuple(f"backend.extra.{name}={shown('…')}" for name in nearest(path, known)),
+            tuple(_instead(nearest(path, known), config.backend.extra.get(path))),
         )
         for path, message, known in problems
     ]
     if violations:
         refuse(violations)
+
+
+def _instead(names: Sequence[str], value: object) -> Iterator[str]:
+    """Yield the override that gives a value to each of DeepSpeed's settings, by our key if one decides it."""
+    for name in names:
+        key = OWNED.get(name)
+        if key is None or fits(key, value):
+            yield override(key or f"backend.extra.{name}", value)

@@ -20,7 +20,13 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.preflight.gpu_verdicts import gpu_software
 from nanoscale.launch.preflight.verdicts import Group, Verdict, grouped, named
-from nanoscale.launch.transport.connection_errors import AGENT, check_of
+from nanoscale.launch.transport.connection_errors import (
+    AGENT,
+    SHARED_ROOT,
+    another_python,
+    check_of,
+    leave_out,
+)
 from nanoscale.processes.messages import Message
 
 _MOST_SKEW_S = 5.0
@@ -208,11 +214,11 @@ def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
 
 
 def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
-    ours = hosts.own["nanoscale"]
+    ours, launcher = hosts.own["nanoscale"], hosts.config.launcher
     good, text = version == ours, f"nanoscale {version}"
     if not good:
         text += f", and {ours} is the launcher's"
-    remedy = f"install the launcher's nanoscale there, or {_other_python(hosts, member)}"
+    remedy = f"install the launcher's nanoscale there, or {another_python(member.host, launcher)}"
     return Verdict(member.name, "nanoscale", good, text, remedy)
 
 
@@ -227,7 +233,7 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
     if name == "python":
         # The last number changes nothing of what ranks exchange.
         matters = _minor(version) != _minor(usual)
-        remedy = _other_python(hosts, member)
+        remedy = another_python(member.host, hosts.config.launcher)
     else:
         remedy = f"install {label} {usual} there" if usual else f"install {label}"
     if usual is None and version is not None:
@@ -258,12 +264,6 @@ def _minor(version: str | None) -> str:
     return ".".join((version or "").split(".")[:2])
 
 
-def _other_python(hosts: _Hosts, member: Member) -> str:
-    if hosts.config.launcher.name in ("ssh", "pdsh"):
-        return f"name another interpreter: cluster.pythons.{member.name}=/path/to/python"
-    return "use another interpreter"
-
-
 # --- what it has to compute with -------------------------------------------------------------------
 
 
@@ -284,7 +284,8 @@ def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 def _fewer(hosts: _Hosts, member: Member, count: int) -> str:
     if not count:
-        return "look at `nvidia-smi` there; or launcher.device=cpu, or leave the host out"
+        without = leave_out(member.host, hosts.config.launcher)
+        return f"look at `nvidia-smi` there; or launcher.device=cpu, or {without}"
     if member.host.devices:
         return "choose others with --include or --exclude"
     if member.host.source:
@@ -354,17 +355,16 @@ def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     root = facts["root"]
     folder = f"the folder of runs ({root['path']})"
     local = hosts.config.launcher.name == "local"
-    elsewhere = "run.root=FOLDER on a file system that every host mounts at the same path"
     if not root["visible"] and not local:
         text = f"does not see {folder} of the launcher"
-        yield Verdict(member.name, "run.root", False, text, elsewhere)
+        yield Verdict(member.name, "run.root", False, text, SHARED_ROOT)
     elif root["problem"] is not None:
         text = f"cannot write in {folder}: {root['problem']}"
-        remedy = "run.root=FOLDER, one that it may write in" if local else elsewhere
+        remedy = "run.root=FOLDER, one that it may write in" if local else SHARED_ROOT
         yield Verdict(member.name, "run.root", False, text, remedy)
     elif root["free_gib"] is not None:
         what = f"free in {folder}"
-        remedy = "free some space, or run.root=FOLDER on another disk"
+        remedy = "free some space, or start the run with run.root=FOLDER on another disk"
         yield _room(member, "run.root", root["free_gib"], what, remedy)
 
 

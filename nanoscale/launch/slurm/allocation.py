@@ -49,8 +49,11 @@ def given_nodes(composed: Composed) -> tuple[Host, ...]:
     key = "launcher.name"
     if given is None:
         message = "starts ranks within a job of SLURM, and this is none"
-        ways = ("nanoscale submit …", "salloc --nodes=2 nanoscale train …")
-        refuse([Violation(key, "slurm", composed.source(key), message, ways)])
+        remedy = (
+            "put `salloc --nodes=2` before the command; a training can also be queued, with "
+            "`nanoscale submit` in the place of `nanoscale train`"
+        )
+        refuse([Violation(key, "slurm", composed.source(key), message, remedy=remedy)])
     try:
         names = host_names(given)
     except SlurmError as error:
@@ -75,11 +78,11 @@ def require_one_launcher() -> None:
     env = os.environ
     if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
         # With `srun --pty bash` the shell of the first task is the only one that somebody types into.
-        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", "nanoscale train … launcher=slurm")
+        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", " and with launcher=slurm")
     if "TORCHELASTIC_RUN_ID" in env:
-        _refuse_copies(env, "torchrun", "WORLD_SIZE", "nanoscale train …")
+        _refuse_copies(env, "torchrun", "WORLD_SIZE")
     if "OMPI_COMM_WORLD_RANK" in env:
-        _refuse_copies(env, "mpirun", "OMPI_COMM_WORLD_SIZE", "nanoscale train …")
+        _refuse_copies(env, "mpirun", "OMPI_COMM_WORLD_SIZE")
 
 
 def note_idle_nodes(launcher: Launcher) -> None:
@@ -107,13 +110,14 @@ def _in_step(env: Mapping[str, str]) -> bool:
     return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
 
 
-def _refuse_copies(env: Mapping[str, str], program: str, variable: str, instead: str) -> None:
+def _refuse_copies(env: Mapping[str, str], program: str, variable: str, added: str = "") -> None:
     copies = _integer(env, variable)
     if copies > 1:
         message = (
             f"{program} starts this command {copies} times, and each would launch the whole job"
         )
-        wrong = Violation(variable, copies, "environment", message, (instead,))
+        remedy = f"type the same command without {program}{added}"
+        wrong = Violation(variable, copies, "environment", message, remedy=remedy)
         raise UserError("usage", f"{message}. nanoscale starts the ranks itself", [wrong])
 
 

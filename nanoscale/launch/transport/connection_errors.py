@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 import shlex
 
+from nanoscale.config import hostnames
 from nanoscale.config.machines import Host
+from nanoscale.config.schema import Launcher
 from nanoscale.runs.failure import signal_name
 
 AGENT = "agent"
 """what is looked at where the connection stood"""
+
+SHARED_ROOT = (
+    "run.root=FOLDER on a file system that every host mounts at the same path; "
+    "move a run that exists already there"
+)
+"""the remedy where a host does not see the folder of runs; `resume` takes no run.root"""
 
 _CAUSES = (
     (
         "run.root",
         r"does not see the launcher's folder of runs",
         "it does not see the folder of runs",
-        "run.root=FOLDER on a file system that every host mounts at the same path",
+        SHARED_ROOT,
     ),
     (
         "network",
@@ -46,33 +54,32 @@ _CAUSES = (
         "ssh",
         r"Connection refused",
         "host unreachable: it refuses the connection, so no ssh server listens there",
-        "start sshd there, or give its port: launcher.ssh_args=[-p,PORT]",
+        "start sshd there, or give its port: 'launcher.ssh_args=[-pPORT]'",
     ),
     (
         "ssh",
         r"timed out|No route to host|Network is unreachable|Host is down|not responding|Broken pipe"
         r"|Connection reset|Connection closed|lost connection",
         "host unreachable: the network does not lead there, or it is switched off",
-        "look whether it is up; leave it out with --exclude {host}",
+        "look whether it is up, or {leave_out}",
     ),
     (
         "interpreter",
         r"No module named '?nanoscale",
         "the Python there has no nanoscale",
-        "install nanoscale there, or name another interpreter: cluster.pythons.{host}=/path/to/python",
+        "install nanoscale there, or {another_python}",
     ),
     (
         "interpreter",
         r"No module named",
         "the Python there lacks a module",
-        "install the same versions there, or name another interpreter: "
-        "cluster.pythons.{host}=/path/to/python",
+        "install the same versions there, or {another_python}",
     ),
     (
         "interpreter",
         r"No such file or directory|not found|cannot execute|Exec format error",
         "there is no such Python there",
-        "cluster.python=/path/to/python, or cluster.pythons.{host}=/path/to/python for this host",
+        "{another_python}",
     ),
 )
 
@@ -89,15 +96,44 @@ def check_of(diagnosis: str) -> str:
     return next(labels, "ssh")
 
 
-def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[str, str]:
+def another_python(host: Host, launcher: Launcher) -> str:
+    """Return the remedy for a host whose interpreter is not the one that the job needs."""
+    if launcher.name == "local":
+        return "use another interpreter"
+    every = "name another interpreter: cluster.python=/path/to/python"
+    if launcher.name == "slurm":
+        return every
+    return f"{every}, or {hostnames.own_python(host.address)} for this host"
+
+
+def leave_out(host: Host, launcher: Launcher) -> str:
+    """Return the remedy that does without a host, beside the filter that there is."""
+    entry = hostnames.in_filter(host.name)
+    if launcher.name not in ("ssh", "pdsh"):
+        return f"do without {host.name}"
+    if launcher.include is not None:
+        return f"take {entry} out of --include {shlex.quote(launcher.include)}"
+    filters = [*([launcher.exclude] if launcher.exclude else []), entry]
+    return f"leave it out with --exclude {shlex.quote('@'.join(filters))}"
+
+
+def explain(
+    host: Host, launcher: Launcher, code: int | None, words: str, limit_s: float
+) -> tuple[str, str]:
     """Diagnosis and remedy.
 
     Args:
+        launcher: the configuration of the launcher that has lost the host.
         code: of the command that led there; None: it still runs, or there was none.
         words: what it printed.
         limit_s: how long the launcher has waited for an answer.
     """
-    names = {"host": shlex.quote(host.address), "name": shlex.quote(host.name)}
+    names = {
+        "host": shlex.quote(host.address),
+        "name": shlex.quote(host.name),
+        "leave_out": leave_out(host, launcher),
+        "another_python": another_python(host, launcher),
+    }
     for _check, pattern, diagnosis, remedy in _CAUSES:
         found = re.search(pattern, words, re.IGNORECASE)
         if found:
@@ -106,7 +142,7 @@ def explain(host: Host, code: int | None, words: str, limit_s: float) -> tuple[s
     if code is None:
         return (
             f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
-            f"look whether it is up; leave it out with --exclude {shlex.quote(host.address)}",
+            f"look whether it is up, or {names['leave_out']}",
         )
     name = signal_name(code)
     how = f"it was ended by {name}" if name else f"it ended with code {code}"
