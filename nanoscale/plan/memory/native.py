@@ -32,7 +32,7 @@ def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> 
     reductions = int(setting.states.gradients * held.shard)
     reductions += setting.reduce * held.block // setting.shards
     found = [(make(setting, held, fly), fly) for fly in fly_all(setting, held.stages, in_flight)]
-    phases, fly = max(found, key=lambda one: max(sum(phase.bytes) for phase in one[0]))
+    phases, fly = max(found, key=lambda one: max(phase.allocated for phase in one[0]))
     return RankPhases(
         phases=phases,
         pools=0 if setting.single else gathers + reductions,
@@ -67,38 +67,38 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     return (
         Phase(
             "loss",
-            (weights, copies, before, optimizer, 0, fly.activations, fly.loss_kept + fly.loss, 0),
-            stranded=fly.stranded,
+            weights=weights,
+            compute_copies=copies,
+            gradients=before,
+            optimizer=optimizer,
+            activations=fly.activations,
+            logits=fly.loss_kept + fly.loss,
+            fragmented=fly.stranded,
         ),
         Phase(
             "backward of the last block",
-            (
-                weights,
-                copies,
-                before + first + product,
-                optimizer,
-                0,
-                fly.activations - fly.ends + fly.extra,
-                0,
-                0,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=before + first + product,
+            optimizer=optimizer,
+            activations=fly.activations - fly.ends + fly.extra,
         ),
         Phase(
             "backward of the first block",
-            (
-                weights,
-                copies,
-                max(before, grads * (held.numel - held.block - held.embedding)) + product,
-                optimizer,
-                0,
-                fly.last + fly.extra,
-                0,
-                bucket,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=max(before, grads * (held.numel - held.block - held.embedding)) + product,
+            optimizer=optimizer,
+            activations=fly.last + fly.extra,
+            communication=bucket,
         ),
         Phase(
             "end of the backward pass",
-            (weights, copies, grads * held.numel, optimizer, 0, 0, 0, bucket),
+            weights=weights,
+            compute_copies=copies,
+            gradients=grads * held.numel,
+            optimizer=optimizer,
+            communication=bucket,
         ),
         _update(setting, held, weights, optimizer, copies=copies),
     )
@@ -132,102 +132,80 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
     later = Phase(
         "forward of a later micro batch",
-        (
-            weights,
-            copies,
-            sharded,
-            optimizer,
-            first_gathers if apart else 0,
-            0,
-            0,
-            reduce * held.embedding,
-        ),
+        weights=weights,
+        compute_copies=copies,
+        gradients=sharded,
+        optimizer=optimizer,
+        gathered=first_gathers if apart else 0,
+        communication=reduce * held.embedding,
         pooled=sharded,
     )
     return (
         Phase(
             "loss",
-            (
-                weights,
-                copies,
-                before,
-                optimizer,
-                compute * held.head if apart else 0,
-                fly.activations,
-                fly.loss_kept + fly.loss,
-                0,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=before,
+            optimizer=optimizer,
+            gathered=compute * held.head if apart else 0,
+            activations=fly.activations,
+            logits=fly.loss_kept + fly.loss,
             pooled=before if setting.stage >= 2 else 0,
-            stranded=fly.stranded,
+            fragmented=fly.stranded,
         ),
         Phase(
             "reduction of the head",
-            (
-                weights,
-                copies - (0 if apart or tied else _resharded_head(setting, held, before)),
-                before + (0 if tied else head_sharded + (compute * held.head if sent_now else 0)),
-                optimizer,
-                ahead,
-                fly.activations,
-                0,
-                0 if tied else reduce * held.head,
-            ),
+            weights=weights,
+            compute_copies=copies
+            - (0 if apart or tied else _resharded_head(setting, held, before)),
+            gradients=before
+            + (0 if tied else head_sharded + (compute * held.head if sent_now else 0)),
+            optimizer=optimizer,
+            gathered=ahead,
+            activations=fly.activations,
+            communication=0 if tied else reduce * held.head,
             pooled=ahead + (before if setting.stage >= 2 else head_sharded),
         ),
         Phase(
             "backward of the last block",
-            (
-                weights,
-                copies,
-                before + head + compute * _product(setting, held),
-                optimizer,
-                gathered,
-                fly.activations - fly.ends + fly.extra,
-                0,
-                0 if tied else reduce * held.head,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=before + head + compute * _product(setting, held),
+            optimizer=optimizer,
+            gathered=gathered,
+            activations=fly.activations - fly.ends + fly.extra,
+            communication=0 if tied else reduce * held.head,
             pooled=ahead + (before if setting.stage >= 2 else head),
         ),
         Phase(
             "reduction of the last block",
-            (
-                weights,
-                copies,
-                before + head + compute * held.block,
-                optimizer,
-                ahead,
-                max(0, fly.activations - fly.ends - fly.last),
-                0,
-                reduce * held.block,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=before + head + compute * held.block,
+            optimizer=optimizer,
+            gathered=ahead,
+            activations=max(0, fly.activations - fly.ends - fly.last),
+            communication=reduce * held.block,
             pooled=ahead + (before if setting.stage >= 2 else head),
         ),
         Phase(
             "backward of the first block",
-            (
-                weights,
-                left,
-                max(before, done) + compute * _product(setting, held),
-                optimizer,
-                needed if apart else 0,
-                fly.last + fly.extra,
-                0,
-                sent,
-            ),
+            weights=weights,
+            compute_copies=left,
+            gradients=max(before, done) + compute * _product(setting, held),
+            optimizer=optimizer,
+            gathered=needed if apart else 0,
+            activations=fly.last + fly.extra,
+            communication=sent,
             pooled=max(before, done) if setting.stage >= 2 else 0,
         ),
         Phase(
             "reduction of the embedding",
-            (
-                weights,
-                copies if several and sent_now else 0,
-                max(sharded, before) + compute * held.embedding,
-                optimizer,
-                0,
-                0,
-                0,
-                reduce * held.embedding,
-            ),
+            weights=weights,
+            compute_copies=copies if several and sent_now else 0,
+            gradients=max(sharded, before) + compute * held.embedding,
+            optimizer=optimizer,
+            communication=reduce * held.embedding,
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer),
@@ -261,43 +239,32 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
     phases = [
         Phase(
             "loss",
-            (
-                weights,
-                copies,
-                before,
-                optimizer,
-                0,
-                fly.activations,
-                fly.loss_kept + fly.loss,
-                fly.received,
-            ),
-            stranded=fly.stranded,
+            weights=weights,
+            compute_copies=copies,
+            gradients=before,
+            optimizer=optimizer,
+            activations=fly.activations,
+            logits=fly.loss_kept + fly.loss,
+            communication=fly.received,
+            fragmented=fly.stranded,
         ),
         Phase(
             "backward of the last block",
-            (
-                weights,
-                copies,
-                before + compute * _product(setting, held),
-                optimizer,
-                0,
-                fly.activations - fly.ends + fly.extra,
-                fly.loss_kept - fly.gone,
-                fly.received,
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=before + compute * _product(setting, held),
+            optimizer=optimizer,
+            activations=fly.activations - fly.ends + fly.extra,
+            logits=fly.loss_kept - fly.gone,
+            communication=fly.received,
         ),
         Phase(
             "reduction",
-            (
-                weights,
-                copies,
-                max(waiting, sharded) + reduce * held.block // setting.shards,
-                optimizer,
-                0,
-                0,
-                0,
-                fly.received + reduce * max(held.block, held.head, held.embedding),
-            ),
+            weights=weights,
+            compute_copies=copies,
+            gradients=max(waiting, sharded) + reduce * held.block // setting.shards,
+            optimizer=optimizer,
+            communication=fly.received + reduce * max(held.block, held.head, held.embedding),
             pooled=sharded,
         ),
         _update(setting, held, weights, optimizer, fly.received),
@@ -305,8 +272,18 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
     if not before:
         rest, extra = max(0, fly.activations - one - fly.ends), fly.extra
         logits = max(0, fly.loss_kept - fly.loss_kept // max(1, deepest) - fly.gone)
-        parts = (weights, copies, waiting, optimizer, 0, rest + extra, logits, fly.received)
-        phases.append(Phase("second micro batch's backward pass", parts))
+        phases.append(
+            Phase(
+                "second micro batch's backward pass",
+                weights=weights,
+                compute_copies=copies,
+                gradients=waiting,
+                optimizer=optimizer,
+                activations=rest + extra,
+                logits=logits,
+                communication=fly.received,
+            )
+        )
     return tuple(phases)
 
 
@@ -335,8 +312,15 @@ def _update(
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:
         gradients *= 2
-    parts = (weights, copies, gradients, optimizer, 0, 0, 0, received)
-    return Phase("update", parts, pooled=0 if setting.single else gradients)
+    return Phase(
+        "update",
+        weights=weights,
+        compute_copies=copies,
+        gradients=gradients,
+        optimizer=optimizer,
+        communication=received,
+        pooled=0 if setting.single else gradients,
+    )
 
 
 # --- in words -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from nanoscale.config.schema import Config
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.part import Part
-from nanoscale.plan.memory.phases import PARTS, Phase, RankPhases
+from nanoscale.plan.memory.phases import Phase, RankPhases
 from nanoscale.plan.memory.setting import Setting, setting_of
 from nanoscale.plan.memory.shards import Holding, rank_holdings
 
@@ -56,7 +56,7 @@ class RankMemory:
         """What is allocated, then fragmentation and context: together the total."""
         parts = [
             Part(name, size, partial(self._explain, name, size))
-            for name, size in zip(PARTS, self.phase.bytes, strict=True)
+            for name, size in self.phase.parts.items()
         ]
         holes = self.reserved - self.allocated
         parts.append(Part("fragmentation", holes, partial(_explain_holes, self)))
@@ -128,15 +128,11 @@ def setting_memory(
 def _highest(
     rank: int, stages: tuple[int, ...], found: RankPhases, gpu: bool, context: int
 ) -> RankMemory:
-    sums = [sum(phase.bytes) for phase in found.phases]
-    allocated = max(sums)
-    peak = found.phases[sums.index(allocated)]
+    peak = max(found.phases, key=lambda phase: phase.allocated)
+    allocated = peak.allocated
     reserved = allocated
     if gpu:
-        own = max(
-            total - phase.pooled + phase.stranded
-            for total, phase in zip(sums, found.phases, strict=True)
-        )
+        own = max(phase.allocated - phase.pooled + phase.fragmented for phase in found.phases)
         reserved = int(max(allocated, own + found.pools) * (1 + HOLES))
     return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, found)
 

@@ -1,42 +1,66 @@
-"""The moments of a step at which memory may be highest, and what each of them holds."""
+"""The moments of a step at which memory may peak, and the bytes that each of them holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-PARTS = (
-    "weights",
-    "compute copies",
-    "gradients",
-    "optimizer",
-    "units in flight",
-    "activations",
-    "logits and loss",
-    "communication buffers",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One moment."""
+    """A moment of a step, with the bytes that a rank holds then."""
 
     name: str
-    bytes: tuple[int, ...]
-    """of every part in the order of PARTS"""
+    weights: int
+    optimizer: int
+    compute_copies: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    """Parameters that are gathered for a while."""
+    activations: int = 0
+    logits: int = 0
+    communication: int = 0
     pooled: int = 0
-    """how many of them are allocated on the streams of gathers and reductions"""
-    stranded: int = 0
-    """bytes that have been freed in between of tensors still held, and are too small for what comes next"""
+    """Bytes of the above that are allocated on the streams of gathers and reductions."""
+    fragmented: int = 0
+    """Bytes freed between tensors that are still held, too small for the next allocation."""
+
+    @property
+    def allocated(self) -> int:
+        """The sum of all parts, in bytes."""
+        return (
+            self.weights
+            + self.compute_copies
+            + self.gradients
+            + self.optimizer
+            + self.gathered
+            + self.activations
+            + self.logits
+            + self.communication
+        )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each part, under the name that a plan shows."""
+        return {
+            "weights": self.weights,
+            "compute copies": self.compute_copies,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "units in flight": self.gathered,
+            "activations": self.activations,
+            "logits and loss": self.logits,
+            "communication buffers": self.communication,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class RankPhases:
-    """A pipeline rank's step."""
+    """The phases of a pipeline rank's step."""
 
     phases: tuple[Phase, ...]
     pools: int
-    """bytes that the streams of gathers and reductions once need, all told"""
+    """The most bytes that the streams of gathers and reductions need in a step."""
     host: tuple[tuple[str, int], ...]
     explain: Callable[[str, Phase], str]
-    """the arithmetic of a part in a phase"""
+    """Return the arithmetic of a part in a phase."""
