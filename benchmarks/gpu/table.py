@@ -21,8 +21,9 @@ def render(documents: Sequence[dict[str, Any]]) -> str:
     """Return the rows of some sessions, what they were measured on, and ratios between rows of any of them."""
     lines = []
     for document in documents:
-        about = {name: value for name, value in document.items() if not isinstance(value, list)}
-        lines += [" · ".join(f"{name} {value}" for name, value in about.items())]
+        about = {**document, **document.get("versions", {})}.items()
+        named = [f"{name} {it}" for name, it in about if not isinstance(it, list | dict)]
+        lines += [" · ".join(named)]
         lines += document.get("notes", [])
         lines += [line for row in document["rows"] for line in lines_of(row)]
     rows = [row for document in documents for row in document["rows"]]
@@ -32,13 +33,13 @@ def render(documents: Sequence[dict[str, Any]]) -> str:
 def lines_of(row: dict[str, Any]) -> Iterator[str]:
     """Yield a row's figures, and below them where the time of a step goes."""
     if "why" in row:
-        yield f"{row['what']:36}{row['why']}"
+        yield f"{row['what']:40}{row['why']}"
         return
     cells = [_cell(row, name, form) for name, form in _COLUMNS.items() if row.get(name)]
     cells = cells or [
         f"{name} {value:,.4g}" for name, value in row.items() if isinstance(value, float)
     ]
-    yield f"{row['what']:36}{'  '.join(cells)}"
+    yield f"{row['what']:40}{'  '.join(cells)}"
     if parts := row.get("parts"):
         shares = {name: parts[f"{name}_s"] / parts["step_s"] for name in PARTS}
         named = [f"{name} {share:.1%}" for name, share in shares.items() if share > 0]
