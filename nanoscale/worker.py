@@ -22,6 +22,7 @@ from types import FrameType
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
+from nanoscale.processes.affinity import bind_to_gpu
 from nanoscale.processes.lifeline import die_with
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.malloc import keep_freed_memory
@@ -30,6 +31,8 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
 
 EXIT_CODES = {"completed": 0, "stopped": 75}
+_FLIGHT_RECORDER = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+"""names of the variable that says where it writes; by default every job of a user writes to one place"""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -102,6 +105,8 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
         _use_threads(context.config)
         if context.config.launcher.device == "cpu":
             keep_freed_memory()
+        else:
+            _prepare_for_gpu(context)
         _set_kernels(context.config)
         return (named_job(job) if isinstance(job, str) else job)(context)
     except BaseException as error:
@@ -179,6 +184,15 @@ def _set_kernels(config: Config) -> None:
         from nanoscale.parallel.kernels import set_kernels
 
         set_kernels(config)
+
+
+def _prepare_for_gpu(context: RankContext) -> None:
+    """Bind this rank to the cores near its GPU, and let NCCL's flight recorder write beside the rank's logs."""
+    bind_to_gpu(context.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    logs = context.run.attempt_logs(context.attempt)
+    if logs.is_dir() and not _FLIGHT_RECORDER.intersection(os.environ):
+        # PyTorch appends the rank's number.
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(logs / "flight-recorder.rank-")
 
 
 def _record(run: RunDirectory, error: BaseException) -> None:

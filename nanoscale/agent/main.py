@@ -77,12 +77,22 @@ def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | No
 def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | str) -> None:
     """Take the job's environment, begin to load torch, and meanwhile say what this host is like."""
     os.environ.update(order["environment"])
-    if order["slots"] and "OMP_NUM_THREADS" not in order["environment"]:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // order["slots"]))
+    if order["slots"]:
+        os.environ.update(shared_out(cores(), order["slots"]) | order["environment"])
     link.expect_beats(order["silence_s"])
     if order["will_launch"]:
         _start_fork_server(job, link.scratch)
     link.send("facts", **facts(order, port.number if port else None))
+
+
+def shared_out(cores: int, ranks: int) -> dict[str, str]:
+    """Return the variables by which each of a host's ranks uses its share of the cores, and no more."""
+    share = max(1, cores // ranks)
+    return {
+        "OMP_NUM_THREADS": str(share),
+        # By itself Inductor starts as many as there are cores, but 32 at most, for every rank.
+        "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, share)),
+    }
 
 
 def _lead_a_group() -> None:

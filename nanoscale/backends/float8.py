@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.models.transformer import Transformer
 
 
@@ -28,6 +29,7 @@ def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
     wrapped; names of parameters stay. `emulate` rounds to 8 bits and multiplies in the wider type, for a test
     where the hardware has no 8-bit products.
     """
+    silence_missing_extensions()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from nanoscale.backends.gradients import own_part
+from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.models.initialization import own_box
@@ -68,6 +69,7 @@ def _make_adamw8bit(groups: list[dict[str, Any]], adam: dict[str, Any]) -> Optim
     Tensors of fewer than 4096 elements on a rank, or not of whole blocks, keep 32-bit moments. The update is
     computed in fp32, whatever the parameters' type.
     """
+    silence_missing_extensions()
     from torchao.optim import AdamW8bit
 
     optimizer: Optimizer = AdamW8bit(groups, **adam)

@@ -111,6 +111,20 @@ def gpu_capabilities() -> list[tuple[int, int]]:
     return _ask_gpus(lambda nvml, gpu: tuple(nvml.nvmlDeviceGetCudaComputeCapability(gpu)))
 
 
+def gpu_cores(highest: int) -> list[set[int]]:
+    """Return the CPU cores near each GPU that CUDA would show a program here; empty if unknown.
+
+    Args:
+        highest: number of the highest core that is asked for.
+    """
+    words = highest // 64 + 1
+    masks = _ask_gpus(lambda nvml, gpu: list(nvml.nvmlDeviceGetCpuAffinity(gpu, words)))
+    return [
+        {64 * word + bit for word, bits in enumerate(mask) for bit in range(64) if bits >> bit & 1}
+        for mask in masks
+    ]
+
+
 def _ask_driver(ask: Callable[[Any], T]) -> T | None:
     """Return what NVML answers; None if there is no driver, or it does not know."""
     try:

@@ -185,7 +185,8 @@ def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
         silent[0],
         diagnosis=f"rank{'s' if several else ''} {ranks} did not arrive at a collective operation; the others "
         f"waited for {limit_s:g} s (launcher.collective_timeout_s)",
-        remedy="the end of its log shows where it was; if it only needed longer, a larger "
+        remedy="the end of its log shows where it was, and on GPUs flight-recorder.rank-N beside the "
+        "log what each rank called last; if it only needed longer, a larger "
         "launcher.collective_timeout_s",
     )
 

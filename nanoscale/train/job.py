@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from nanoscale.metrics.profile import Recorder
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernels import kernels_in_use
+from nanoscale.processes.affinity import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement
@@ -50,6 +52,7 @@ def run(context: RankContext) -> str:
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
     note = noter(context)
     record_kernels(context, device)
+    record_cores(context, device)
     training = Training(
         workspace=context.workspace,
         config=config,
@@ -169,11 +172,21 @@ def sinks_of(context: RankContext, step: int) -> list[Sink]:
 
 def record_kernels(context: RankContext, device: torch.device) -> None:
     """Add to the run's environment.json what rank 0 computes attention with."""
+    if context.rank == 0:
+        _record(context, "kernels", kernels_in_use(context.config, device))
+
+
+def record_cores(context: RankContext, device: torch.device) -> None:
+    """Add to the run's environment.json on which CPU cores each rank with a GPU runs."""
+    if device.type == "cuda":
+        _record(context, "rank_cores", process_group.gather(ranges(os.sched_getaffinity(0))))
+
+
+def _record(context: RankContext, name: str, value: Any) -> None:
     path = context.run.environment
     if context.rank == 0 and path.is_file():
-        kernels = kernels_in_use(context.config, device)
         fence.require(context.workspace)
-        write_json(path, {**read_json(path), "kernels": kernels})
+        write_json(path, {**read_json(path), name: value})
 
 
 def noter(context: RankContext) -> Note:

@@ -37,7 +37,7 @@ REMEDIES = {
 NAMED = re.compile(
     r"\b(?:[a-z]+\.[a-z_]+(?:\.[A-Z]+)?|precision|zero|checkpoint)=[\w./]+|\b[a-z]+\.[a-z_]+\b"
 )
-NO_KEYS = {"failure.json", "config.yaml", "pytorch.org"}
+NO_KEYS = {"failure.json", "config.yaml", "pytorch.org", "recorder.rank"}
 OVERRIDES = sorted(
     {VALUES.get(it, it) for text in REMEDIES for it in NAMED.findall(text)} - NO_KEYS
 )

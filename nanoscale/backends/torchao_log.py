@@ -1,0 +1,18 @@
+"""What torchao logs when it is imported."""
+
+from __future__ import annotations
+
+import logging
+
+
+def silence_missing_extensions() -> None:
+    """Drop torchao's warnings about compiled extensions of its own that do not load.
+
+    They are for other GPUs or another CUDA than those here; nanoscale uses none of them. To be called before
+    torchao is imported.
+    """
+    logging.getLogger("torchao").addFilter(_says_something_else)
+
+
+def _says_something_else(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Failed to load ")
