@@ -12,7 +12,7 @@ _KERNELS, _NAME = 4, 40
 _COLUMNS = {
     "tokens_per_s": "{:,.0f} tokens/s",
     "step_time_s": "{:.3f} s a step",
-    "mfu": "MFU {:.1%}",
+    "mfu": "{:.1%} MFU",
     "memory_gib": "{:.1f} GiB",
 }
 
@@ -39,6 +39,7 @@ def lines_of(row: dict[str, Any]) -> Iterator[str]:
     cells = cells or [
         f"{name} {value:,.4g}" for name, value in row.items() if isinstance(value, float)
     ]
+    cells += [f"micro batch {micro}" for micro in _values(row, "train.micro_batch")]
     yield f"{row['what']:40}{'  '.join(cells)}"
     if parts := row.get("parts"):
         shares = {name: parts[f"{name}_s"] / parts["step_s"] for name in PARTS}
@@ -50,9 +51,14 @@ def lines_of(row: dict[str, Any]) -> Iterator[str]:
             yield f"    {' · '.join(named)}"
 
 
+def _values(row: dict[str, Any], key: str) -> list[str]:
+    pairs = [override.split("=", 1) for override in row.get("overrides", ())]
+    return [value for name, value in pairs if name == key]
+
+
 def _cell(row: dict[str, Any], name: str, form: str) -> str:
     planned = (row.get("predicted") or {}).get(name)
-    return form.format(row[name]) + (f" (plan {planned:,.4g})" if planned else "")
+    return form.format(row[name]) + (f" (plan {form.format(planned)})" if planned else "")
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float]]:

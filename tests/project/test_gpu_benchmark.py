@@ -21,7 +21,8 @@ import pytest
 from benchmarks.gpu import wheels
 from benchmarks.gpu.parts import PARTS, Layout, first_that_fits
 from benchmarks.gpu.session import Failed, NotMeasured, TooSlow
-from benchmarks.gpu.table import ratios
+from benchmarks.gpu.table import lines_of, ratios
+from nanoscale.view.run.step_parts import PARTS as PARTS_OF_A_STEP
 
 ROOT = Path(__file__).parents[2]
 OUT_OF_MEMORY = "error: rank 0 on node1 failed: the GPU ran out of memory\n  remedy: …\n"
@@ -284,6 +285,30 @@ def test_rows_of_several_files_are_compared() -> None:
             "nanoscale over loop 8b bf16": 1.25,
         }
     )
+
+
+def test_a_row_has_its_figures_beside_the_plan_and_its_parts_below() -> None:
+    parts = {f"{name}_s": 0.0 for name in PARTS_OF_A_STEP} | {"backward_s": 2.0, "idle_s": 1.0}
+    row = {
+        "what": "nanoscale 8b bf16",
+        "tokens_per_s": 11000.0,
+        "mfu": 0.57,
+        "memory_gib": 118.0,
+        "predicted": {"tokens_per_s": 10922.5, "mfu": 0.568, "memory_gib": 115.0},
+        "parts": {**parts, "step_s": 4.0, "waits": {}, "kernels": {"gemm": 2.0, "flash": 0.4}},
+        "overrides": ["train.micro_batch=2"],
+    }
+    head, *below = lines_of(row)
+    assert re.split(" {2,}", head)[1:] == [
+        "11,000 tokens/s (plan 10,922 tokens/s)",
+        "57.0% MFU (plan 56.8% MFU)",
+        "118.0 GiB (plan 115.0 GiB)",
+        "micro batch 2",
+    ]
+    assert below == [
+        "    backward 50.0% · idle 25.0% · the host waited 0 times",
+        "    gemm 50.0% · flash 10.0%",
+    ]
 
 
 def test_the_three_calls_leave_no_part_out() -> None:
