@@ -126,6 +126,16 @@ def test_a_plan_of_another_layout_says_nothing(capsys):
     assert "There is no plan of this layout" in (shown(capsys, "r"), run.report.read_text())[1]
 
 
+def test_a_page_that_cannot_be_written_is_put_elsewhere_as_advised(capsys):
+    run = make()
+    log(run, range(1, 41))
+    run.report.mkdir()
+    assert nanoscale(["runs", "report", "r"]) == 0
+    assert "--html FILE puts it elsewhere" in capsys.readouterr().err
+    assert nanoscale(["runs", "report", "r", "--html", "elsewhere.html"]) == 0
+    assert Path("elsewhere.html").is_file()
+
+
 def test_a_run_that_never_began_and_a_damaged_one(capsys):
     run = make(state="prepared")
     assert "prepared after step 0 of 40" in shown(capsys, "r")

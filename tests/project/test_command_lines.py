@@ -14,8 +14,9 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,20 @@ REFUSED = {"nanoscale train recipe=lama-8b +train.stepz=4"}
 def test_the_command_lines_of_a_page_run(
     page: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order: a line may need what an earlier one made."""
+    type_page(page, here, monkeypatch)
+
+
+Launch = Callable[[str, list[str]], bool]
+
+
+def type_page(
+    page: Path, here: Path, monkeypatch: pytest.MonkeyPatch, launch: Launch = lambda *_: False
+) -> None:
+    """Type the lines in their order: a line may need what an earlier one made.
+
+    Args:
+        launch: is called with each line that launches, and its arguments; False for one to stop at --dry-run.
+    """
     for line in dict.fromkeys(lines(page)):
         if line.startswith("make "):
             assert f"\n{line.split()[1]}:" in (ROOT / "Makefile").read_text()
@@ -216,10 +230,13 @@ def test_the_command_lines_of_a_page_run(
         elif line in MENTIONED:
             assert nanoscale([*shlex.split(line)[1:], "--help"]) == 0
         elif line not in EXCUSED:
-            _type(placed(line, page.name, here), monkeypatch, 2 if line in REFUSED else 0)
+            code = 2 if line in REFUSED else 0
+            _type(placed(line, page.name, here), monkeypatch, code, partial(launch, line))
 
 
-def _type(line: str, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def _type(
+    line: str, monkeypatch: pytest.MonkeyPatch, code: int, launch: Callable[[list[str]], bool]
+) -> None:
     typed, pipe, after = line.partition(" | nanoscale ")
     said = shlex.split(typed)[1] + "\n" if pipe else "def main(\n"
     arguments = shlex.split((after if pipe else typed).replace(r"$'\n\n'", "'\n\n'"))
@@ -227,6 +244,8 @@ def _type(line: str, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(said))
     monkeypatch.setattr("nanoscale.launch.lifecycle.one_shot_job.run_errand", lambda *_: FIGURES)
     if arguments[0] in ("train", "submit", "resume") and "--dry-run" not in arguments:
+        if code == 0 and launch(arguments):
+            return
         arguments.append("--dry-run")
     if arguments[0] in ("train", "submit"):
         arguments.append("run.root=others")  # `first` is there already

@@ -1,7 +1,8 @@
-"""The lines of README that launch on one machine, typed as they are written, with real ranks on CPUs.
+"""The lines of README and docs that launch on one machine, typed as they are written, with real ranks on CPUs.
 
 The stand-in for `recipe=tiny` is the model of `debug`, with 200 steps. Ctrl-C interrupts the run `first`
-after a few of them, as README says to, and the next line resumes it.
+after a few of them, as README says to, and the next line resumes it. The other lines of README and those of
+docs train in the folder of stand-ins of test_command_lines.py, until they have trained three steps.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.test_command_lines import ROOT, lines
+from tests.project.test_command_lines import PAGES, ROOT, here, lines, stand_ins, type_page
+
+__all__ = ["here", "stand_ins"]
 
 TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 200\n  eval_every: 0\n"
 LAUNCHES = re.compile(
     r"nanoscale (resume first|train recipe=(tiny|debug))\b(?!.*(parallel=4d|--hostfile))"
 )
 FIRST = re.compile(r"resume first|run\.name=first")
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 @pytest.mark.exhaustive
@@ -42,30 +45,62 @@ def test_the_tour_of_the_readme_trains(tmp_path: Path) -> None:
         "nanoscale resume first parallel.dp=2 parallel.tp=2 zero=stage3",
         "nanoscale resume first train.steps=2400",
     ]
+    first = tmp_path / "runs" / "first"
     for line in tour:
-        before = _trained(tmp_path)
+        before = _trained(first)
         began = time.monotonic()
-        code = _run(line, tmp_path)
-        seen = f"{line}: {code} after {time.monotonic() - began:.1f} s, {_trained(tmp_path)} steps"
+        code = _run(shlex.split(line)[1:], tmp_path, first if FIRST.search(line) else None)
+        seen = f"{line}: {code} after {time.monotonic() - began:.1f} s, {_trained(first)} steps"
         if FIRST.search(line):
-            assert code == 130 and _trained(tmp_path) >= before + 3, seen
+            assert code == 130 and _trained(first) >= before + 3, seen
         else:
             assert code == 0, seen
 
 
-def _run(line: str, here: Path) -> int:
-    """The exit code of a line; Ctrl-C stops the run `first` after three steps."""
-    arguments = [sys.executable, "-m", "nanoscale", *shlex.split(line)[1:]]
+DRY = {
+    "--hostfile": "needs hosts with sshd: tests/cluster/test_launch.py launches on some",
+    "nanoscale submit": "needs SLURM: tests/cluster/test_submit.py submits to one",
+    "parallel=4d": "needs 16 ranks: tests/train/test_equivalence.py trains the layout",
+}
+"""parts of lines that stop at --dry-run here, and why"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_other_lines_that_launch_train(
+    page: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[Path] = []
+
+    def launch(line: str, arguments: list[str]) -> bool:
+        if any(part in line for part in DRY) or (page.name == "README.md" and LAUNCHES.match(line)):
+            return False
+        if arguments[0] == "resume":  # the run of the line before
+            words = ["resume", str(runs[-1]), *arguments[2:]]
+        else:
+            runs.append(here / "trained" / f"{page.stem}-{len(runs)}")
+            words = [*arguments, "run.root=trained", f"run.name={runs[-1].name}"]
+        before = _trained(runs[-1])
+        code = _run(words, here, runs[-1])
+        assert code in (0, 130) and _trained(runs[-1]) >= before + 3, (line, code, _output(here))
+        return True
+
+    type_page(page, here, monkeypatch, launch)
+
+
+def _run(words: list[str], here: Path, stop: Path | None) -> int:
+    """The exit code of a command; Ctrl-C stops the run in the folder `stop` after three steps."""
+    arguments = [sys.executable, "-m", "nanoscale", *words]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    before, until = _trained(here), time.monotonic() + LIMIT_S
+    before, until = _trained(stop) if stop else 0, time.monotonic() + LIMIT_S
     with (here / "output").open("ab") as output:
         process = subprocess.Popen(
             arguments, cwd=here, env=environment, stdout=output, stderr=output
         )
         try:
             while process.poll() is None:
-                assert time.monotonic() < until, (line, (here / "output").read_text()[-2000:])
-                if FIRST.search(line) and _trained(here) >= before + 3:
+                assert time.monotonic() < until, (words, _output(here))
+                if stop and _trained(stop) >= before + 3:
                     process.send_signal(signal.SIGINT)
                     return process.wait(LIMIT_S)
                 time.sleep(0.05)
@@ -76,9 +111,13 @@ def _run(line: str, here: Path) -> int:
                 process.wait(LIMIT_S)
 
 
-def _trained(here: Path) -> int:
-    """The last step that the run `first` has trained; 0 before any."""
-    metrics = here / "runs" / "first" / "metrics.jsonl"
+def _output(here: Path) -> str:
+    return (here / "output").read_text()[-2000:]
+
+
+def _trained(run: Path) -> int:
+    """The last step that a run has trained; 0 before any."""
+    metrics = run / "metrics.jsonl"
     if not metrics.is_file():
         return 0
     text = metrics.read_text().splitlines()

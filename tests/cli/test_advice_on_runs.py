@@ -1,0 +1,103 @@
+"""Advice on runs that go on, that cannot be locked, on data and on hostfiles: each is typed back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
+from nanoscale.data.indexed import IndexedWriter
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.lock import RunLock
+
+LIMIT_S = 120.0
+MISTYPED = [
+    "node1 8",
+    "node1 slots:8",
+    "node1 slots = 8",
+    "node1 slots=8 # eight\nnode1 slots=8",
+    "node1 slots=99999",
+    "node1 slots=8 gpus=2",
+    "node1:22 slots=8",
+]
+"""hostfiles with a line that is refused"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def started(*words: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "nanoscale", *words]
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdout=null)
+
+
+def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """What the error of a command says to type instead."""
+    capsys.readouterr()
+    assert nanoscale([*words, "--json"]) == 2
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["error"]["violations"]
+    return [text for violation in found for text in violation["suggestions"]]
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_followed_and_stopped_as_advised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training = started("train", "recipe=debug", "train.steps=1000000", "run.name=a run")
+    run = RunDirectory(Path("runs/a run"))
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not run.metrics.exists():
+            assert training.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        follow, stop = advised(capsys, "resume", "a run")
+        following = started(*shlex.split(follow)[1:])
+        assert nanoscale(shlex.split(stop)[1:]) == 0
+        assert training.wait(LIMIT_S) == 130
+        assert following.wait(LIMIT_S) == 0
+    finally:
+        training.terminate()
+        training.wait(LIMIT_S)
+    run.lock.unlink()
+    with pytest.raises(UserError) as error, RunLock(run):
+        pass
+    (touch,) = error.value.violations[0].suggestions
+    subprocess.run(shlex.split(touch), check=True)
+    with RunLock(run):
+        pass
+
+
+def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(Path("tokens"), np.uint16) as writer:
+        writer.add_document(np.arange(900, dtype=np.uint16))
+        writer.finish()
+    inspect = ["data", "inspect", "tokens", "recipe=debug", "--json"]
+    assert nanoscale(inspect) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    (word,) = [word for word in problem.split() if word.startswith("model.vocab=")]
+    assert nanoscale([*inspect, word]) == 0
+
+
+@pytest.mark.parametrize("text", MISTYPED)
+def test_a_line_of_a_hostfile_is_written_as_advised(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("hosts").write_text(f"node2 slots=8\n{text}\n")
+    launch = ["train", "recipe=debug", "--dry-run", "--hostfile", "hosts", "train.global_batch=480"]
+    (line,) = advised(capsys, *launch)
+    *before, _ = text.splitlines()
+    Path("hosts").write_text("\n".join(["node2 slots=8", *before, line.replace("=N", "=8")]))
+    assert nanoscale([*launch, "parallel.dp=auto"]) == 0
