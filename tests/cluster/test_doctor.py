@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -166,6 +167,28 @@ def test_an_interpreter_that_is_not_there(doctor):
     assert (host, verdict["check"]) == ("n2", "interpreter")
     assert "/no/such/python" in verdict["finding"]
     assert "cluster.pythons.n2=" in verdict["remedy"]
+
+
+def test_the_remedies_for_lost_hosts_are_typed_back(doctor):
+    """Without the hosts that are off, with an interpreter that is there, at a port that is free."""
+    _, verdict = doctor.the_wrong_one("cluster.pythons.n2=/no/such/python")
+    (word,) = re.findall(r"cluster\.pythons\.n2=\S+", verdict["remedy"])
+    assert doctor.look(word.replace("/path/to/python", sys.executable))[0] == 0
+    with listening(doctor.nodes, "n1", PORT):
+        _, verdict = doctor.the_wrong_one(f"launcher.master_port={PORT}")
+        assert "launcher.master_port=auto" in verdict["remedy"]
+        assert doctor.look("launcher.master_port=auto")[0] == 0
+    doctor.nodes.power_off("n2")
+    _, verdict = doctor.the_wrong_one()
+    assert doctor.look("--exclude", _excluded(verdict))[0] == 0
+    doctor.nodes.power_off("n3")
+    _, verdict = doctor.the_wrong_one("--exclude", "n2")
+    assert doctor.look("--exclude", _excluded(verdict))[0] == 0
+
+
+def _excluded(verdict: dict[str, Any]) -> str:
+    (text,) = shlex.split(verdict["remedy"].partition("--exclude ")[2])
+    return text
 
 
 def test_an_interpreter_without_nanoscale(doctor, tmp_path):

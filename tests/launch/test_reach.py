@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import re
+import shlex
+from typing import Any
+
 import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Launcher
+from nanoscale.launch.hosts.filters import exclude, read_filter
 from nanoscale.launch.transport.connection_errors import explain
+from tests.support.recipes import changed
 
 NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved.
 /usr/lib/python3/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 4 leaked objects
@@ -24,3 +30,58 @@ NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client s
 def test_the_last_words_of_an_agent_are_told_but_no_noise(words: str, said: str) -> None:
     diagnosis, _ = explain(Host("me@n1", 1), Launcher(name="ssh"), 1, words, 20.0)
     assert diagnosis.endswith(f"it ended with {said}")
+
+
+HOSTS = [Host(name, 4, source="hosts:1") for name in ("me@n1", "node2.lab", "10.0.0.3", "fe80::4")]
+ERRORS = {
+    "Permission denied": "authorized_keys",
+    "Connection refused": "launcher.ssh_args=[-pPORT]",
+    "does not see the launcher's folder of runs": "run.root=FOLDER",
+    "No module named nanoscale": "cluster.python",
+    "No such file or directory": "cluster.python",
+}
+OVERRIDE = re.compile(r"'(?:[a-z]+\.[^'=]+=(?:[^']|'\"'\"')*)'|\b[a-z]+\.[\w.-]+=[\w/.-]+")
+"""an override within a sentence"""
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+@pytest.mark.parametrize("words", ERRORS)
+def test_the_override_that_a_remedy_names_is_typed_back(words: str, host: Host) -> None:
+    _, remedy = explain(host, Launcher(name="ssh"), 255, words, 20.0)
+    assert ERRORS[words] in remedy
+    for override in OVERRIDE.findall(remedy):
+        (word,) = shlex.split(override)
+        config = changed(word.replace("PORT", "2222")).config
+        if "cluster.pythons" in word:
+            assert config.cluster.pythons == {host.address: "/path/to/python"}
+        if "ssh_args" in word:
+            assert config.launcher.ssh_args == ["-p2222"]
+
+
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+@pytest.mark.parametrize("excluded", [None, "node2.lab:3"])
+def test_the_filter_that_a_remedy_names_leaves_the_lost_host_out(
+    host: Host, excluded: str | None
+) -> None:
+    launcher = Launcher(name="ssh", exclude=excluded)
+    _, remedy = explain(host, launcher, None, "", 20.0)
+    (text,) = shlex.split(remedy.partition("--exclude ")[2])
+    chosen, problems, _ = read_filter(text, HOSTS, "hosts")
+    left = {one.name: one.slots for one in exclude(HOSTS, chosen)}
+    assert not problems and host.name not in left
+    if host.name != "node2.lab":
+        assert left["node2.lab"] == (4 if excluded is None else 3)
+
+
+def test_a_lost_host_is_taken_out_of_the_filter_that_chose_it() -> None:
+    """`--exclude` is refused beside `--include`."""
+    _, remedy = explain(HOSTS[0], Launcher(name="ssh", include="n1@fe80::4"), None, "", 20.0)
+    assert "take n1 out of --include n1@fe80::4" in remedy
+
+
+@pytest.mark.parametrize(("name", "word"), [("slurm", "cluster.python="), ("local", "use another")])
+def test_only_what_the_launcher_takes_is_advised(name: Any, word: str) -> None:
+    _, remedy = explain(HOSTS[0], Launcher(name=name), 1, "No module named nanoscale", 20.0)
+    assert word in remedy and "cluster.pythons" not in remedy
+    _, remedy = explain(HOSTS[0], Launcher(name=name), None, "", 20.0)
+    assert "--exclude" not in remedy

@@ -113,8 +113,10 @@ def leave_out(host: Host, launcher: Launcher) -> str:
         return f"do without {host.name}"
     if launcher.include is not None:
         return f"take {entry} out of --include {shlex.quote(launcher.include)}"
-    filters = [*([launcher.exclude] if launcher.exclude else []), entry]
-    return f"leave it out with --exclude {shlex.quote('@'.join(filters))}"
+    before = launcher.exclude.split("@") if launcher.exclude else []
+    slots_there = re.compile(rf"\s*{re.escape(entry)}\s*(:.*)?", re.IGNORECASE)
+    others = [one for one in before if not slots_there.fullmatch(one)]
+    return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
 
 
 def explain(
