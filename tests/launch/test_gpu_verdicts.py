@@ -289,3 +289,26 @@ def test_train_refuses_before_anything_is_written(tmp_path, nvml):
     assert done.returncode == 2, done.stderr
     assert "supports CUDA 12.4, and torch 2.11.0 is built for CUDA 13.0" in done.stderr
     assert "launcher.device=cpu" in done.stderr and not (tmp_path / "runs" / "x").exists()
+
+
+@pytest.mark.slow
+def test_where_nobody_looked_the_failure_of_the_ranks_names_the_same_cause(tmp_path, nvml):
+    from torch.version import cuda
+
+    if cuda is not None:
+        pytest.skip("needs a torch that is built without CUDA")
+    words = ["recipe=debug", "run.name=x", "train.steps=1", "parallel.dp=1", "--no-preflight"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoscale", "train", *words],
+        cwd=tmp_path,
+        env=os.environ
+        | fake_environment(nvml)
+        | {"PYTHONPATH": str(SOURCE), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    failure = json.loads((tmp_path / "runs" / "x" / "failure.json").read_text())
+    assert done.returncode == 1 and "_cuda_setDevice" in failure["message"]
+    assert failure["diagnosis"] == "the ranks' torch is built without CUDA and cannot use the GPUs"
+    assert "launcher.device=cpu" in failure["remedy"]
