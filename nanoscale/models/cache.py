@@ -6,6 +6,8 @@ through its blocks, as context parallelism does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -13,6 +15,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanoscale.models.transformer import Block, Mask, Rotation, Transformer, run_layers
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Compute attention without cuDNN, which would plan anew for every length, 20 to 100 ms each.
+
+    Where cuDNN is the only kernel that is allowed, it stays.
+    """
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(before and not cuda.math_sdp_enabled())
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before)
 
 
 class Cache:
@@ -39,7 +56,8 @@ class Cache:
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
         """Logits `[batch, seq, vocab]` of the `[batch, seq]` tokens that follow; of the last of them alone."""
         self._last_only = last_only
-        found: Tensor = self._model(tokens)
+        with decoding():
+            found: Tensor = self._model(tokens)
         self.length += tokens.shape[1]
         return found
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nanoscale.data.tokenizer import Tokenizer
+from nanoscale.models.cache import decoding
 
 TEMPERATURE = 0.7
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled blocks as they were written: a compilation takes longer than the sample."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class NextToken(Protocol):
@@ -29,8 +37,9 @@ def sample(
     tokens = [tokenizer.eos, *prompted]
     # No early end at a document's end: ranks that disagreed would wait for each other for ever.
     for _ in range(length):
-        logits = engine.next_token_logits(tokens[-context:]).cpu()[: tokenizer.vocab_size]
-        probability = torch.softmax(logits / TEMPERATURE, dim=0)
+        with decoding(), uncompiled():
+            logits = engine.next_token_logits(tokens[-context:])
+        probability = torch.softmax(logits.cpu()[: tokenizer.vocab_size] / TEMPERATURE, dim=0)
         tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
     written = tokens[1:]
     return tokenizer.decode(

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Model
-from nanoscale.models.cache import Cache
+from nanoscale.models.cache import Cache, decoding
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import FAMILIES, save, tokens
@@ -47,3 +51,29 @@ def test_logits_are_those_without_it(
     again = Cache(model, batch=2, room=20).logits(ids, last_only=True)
     assert again.shape == (2, 1, shape.vocab) and cache.length == 20
     assert (again - expected[:, -1:]).abs().max() <= bound * expected.abs().max()
+
+
+def test_decoding_keeps_from_cudnn_which_plans_anew_for_every_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allowed = []
+    attention = F.scaled_dot_product_attention
+
+    def look(*args: Any, **more: Any) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+    shape = Model(layers=2, vocab=64)
+    cache = Cache(Transformer(shape), 1, 8)
+    cache.logits(torch.arange(3)[None])
+    cache.logits(torch.arange(1)[None])
+    assert allowed == [False] * 4 and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_decoding_leaves_cudnn_to_whoever_allows_nothing_else() -> None:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), decoding():
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), decoding():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()

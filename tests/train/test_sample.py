@@ -1,10 +1,18 @@
 from __future__ import annotations
 
-import torch
+from functools import partial
+from pathlib import Path
 
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from nanoscale.backends.native import NativeEngine
+from nanoscale.config.schema import Backend
 from nanoscale.data.tokenizer import ByteTokenizer
 from nanoscale.train.sample import sample
 from nanoscale.train.stability import NonFiniteError, require_finite
+from tests.support.jobs import BYTES, make_config
 
 
 class Counting:
@@ -40,8 +48,31 @@ def test_sample_never_draws_what_the_tokenizer_has_not() -> None:
 
 
 def test_non_finite_figures_are_named() -> None:
-    import pytest
-
     require_finite(1, loss=1.0, grad_norm=2.0)
     with pytest.raises(NonFiniteError, match="loss is nan and grad_norm is inf at step 7"):
         require_finite(7, loss=float("nan"), grad_norm=float("inf"))
+
+
+def test_a_sample_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    config = make_config(
+        tmp_path, model=BYTES, precision="fp32", micro_batch=1, backend=Backend(compile="on")
+    )
+    engine = NativeEngine(config, torch.device("cpu"))
+    counters.clear()
+    text = sample(engine, ByteTokenizer(), "ab", 4, context=16, seed=0)
+    assert text.startswith("ab") and not counters["stats"]["unique_graphs"]
+    engine.next_token_logits([1, 2, 3])
+    assert counters["stats"]["unique_graphs"], "what is no sample is compiled again"
+
+
+def test_a_sample_plans_no_attention_of_cudnn() -> None:
+    allowed = []
+
+    class Looking(Counting):
+        def next_token_logits(self, tokens: list[int]) -> torch.Tensor:
+            allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().next_token_logits(tokens)
+
+    sample(Looking(999), ByteTokenizer(), "abc", 2, context=3, seed=0)
+    assert allowed == [False, False] and torch.backends.cuda.cudnn_sdp_enabled()
