@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 from nanoscale.config.schema import (
     Backend,
@@ -94,13 +94,18 @@ def _row(raw: dict[str, str]) -> Row:
         train=train,
         precision=_precision(raw),
         zero=Zero(stage=_stage(raw["zero_or_fsdp"])),
-        backend=Backend(compile="on" if _fused(raw) else "off"),
+        backend=Backend(compile="on" if _fused(raw) else "off", attention=_attention(raw)),
         cluster=_cluster(raw),
     )
     layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
     how = f"{raw['act_ckpt']} {raw['precision']}"
     label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {how}"
     return Row(raw["source"], label, config, _part(raw, config), _measured(raw, model))
+
+
+def _attention(raw: dict[str, str]) -> Literal["cudnn", "flash"]:
+    """Return the software's kernel: cuDNN's in Transformer Engine of 2025, else FlashAttention."""
+    return "cudnn" if "SimuMax" in raw["source"] else "flash"
 
 
 def _part(raw: dict[str, str], config: Config) -> Slice:

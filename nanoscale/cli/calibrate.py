@@ -267,7 +267,9 @@ def _advice(document: dict[str, Any]) -> list[str]:
             f"the runs do not agree to better than {off:.0%}: other things than these decide there",
         )
     too_much = [
-        name for name, value in document["efficiency"].items() if value > 1 and name != "overlap"
+        name
+        for name, value in document["efficiency"].items()
+        if value > 1 and name not in ("overlap", "cudnn")
     ]
     if too_much:
         lines.insert(

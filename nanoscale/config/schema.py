@@ -458,7 +458,10 @@ class Reached:
     matmul: float | None = key(None, "of the peak, large products in 16 bits or wider", at_least=0)
     matmul_fp8: float | None = key(None, "of the peak, large products in 8 bits", at_least=0)
     attention: float | None = key(
-        None, "of the 16-bit peak, fused attention forward with long sequences", at_least=0
+        None, "of the 16-bit peak, FlashAttention forward with long sequences", at_least=0
+    )
+    attention_cudnn: float | None = key(
+        None, "the same of cuDNN's attention; null: PyTorch does not choose it", at_least=0
     )
     memory: float | None = key(None, "of the memory's bandwidth, element-wise work", at_least=0)
     intra_host: float | None = key(None, "of intra_host_gbs, collectives", at_least=0)

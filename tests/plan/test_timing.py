@@ -394,3 +394,34 @@ def test_what_the_laws_let_through_is_predicted(words, monkeypatch):
     step = step_time(config, hardware)
     assert 0 < step.mfu_causal < step.mfu < 1
     assert how(config, hardware, step)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keys", "kernel"),
+    [
+        ("auto", {}, "cudnn"),
+        ("cudnn", {}, "cudnn"),
+        ("flash", {}, "flash"),
+        ("math", {}, "flash"),
+        ("auto", {"cp": 2}, "flash"),
+        ("auto", {"cp": 2, "cp_method": "ulysses"}, "cudnn"),
+        ("auto", {"precision": Precision(compute="fp32")}, "flash"),
+    ],
+)
+def test_the_kernel_of_attention_follows_from_the_key_and_the_layout(attention, keys, kernel):
+    config = job(backend=Backend(attention=attention), **keys)
+    assert blocks.attention_kernel(config) == kernel
+    wide = replace(config, model=replace(config.model, head_dim=256))
+    assert blocks.attention_kernel(wide) == ("cudnn" if attention == "cudnn" else "flash")
+
+
+def test_cudnn_is_faster_where_pytorch_prefers_it():
+    def seconds(device: str, attention: str) -> float:
+        config = job(device=device, backend=Backend(attention=attention))
+        return step_time(config, hardware_of(config)).parts.attention
+
+    for device in ("h100-sxm", "h200", "b200", "gb200"):
+        assert seconds(device, "auto") == seconds(device, "cudnn") < 0.8 * seconds(device, "flash")
+    for device in ("a100-80", "mi300x"):
+        assert seconds(device, "auto") == seconds(device, "flash")
+    assert seconds("h200", "flash") / seconds("h200", "auto") == pytest.approx(0.5 / 0.35, rel=0.01)

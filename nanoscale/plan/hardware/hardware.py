@@ -45,7 +45,9 @@ class Efficiency:
     matmul_fp8: float = 0.60
     """of the peak, large products in 8 bits"""
     attention: float = 0.45
-    """of the 16-bit peak, fused attention forward"""
+    """of the 16-bit peak, FlashAttention forward"""
+    cudnn: float = 1.0
+    """rate of cuDNN's attention over FlashAttention's, on devices for which PyTorch prefers it"""
     memory: float = 0.85
     """of the memory's bandwidth, element-wise work"""
     intra_host: float = 0.77
@@ -316,6 +318,9 @@ def _efficiency(cluster: Cluster) -> Efficiency:
     """What is usual, then what the device's description says, then what was measured."""
     reached = cluster.reached
     own = {field.name: getattr(reached, field.name) for field in fields(reached)}
+    cudnn = own.pop("attention_cudnn")
+    if cudnn is not None:
+        own["cudnn"] = cudnn / (reached.attention or Efficiency().attention)
     usual = replace(
         Efficiency(), **{name: value for name, value in own.items() if value is not None}
     )

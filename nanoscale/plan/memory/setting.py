@@ -119,4 +119,6 @@ def _unfused(config: Config, compute: int) -> bool:
     model, layout = config.model, config.parallel
     grouped = model.kv_heads not in (None, model.heads)
     ring = layout.cp > 1 and layout.cp_method == "ring"
+    if config.backend.attention == "math":
+        return True
     return not ring and (compute == 8 or (compute == 4 and grouped))

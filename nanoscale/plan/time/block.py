@@ -43,6 +43,8 @@ _MERGE = (26, 10)
 gradients (`parallel.ring`)"""
 _MERGED = 0.75
 """of the queries, or of the keys, that a hop computes with: all and half of them in turn"""
+CUDNN_HEAD_DIM = 128
+"""the widest heads for which PyTorch gives attention to cuDNN, backward too"""
 _FP8_CAST = {False: 6, True: 3}
 """Megatron-LM or not → bytes for each number that becomes 8 bits: it is read for its largest, read again, and
 laid out twice; Transformer Engine knows the largest from steps before, and half of its casts are joined to what
@@ -66,7 +68,23 @@ def slice_of(config: Config) -> Slice:
         compiled=config.backend.compile != "off",
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
+        attention=attention_kernel(config),
     )
+
+
+def attention_kernel(config: Config) -> str:
+    """Return the kernel whose rate attention has: cudnn where it is asked for, or PyTorch would choose it.
+
+    On devices for which PyTorch never chooses it, both have one rate. Single operations (math) are planned at
+    FlashAttention's.
+    """
+    asked, layout, model = config.backend.attention, config.parallel, config.model
+    ring = layout.cp > 1 and layout.cp_method == "ring"
+    if ring or asked in ("flash", "math"):
+        return "flash"
+    head_dim = model.head_dim or model.hidden // model.heads
+    narrow = config.precision.compute in ("bf16", "fp16")
+    return "cudnn" if asked == "cudnn" or (narrow and head_dim <= CUDNN_HEAD_DIM) else "flash"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +231,14 @@ def _core(hardware: Hardware, part: Slice) -> float:
     width = model.head_dim or model.hidden // model.heads
     heads = max(1, model.heads // part.tp)
     if part.cp_method == "ulysses" and part.cp > 1:
-        return operations.attention(
-            hardware, part.wide, part.batch, part.seq, part.seq, max(1, heads // part.cp), width
-        )
-    tokens = part.seq // part.cp
-    own = operations.attention(hardware, part.wide, part.batch, tokens, tokens, heads, width)
+        tokens, heads = part.seq, max(1, heads // part.cp)
+    else:
+        tokens = part.seq // part.cp
+    own = operations.attention(
+        hardware, part.wide, part.batch, tokens, tokens, heads, width, kernel=part.attention
+    )
+    if part.cp_method == "ulysses":
+        return own
     if part.cp == 1:
         return own
     return own + (part.cp - 1) * _hop(hardware, part, heads, width)

@@ -31,6 +31,8 @@ class Slice:
     """other software: RMSNorm as single operations in fp32, as PyTorch before 2.9 has it where it is not
     compiled"""
     ep: int = 1
+    attention: str = "flash"
+    """kernel of attention: flash or cudnn"""
     megatron: bool = False
     """Megatron-LM since 2022: backward, collectives of column-split products run beside products, and products
     add their gradients to fp32 sums themselves (its options gradient_accumulation_fusion and

@@ -75,6 +75,7 @@ def attention(
     heads: int,
     head_dim: int,
     causal: bool = True,
+    kernel: str = "flash",
 ) -> float:
     """Seconds for a forward pass of fused attention; backward takes `BACKWARD_ATTENTION` times it.
 
@@ -86,7 +87,8 @@ def attention(
     # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
     narrow: float = min(1.0, head_dim / 128) ** _NARROW
     usual = keys / 2 if causal else keys
-    rate = hardware.peaks[kind] * efficiency.attention * narrow * usual / (usual + _ATTENTION_TILE)
+    share = efficiency.attention * (efficiency.cudnn if kernel == "cudnn" else 1.0)
+    rate = hardware.peaks[kind] * share * narrow * usual / (usual + _ATTENTION_TILE)
     area = queries * (keys + _ATTENTION_TILE) / 2 if causal else queries * keys
     everything = batch * heads * area
     longest = min(queries, _ATTENTION_TILE) * keys * hardware.multiprocessors

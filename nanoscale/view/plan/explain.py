@@ -74,9 +74,12 @@ def _attention(hardware: Hardware, part: Slice) -> str:
         shared = f"a ring of {part.cp} computes it in as many blocks, of which one is causal"
     else:
         shared = f"cp divides it by {part.cp}"
+    share, kernel = hardware.efficiency.attention, "FlashAttention-2"
+    if part.attention == "cudnn" and hardware.efficiency.cudnn != 1:
+        share, kernel = share * hardware.efficiency.cudnn, "cuDNN, backward as FlashAttention-2"
     return (
-        f"half of 4·s²·h FLOPs a sample and layer over {hardware.efficiency.attention:.0%} of the 16-bit peak "
-        f"forward, {again:.2f} times that backward (FlashAttention-2, arXiv:2307.08691); s = {part.seq}, "
+        f"half of 4·s²·h FLOPs a sample and layer over {share:.0%} of the 16-bit peak "
+        f"forward, {again:.2f} times that backward ({kernel}, arXiv:2307.08691); s = {part.seq}, "
         f"{shared}, tp the heads by {part.tp}"
     )
 
