@@ -1,0 +1,109 @@
+"""Each file of nanoscale that advises what to type is listed, with the tests that type its advice back."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import nanoscale
+
+PACKAGE = Path(nanoscale.__file__).parent
+TESTS = Path(__file__).parents[1]
+_POSITION = {"Violation": 4, "refuse": 3, "refuse_idle": 3, "Verdict": 4, "agent_failure": 2}
+"""constructors of errors and verdicts: how many arguments stand before the advice"""
+
+TYPED_BACK = {
+    "checkpoint/configuration.py": "checkpoint/test_configuration.py",
+    "checkpoint/store.py": "cli/test_advice_on_files.py",
+    "cli/config.py": "cli/test_advice.py",
+    "cli/data.py": "cli/test_advice_on_files.py",
+    "cli/files.py": "cli/test_advice_on_files.py",
+    "cli/generate.py": "cli/test_advice_on_files.py",
+    "cli/main.py": "cli/test_advice.py",
+    "cli/recipes.py": "cli/test_advice.py",
+    "cli/resume.py": "cli/test_advice_on_files.py",
+    "cli/runs.py": "cli/test_runs.py",
+    "cli/submit.py": "cli/test_advice_on_files.py",
+    "config/composing/interpolation.py": "cli/test_advice.py",
+    "config/composing/library.py": "cli/test_advice.py",
+    "config/composing/nodes.py": "cli/test_advice_on_files.py",
+    "config/composing/overrides.py": "cli/test_advice.py",
+    "config/hf/pretrained.py": "cli/test_advice.py",
+    "config/rules/backends.py": "cli/test_advice_on_files.py",
+    "config/rules/data_mixture.py": "config/test_mixture.py",
+    "config/rules/environment.py": "config/test_launcher_rules.py",
+    "config/rules/execution.py": "config/test_rules.py",
+    "config/rules/files.py": "config/test_rules.py",
+    "config/rules/hosts.py": "config/test_launcher_rules.py",
+    "config/rules/launcher.py": "config/test_launcher_rules.py",
+    "config/rules/layout.py": "config/test_rules.py",
+    "config/rules/lora.py": "config/test_rules.py",
+    "config/rules/model.py": "config/test_rules.py",
+    "config/rules/moe.py": "config/test_rules.py",
+    "config/rules/numbers.py": "config/test_rules.py",
+    "config/rules/pipeline.py": "config/test_rules.py",
+    "config/rules/profiling.py": "config/test_rules.py",
+    "config/rules/resolution.py": "config/test_launcher_rules.py",
+    "config/rules/slurm.py": "config/test_launcher_rules.py",
+    "config/rules/token_files.py": "cli/test_advice_on_files.py",
+    "config/rules/training.py": "config/test_rules.py",
+    "config/rules/zero.py": "config/test_rules.py",
+    "config/values/convert.py": "cli/test_advice.py",
+    "data/dataset.py": "train/test_evaluation.py",
+    "data/prepare/run.py": "cli/test_advice_on_files.py",
+    "data/prepare/sources.py": "data/test_prepare_bad.py",
+    "generate/weights.py": "cli/test_advice_on_files.py",
+    "launch/hosts/filters.py": "cli/test_advice_on_files.py",
+    "launch/hosts/hosts.py": "cli/test_advice_on_runs.py",
+    "launch/lifecycle/prepare.py": "cli/test_advice_on_files.py",
+    "launch/preflight/deepspeed_settings.py": "cli/test_advice_on_files.py",
+    "launch/preflight/preflight.py": "cluster/test_doctor.py",
+    "runs/directory.py": "cli/test_advice_on_files.py",
+    "runs/failure.py": "runs/test_failure_advice.py",
+    "runs/lock.py": "cli/test_advice_on_runs.py",
+}
+"""file → the tests that type back what it advises, at least in part"""
+NOT_YET = {
+    "checkpoint/hf/adapters.py",
+    "cli/stop.py",
+    "config/composing/variants.py",
+    "config/hf/any_model.py",
+    "config/rules/any_model.py",
+    "data/corpus.py",
+    "data/indexed.py",
+    "data/loader.py",
+    "data/prepare/bad.py",
+    "data/prepare/folder.py",
+    "data/tokenizer.py",
+    "generate/harness.py",
+    "launch/fleet/fleet.py",
+    "launch/lifecycle/attempt.py",
+    "launch/lifecycle/bandwidth.py",
+    "launch/preflight/gpu_verdicts.py",
+    "launch/preflight/pretrained.py",
+    "launch/slurm/allocation.py",
+    "launch/submission/batch.py",
+    "plan/saving.py",
+    "view/plan/verdict.py",
+}
+"""files whose advice only people have typed; a file leaves this list, and none comes to it"""
+
+
+def advises(node: ast.AST) -> bool:
+    """Return True if a call makes an error or a verdict that says what to type or to do."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    named = {word.arg for word in node.keywords} & {"suggestions", "remedy"}
+    return name in _POSITION and (len(node.args) > _POSITION[name] or bool(named))
+
+
+def test_every_file_that_advises_is_listed() -> None:
+    paths = {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
+    advising = {path for path, tree in paths.items() if any(map(advises, ast.walk(tree)))}
+    assert advising - TYPED_BACK.keys() == NOT_YET - TYPED_BACK.keys()
+    assert set(paths) >= TYPED_BACK.keys() | NOT_YET
+    assert all((TESTS / test).is_file() for test in TYPED_BACK.values())
