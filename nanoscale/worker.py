@@ -23,7 +23,6 @@ from types import FrameType
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
 from nanoscale.processes.affinity import bind_to_gpu
-from nanoscale.processes.lifeline import die_with
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.malloc import keep_freed_memory
 from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
@@ -94,7 +93,6 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
     """
     stop = StopFlag()
     stop.listen()
-    _die_with_agent()
     allow_open_files()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2)  # by which the agent asks a rank that hangs where it is
@@ -156,12 +154,6 @@ def named_job(name: str) -> Job:
     """The job that the launcher calls so."""
     run: Job = import_module(JOBS[name]).run
     return run
-
-
-def _die_with_agent() -> None:
-    agent = os.environ.get("NANOSCALE_AGENT_PID")
-    if agent is not None:  # absent under plain torchrun
-        die_with(int(agent), group=int(agent))
 
 
 def _flush_every_line() -> None:

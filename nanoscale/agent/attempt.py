@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import os
-import sys
+import signal
+import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nanoscale import worker
 from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
+from nanoscale.agent.logs import RankLogs
 from nanoscale.agent.network import interface_towards, is_loopback
+from nanoscale.agent.rank import start_rank, start_store
+from nanoscale.agent.watch import Watch, send
 from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
 
 _MEET_S = 600.0
-
-if TYPE_CHECKING:
-    from nanoscale.agent.elastic import WatchingAgent
-    from nanoscale.agent.watch import Watch
+_LOOK_S = 0.05
 
 
-def attempt(link: Link, order: Message, job: Job | str) -> object:
+def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
     """Run the ranks that the launcher orders, and tell it how they ended.
 
     Args:
         job: what each rank does, or its name in worker.JOBS.
 
     Returns:
-        what must live until the ranks of all hosts have ended: on the first host, the store they meet at.
+        on the first host, the process of the store, which the ranks of other hosts may still need.
     """
     host, run = Host.of(order), _run_directory(link, order)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
-    elastic = None
+    store = None
     try:
         if link.killed_attempt >= host.attempt:
             outcome = "killed"
         else:
-            elastic, watch = _agent(link, host, run, order, job)
-            outcome = _run_ranks(elastic, watch)
+            if host.node_rank == 0:
+                store = start_store(host)
+            logs = RankLogs(link, host, run if order.get("writes_logs") else None)
+            watch = Watch(link, host, logs, order["patience_s"])
+            _run_ranks(host, watch, logs, run, job, order.get("meet_s", _MEET_S))
+            outcome = watch.outcome()
             failures += watch.failures.values()
     except Exception as error:
         traceback.print_exc()
@@ -61,22 +64,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> object:
         evidence=asdict(evidence),
         result=_result(run),
     )
-    return elastic
-
-
-def be_rank(run_dir: Path, job: Job | str) -> str:
-    """What a copy of the fork server does.
-
-    After a failure the process ends at once: what is left to destroy could wait for lost peers.
-    """
-    try:
-        return worker.main(run_dir, job)
-    except BaseException as error:
-        with suppress(OSError):  # a full disk takes no traceback
-            traceback.print_exc()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(worker.exit_code(error))
+    return store
 
 
 def _run_directory(link: Link, order: Message) -> RunDirectory:
@@ -98,37 +86,51 @@ def _result(run: RunDirectory) -> object:
         return None
 
 
-def _agent(
-    link: Link, host: Host, run: RunDirectory, order: Message, job: Job | str
-) -> tuple[WatchingAgent, Watch]:
-    from nanoscale.agent.elastic import elastic_agent
-    from nanoscale.agent.logs import RankLogs
-    from nanoscale.agent.watch import Watch
-
-    logs = RankLogs(link, host, _environment(host), run if order.get("writes_logs") else None)
-    watch = Watch(link, host, logs, order["patience_s"])
-    meet_s = order.get("meet_s", _MEET_S)
-    return elastic_agent(host, be_rank, (run.path, job), logs, watch.look, meet_s), watch
-
-
-def _run_ranks(elastic: WatchingAgent, watch: Watch) -> str:
-    """`completed`, `stopped`, `failed` or `killed`."""
-    result = elastic.run()
-    watch.close()
-    if watch.killed:
-        return "killed"
-    if result.is_failed():
-        return "failed"
-    return "stopped" if "stopped" in result.return_values.values() else "completed"
+def _run_ranks(
+    host: Host, watch: Watch, logs: RankLogs, run: RunDirectory, job: Job | str, meet_s: float
+) -> None:
+    """Start the ranks of this host, and look after them until none is left."""
+    interface = _interface(host.master_addr)
+    processes: list[BaseProcess] = []
+    try:
+        for local_rank, files in enumerate(logs.files.values()):
+            environment = _environment(host, local_rank) | interface
+            environment["NANOSCALE_FAILURE_FILE"] = str(files.failure)
+            processes.append(start_rank(environment, files, run.path, job, meet_s))
+        while not watch.look(processes):
+            time.sleep(_LOOK_S)
+        watch.close()
+    finally:
+        send(processes, signal.SIGKILL)
 
 
-def _environment(host: Host) -> dict[str, str]:
-    """What the ranks of this attempt have to know beside what the elastic agent tells them."""
-    identity = {"NANOSCALE_HOST": host.name, "NANOSCALE_ATTEMPT": str(host.attempt)}
-    chosen = {}
-    interface = interface_towards(host.master_addr)
-    if interface is not None:
-        chosen["GLOO_SOCKET_IFNAME"] = interface  # works where the host's name leads nowhere
-        if is_loopback(host.master_addr):
-            chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by itself NCCL avoids the loopback
-    return identity | {name: way for name, way in chosen.items() if name not in os.environ}
+def _environment(host: Host, local_rank: int) -> dict[str, str]:
+    """Return what torch.distributed and DeepSpeed read, named as torchrun does, and what `worker` reads."""
+    numbers = {
+        "RANK": host.ranks[local_rank],
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": host.node_rank,
+        "WORLD_SIZE": host.world_size,
+        "LOCAL_WORLD_SIZE": len(host.ranks),
+        "GROUP_WORLD_SIZE": host.nodes,
+        "MASTER_PORT": host.master_port,
+        "NANOSCALE_ATTEMPT": host.attempt,
+    }
+    return {name: str(number) for name, number in numbers.items()} | {
+        "MASTER_ADDR": host.master_addr,
+        "NANOSCALE_HOST": host.name,
+        "TORCHELASTIC_RUN_ID": f"attempt-{host.attempt}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise rank 0 would serve one
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def _interface(master_addr: str) -> dict[str, str]:
+    """Return which interface gloo and NCCL are to use, unless the user chose one."""
+    interface = interface_towards(master_addr)
+    if interface is None:
+        return {}
+    chosen = {"GLOO_SOCKET_IFNAME": interface}  # works where the host's name leads nowhere
+    if is_loopback(master_addr):
+        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by itself NCCL avoids the loopback
+    return {name: value for name, value in chosen.items() if name not in os.environ}

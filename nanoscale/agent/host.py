@@ -19,6 +19,7 @@ class Host:
     nodes: int
     ranks: tuple[int, ...]
     """global ranks, by local rank"""
+    world_size: int
     master_addr: str
     master_port: int
     attempt: int

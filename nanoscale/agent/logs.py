@@ -8,12 +8,10 @@ never waits for a slow launcher, and nothing of its output is kept in memory.
 from __future__ import annotations
 
 import time
-from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from nanoscale.agent.host import Host
 from nanoscale.agent.link import Link
+from nanoscale.agent.rank import RankFiles
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
 from nanoscale.runs.tail import FileTail
@@ -22,34 +20,25 @@ _END_BYTES = 1 << 20
 """of a stream that are sent in any case"""
 
 
-class RankLogs(LogsSpecs):
-    """A file for each rank and stream; also hands the ranks their environment.
+class RankLogs:
+    """A file for each rank and stream.
 
     Args:
         run: the run whose logs the ranks write; None: they write into the agent's scratch folder, and their
             output is sent to the launcher.
     """
 
-    def __init__(
-        self, link: Link, host: Host, environment: dict[str, str], run: RunDirectory | None
-    ) -> None:
-        super().__init__()
+    def __init__(self, link: Link, host: Host, run: RunDirectory | None) -> None:
         self._link = link
-        self._host = host
-        self._environment = environment
-        self._scratch = RunDirectory(link.scratch)
-        self._scratch.attempt_logs(host.attempt).mkdir(parents=True)
-        self._directory = run or self._scratch
+        scratch = RunDirectory(link.scratch)
+        scratch.attempt_logs(host.attempt).mkdir(parents=True)
+        self.files = {rank: _files(run or scratch, scratch, host, rank) for rank in host.ranks}
         self._send = self._send_some if run is None else self._send_growth
         self._tails = {
-            (rank, stream): FileTail(self._path(rank, stream))
-            for rank in host.ranks
-            for stream in STREAMS
+            (rank, stream): FileTail(path)
+            for rank, files in self.files.items()
+            for stream, path in zip(STREAMS, (files.stdout, files.stderr), strict=True)
         }
-
-    def failure(self, rank: int) -> Path:
-        """Return the file in which a rank records why it failed."""
-        return self._scratch.rank_failure(self._host.attempt, self._host.name, rank)
 
     def forward(self, limit_s: float) -> bool:
         """Send what is new, for so long at most; True if there is more."""
@@ -80,21 +69,8 @@ class RankLogs(LogsSpecs):
             self._link.send("output", data, rank=rank, stream=stream)
         return len(data) == MOST_BYTES
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        ranks = {local: int(environment["RANK"]) for local, environment in envs.items()}
-        for local, environment in envs.items():
-            environment |= self._environment
-            environment["TORCHELASTIC_ERROR_FILE"] = ""  # ranks write their own
-            environment["NANOSCALE_FAILURE_FILE"] = str(self.failure(ranks[local]))
-        return LogsDest(
-            stdouts={local: str(self._path(rank, "out")) for local, rank in ranks.items()},
-            stderrs={local: str(self._path(rank, "err")) for local, rank in ranks.items()},
-            error_files=dict.fromkeys(envs, ""),
-        )
 
-    def _path(self, rank: int, stream: Stream) -> Path:
-        return self._directory.log(self._host.attempt, self._host.name, rank, stream)
-
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._directory.attempt_logs(self._host.attempt))
+def _files(logs: RunDirectory, scratch: RunDirectory, host: Host, rank: int) -> RankFiles:
+    stdout, stderr = (logs.log(host.attempt, host.name, rank, stream) for stream in STREAMS)
+    failure = scratch.rank_failure(host.attempt, host.name, rank)
+    return RankFiles(stdout, stderr, failure, failure.with_suffix(".outcome"))

@@ -1,13 +1,12 @@
 """From the start of the agent to its end: what the launcher orders, one thing after the other.
 
-torch is loaded twice at the same time: here, for PyTorch's elastic agent, and in a fork server, of
-which every rank is then a copy that costs milliseconds instead of seconds. Both stay for further attempts.
+torch is loaded once for the host, in a fork server, of which every rank is then a copy that costs
+milliseconds instead of seconds. It stays for further attempts. The agent itself does not load torch.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
 import multiprocessing
 import os
 import signal
@@ -28,7 +27,7 @@ from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.processes.ports import ReservedPort
 from nanoscale.worker import JOBS, Job
 
-_PRELOADED = ["nanoscale.agent.fork_server_signals", "nanoscale.worker", "torch"]
+_PRELOADED = ["nanoscale.agent.fork_server_signals", "nanoscale.agent.rank", "torch"]
 
 _LONGEST_FOLDER = 75
 """in bytes: the path of a socket may have 107, of which multiprocessing takes 32"""
@@ -48,15 +47,17 @@ def main(link: Link, job: Job | None = None) -> int:
     link.open()
     link.send("hello", nanoscale=nanoscale_version())
     port = None
-    last: object = None
+    store = None
     while (order := link.next_order())["kind"] != "quit":
         if order["kind"] == "prepare":
-            last = None
-            gc.collect()  # so that the last attempt's store no longer listens
+            if store is not None:
+                store.kill()
+                store.join()  # it no longer listens
+            store = None
             port = _reserve(port, order["master_port"])
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
-            last = attempt(link, order, job or order.get("job", TRAINING))  # noqa: F841 - its store serves the other hosts' ranks
+            store = attempt(link, order, job or order.get("job", TRAINING))
     clear_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
@@ -112,8 +113,6 @@ def _pass_signals_up(link: Link) -> None:
 
 
 def _start_fork_server(job: Job | str, folder: Path) -> None:
-    os.environ["NANOSCALE_AGENT_PID"] = str(os.getpid())
-    os.environ["TORCH_MP_PARALLEL_START"] = "1"
     os.environ[SCRATCH] = str(folder)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
     if job != BANDWIDTH:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 
-from nanoscale.agent.elastic import Sight
 from nanoscale.agent.host import Host, is_stopped
 from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
+from nanoscale.agent.rank import RankFiles
 from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
 
 _STACKS_S = 0.5
@@ -36,18 +36,32 @@ class Watch:
         self.killed = False
         self.failures: dict[int, RankFailure] = {}
 
-    def look(self, processes: Sequence[BaseProcess]) -> Sight:
-        """Report what is new and obey."""
+    def look(self, processes: Sequence[BaseProcess]) -> bool:
+        """Report what is new and obey; True once no rank is left to look at.
+
+        After a failure the launcher decides, for all hosts, when the other ranks are to end.
+        """
         self._link.is_starting = False
         self._logs.forward(_FORWARD_S)
         if self._link.killed_attempt >= self._host.attempt:
             self._end(processes)
-            return "over"
+            return True
         if self._link.stopped_attempt >= self._host.attempt and not self._passed_on:
             self._passed_on = True
-            _send(processes, signal.SIGTERM)
+            send(processes, signal.SIGTERM)
         self._gather(processes)
-        return "waiting" if self.failures else "well"
+        ends = [_outcome(files) for files in self._logs.files.values()]
+        exit_codes = [process.exitcode for process in processes]
+        return not self.failures and None not in ends and set(exit_codes) == {0}
+
+    def outcome(self) -> str:
+        """Return `completed`, `stopped`, `failed` or `killed`."""
+        if self.killed:
+            return "killed"
+        if self.failures:
+            return "failed"
+        ends = {_outcome(files) for files in self._logs.files.values()}
+        return "stopped" if "stopped" in ends else "completed"
 
     def close(self) -> None:
         """Send what the ranks printed at last. An attempt that is to end does not wait for all of it."""
@@ -58,23 +72,27 @@ class Watch:
     def _end(self, processes: Sequence[BaseProcess]) -> None:
         self.killed = True
         if self._link.wants_stacks:
-            _send(processes, signal.SIGUSR2)
+            send(processes, signal.SIGUSR2)
             _join(processes, _STACKS_S)
         self._gather(processes)
         # Not SIGTERM, which would be taken for a wish to stop in good order.
-        _send(processes, signal.SIGKILL)
+        send(processes, signal.SIGKILL)
         _join(processes, _REAP_S)
 
     def _gather(self, processes: Sequence[BaseProcess]) -> None:
         """What failed so far; a failure that was seen before keeps the time it was seen at."""
         before = dict(self.failures)
         for local_rank, (rank, process) in enumerate(zip(self._host.ranks, processes, strict=True)):
-            said = read_rank_failure(self._logs.failure(rank))
+            files = self._logs.files[rank]
+            exit_code = process.exitcode  # read first: the files are complete if there is one
+            said = read_rank_failure(files.failure)
             if said is not None:
-                self.failures[rank] = replace(said, exit_code=process.exitcode)
-            elif process.exitcode is not None and rank not in self.failures:
+                self.failures[rank] = replace(said, exit_code=exit_code)
+            elif exit_code == 0 and _outcome(files) is not None:
+                continue
+            elif exit_code is not None and rank not in self.failures:
                 self.failures[rank] = RankFailure(
-                    rank, local_rank, self._host.name, time.time(), exit_code=process.exitcode
+                    rank, local_rank, self._host.name, time.time(), exit_code=exit_code
                 )
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
@@ -90,7 +108,14 @@ class Watch:
         return time.monotonic() - since > self._patience_s
 
 
-def _send(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
+def _outcome(files: RankFiles) -> str | None:
+    """Return what the job of a rank has returned; None if it did not return."""
+    with suppress(FileNotFoundError):
+        return files.outcome.read_text(encoding="utf-8")
+    return None
+
+
+def send(processes: Sequence[BaseProcess], number: signal.Signals) -> None:
     for process in processes:
         if process.exitcode is None and process.pid is not None:
             with suppress(ProcessLookupError):

@@ -33,7 +33,7 @@ class Closed:
 def closed_ways(name: str) -> list[Closed]:
     """Try all ways from this host, and learn what the others have found; the same on all ranks.
 
-    Must be called by all ranks, before they have joined. What is known of hosts is what PyTorch's elastic agent
+    Must be called by all ranks, before they have joined. What is known of hosts is what the agent
     says: GROUP_RANK of GROUP_WORLD_SIZE.
 
     Args:

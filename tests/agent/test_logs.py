@@ -11,8 +11,7 @@ from nanoscale.agent.logs import RankLogs
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import RunDirectory
 
-HOST = Host("h", 0, 1, (4, 5), "127.0.0.1", 1, attempt=2)
-ENVIRONMENTS = {0: {"RANK": "4"}, 1: {"RANK": "5"}}
+HOST = Host("h", 0, 1, (4, 5), 6, "127.0.0.1", 1, attempt=2)
 
 
 class Link:
@@ -48,25 +47,24 @@ def append(path, data):
 
 
 def test_ranks_write_the_logs_of_the_run_and_nothing_is_sent_twice(link, run):
-    logs = RankLogs(link, HOST, {"A": "B"}, run)
-    files = logs.reify(ENVIRONMENTS)
-    assert files.stdouts == {n: str(run.log(2, "h", rank, "out")) for n, rank in ((0, 4), (1, 5))}
-    assert files.stderrs == {n: str(run.log(2, "h", rank, "err")) for n, rank in ((0, 4), (1, 5))}
+    logs = RankLogs(link, HOST, run)
+    for rank, files in logs.files.items():
+        assert files.stdout == run.log(2, "h", rank, "out")
+        assert files.stderr == run.log(2, "h", rank, "err")
     assert not logs.forward(60.0)
-    append(files.stdouts[1], b"x" * (3 * MOST_BYTES))
+    append(logs.files[5].stdout, b"x" * (3 * MOST_BYTES))
     assert not logs.forward(60.0)
     assert not logs.forward(60.0)
-    append(files.stderrs[0], b"more")
+    append(logs.files[4].stderr, b"more")
     assert not logs.forward(60.0)
     assert link.sent == [((5, "out"), b""), ((4, "err"), b"")]
 
 
 def test_without_a_run_all_bytes_are_sent_and_none_twice(link):
-    logs = RankLogs(link, HOST, {}, None)
-    files = logs.reify(ENVIRONMENTS)
-    assert link.scratch in logs.failure(4).parents
-    append(files.stdouts[1], bytes(range(256)) * (10 * MOST_BYTES // 256))
-    append(files.stderrs[1], b"an error\n")
+    logs = RankLogs(link, HOST, None)
+    assert link.scratch in logs.files[4].failure.parents
+    append(logs.files[5].stdout, bytes(range(256)) * (10 * MOST_BYTES // 256))
+    append(logs.files[5].stderr, b"an error\n")
     assert not logs.forward(60.0)
     sent = {key: [data for name, data in link.sent if name == key] for key, _ in link.sent}
     assert sent.keys() == {(5, "out"), (5, "err")}
@@ -76,8 +74,8 @@ def test_without_a_run_all_bytes_are_sent_and_none_twice(link):
 
 
 def test_an_attempt_that_is_to_end_leaves_out_what_was_not_sent(link):
-    logs, end = RankLogs(link, HOST, {}, None), b"the end\n"
-    append(logs.reify(ENVIRONMENTS).stdouts[0], b"a" * (8 * MOST_BYTES) + end)
+    logs, end = RankLogs(link, HOST, None), b"the end\n"
+    append(logs.files[4].stdout, b"a" * (8 * MOST_BYTES) + end)
     logs.leave_out()
     assert not logs.forward(60.0)
     note, *rest = [data for _, data in link.sent]

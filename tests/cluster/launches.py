@@ -133,9 +133,10 @@ class Launch:
         return [pid for pid, line in found if "forkserver" in line and _parent(pid) in agents]
 
     def ranks(self, node: str) -> list[int]:
-        """Processes of the ranks on a node, by their start."""
+        """Processes of the ranks on a node, by their start; not that of the store on the first host."""
         servers = set(self.fork_servers(node))
-        return sorted(pid for pid in self.nodes.processes(node) if _parent(pid) in servers)
+        copies = [pid for pid in self.nodes.processes(node) if _parent(pid) in servers]
+        return sorted(pid for pid in copies if ".rank-" in _stdout(pid))
 
 
 class Terminal:
@@ -223,6 +224,13 @@ def agrees(losses: list[float], expected: list[float]) -> bool:
 
 def interrupt(launch: Launch) -> None:
     launch.process.send_signal(signal.SIGINT)
+
+
+def _stdout(pid: int) -> str:
+    """Return the name of the file that a process prints to."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/fd/1").readlink().name
+    return ""
 
 
 def _parent(pid: int) -> int:

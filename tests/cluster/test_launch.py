@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from nanoscale.runs import status
+from nanoscale.runs.directory import RunDirectory
 from tests.cluster.launches import (
     LIMIT_S,
     LONG,
@@ -143,7 +144,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         assert not [line for line in left(nodes).values() if secret in line]
         for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
             (folder,) = own[node].glob("nanoscale-*")
-            assert all((folder / "attempt-1" / f"rank-{rank}.err").exists() for rank in ranks)
+            assert all(RunDirectory(folder).log(1, node, rank, "err").exists() for rank in ranks)
     for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
         for pid in first.ranks(node):
             os.kill(pid, signal.SIGUSR2)  # upon which it writes where it is

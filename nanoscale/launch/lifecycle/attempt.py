@@ -184,6 +184,7 @@ class Attempt:
                 node_rank=number,
                 nodes=len(self.plan.hosts),
                 ranks=host.ranks,
+                world_size=self.plan.world_size,
                 master_addr=self.plan.master_addr,
                 master_port=self.plan.master_port,
                 patience_s=self.launcher.lost_after_s,

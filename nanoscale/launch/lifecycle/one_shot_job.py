@@ -107,6 +107,7 @@ class Errand:
                 node_rank=number,
                 nodes=len(self.plan.hosts),
                 ranks=host.ranks,
+                world_size=self.plan.world_size,
                 master_addr=self.plan.master_addr,
                 master_port=self.plan.master_port,
                 patience_s=self.limit_s or self.meet_s,

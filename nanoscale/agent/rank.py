@@ -1,0 +1,160 @@
+"""What copies of the fork server do: a rank of this host, and the store that the ranks of all hosts meet at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from nanoscale import worker
+from nanoscale.agent.host import Host
+from nanoscale.agent.network import is_loopback
+from nanoscale.processes.lifeline import die_with
+from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.worker import Job
+
+_BACKLOG = 2048
+"""connections that wait for the store to accept them: all ranks connect at the same time"""
+_copies = get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """Where a rank writes what its agent reads."""
+
+    stdout: Path
+    stderr: Path
+    failure: Path
+    """why it failed"""
+    outcome: Path
+    """a key of worker.EXIT_CODES, once its job has returned: a library can end the process with 0 too"""
+
+
+def start_rank(
+    environment: dict[str, str], files: RankFiles, run_dir: Path, job: Job | str, meet_s: float
+) -> BaseProcess:
+    """Start a rank of this host. Blocks until the fork server has loaded torch.
+
+    Args:
+        environment: which rank it is and where the ranks meet, named as torchrun does.
+        meet_s: how long the hosts wait for each other at first, seconds.
+    """
+    arguments = (os.getpid(), environment, files, run_dir, job, meet_s)
+    process = _copies.Process(target=_run_rank, args=arguments)
+    process.start()
+    return process
+
+
+def start_store(host: Host) -> BaseProcess:
+    """Start the store that the ranks of all hosts meet at, on the first host.
+
+    Raises:
+        OSError: another program listens on its port.
+    """
+    with _listener(host) as listener:
+        arguments = (os.getpid(), listener, host.master_addr, host.master_port)
+        process = _copies.Process(target=_serve_store, args=arguments)
+        process.start()
+        return process
+
+
+def _listener(host: Host) -> socket.socket:
+    """Listen for the store, which by itself would do so on all interfaces in a job on one host as well."""
+    if is_loopback(host.master_addr):
+        return socket.create_server((host.master_addr, host.master_port), backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        address, family = ("", host.master_port), socket.AF_INET6
+        return socket.create_server(address, family=family, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", host.master_port), backlog=_BACKLOG)
+
+
+def _serve_store(agent: int, listener: socket.socket, address: str, port: int) -> None:
+    """Serve until the agent ends this process, or has ended."""
+    _ignore(*worker.STOP_SIGNALS, signal.SIGHUP)
+    _die_with_agent(agent)
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
+    threading.Event().wait()
+    del store
+
+
+def _run_rank(
+    agent: int,
+    environment: dict[str, str],
+    files: RankFiles,
+    run_dir: Path,
+    job: Job | str,
+    meet_s: float,
+) -> None:
+    """Do the job as one rank, and note how it ended.
+
+    After a failure the process ends at once: what is left to destroy could wait for lost peers.
+    """
+    _ignore(*worker.STOP_SIGNALS)  # until the job listens
+    _redirect(files)
+    os.environ.update(environment)
+    try:
+        _die_with_agent(agent)
+        if int(os.environ["GROUP_WORLD_SIZE"]) > 1:
+            _meet(files, meet_s)
+        files.outcome.write_text(worker.main(run_dir, job), encoding="utf-8")
+    except BaseException as error:
+        with suppress(OSError):  # a full disk takes no traceback
+            traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(worker.exit_code(error))
+
+
+def _ignore(*numbers: signal.Signals) -> None:
+    """Ignore what SLURM sends to all processes of a job."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _die_with_agent(agent: int) -> None:
+    """End with the agent. Where the fork server is lost, a rank is asked to stop: nobody sees it end."""
+    die_with(agent, group=agent)
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+    _prctl_pr_set_pdeathsig(signal.SIGINT)
+
+
+def _redirect(files: RankFiles) -> None:
+    for number, path in ((1, files.stdout), (2, files.stderr)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _meet(files: RankFiles, limit_s: float) -> None:
+    """Wait for the ranks of all hosts: some load torch minutes after the others."""
+    from torch.distributed import TCPStore
+
+    env = os.environ
+    limit = timedelta(seconds=limit_s)
+    try:
+        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=limit)
+        if env["LOCAL_RANK"] == "0":
+            store.set(f"host/{env['GROUP_RANK']}", "")
+        store.wait([f"host/{host}" for host in range(int(env["GROUP_WORLD_SIZE"]))], limit)
+    except Exception as error:
+        failure = RankFailure.of(error, rank=None, local_rank=None, host=worker.host_name())
+        write_rank_failure(files.failure, failure)
+        raise

@@ -1,0 +1,140 @@
+"""How the ranks of a host start, meet those of other hosts and end, without a launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanoscale.agent.attempt import attempt
+from nanoscale.agent.link import Link
+from nanoscale.config.schema import Config, Launcher, Run
+from nanoscale.processes.messages import Message, Unpacker
+from nanoscale.processes.ports import ReservedPort
+from tests.support import ranks  # noqa: F401 - whose fork server starts these ranks as well
+from tests.support.jobs import make_run
+
+LIMIT_S = 60.0
+
+
+def sum_ranks(context, outcome="completed"):
+    dist.init_process_group("gloo")
+    total = torch.tensor(context.rank + 1)
+    dist.all_reduce(total)
+    (context.run.path / f"sum-{context.rank}").write_text(str(int(total)))
+    dist.destroy_process_group()
+    return outcome
+
+
+def vanish(context):
+    """End rank 1 as a library does that calls exit(0)."""
+    if context.rank == 1:
+        os._exit(0)
+    return "completed"
+
+
+@pytest.fixture
+def run(tmp_path):
+    launcher = Launcher(device="cpu", threads=1)
+    return make_run(Config(run=Run(root=str(tmp_path)), launcher=launcher))
+
+
+class Hosts:
+    """Agents in threads of this process, each the agent of a host with two ranks."""
+
+    def __init__(self, run, nodes, meet_s=LIMIT_S):
+        self.order = {
+            "run": str(run.path), "attempt": 1, "nodes": nodes, "world_size": 2 * nodes,
+            "master_addr": "127.0.0.1", "patience_s": LIMIT_S, "meet_s": meet_s,
+        }  # fmt: skip
+        self.port = ReservedPort()
+        self.stores = []
+
+    def attempt(self, node, job):
+        """Run the ranks of a host; its last message."""
+        reader, writer = os.pipe()
+        orders = os.open(os.devnull, os.O_RDONLY)
+        link = Link(orders, writer)
+        place = {"name": f"n{node}", "node_rank": node, "ranks": [2 * node, 2 * node + 1]}
+        order = self.order | place | {"master_port": self.port.number}
+        ended: list[Message] = []
+        killer = threading.Thread(target=_kill_after_failure, args=(link, reader, ended))
+        killer.start()
+        self.stores.append(attempt(link, order, job))
+        killer.join(LIMIT_S)
+        link.close()
+        return ended[0]
+
+    def close(self):
+        self.port.close()
+        for store in filter(None, self.stores):
+            store.kill()
+            store.join()
+
+
+def _kill_after_failure(link, reader, ended):
+    """Do what the launcher does with failures, until the attempt has ended."""
+    unpacker = Unpacker()
+    while not ended:
+        for message in unpacker.feed(os.read(reader, 1 << 16)):
+            if message["kind"] == "failing":
+                link.killed_attempt = 1
+            if message["kind"] == "ended":
+                ended.append(message)
+
+
+@pytest.fixture
+def hosts(run, request):
+    hosts = Hosts(run, *getattr(request, "param", (1,)))
+    yield hosts
+    hosts.close()
+
+
+def test_the_agent_needs_no_torch():
+    program = (
+        "import pkgutil, sys, nanoscale.agent as room\n"
+        "for module in pkgutil.iter_modules(room.__path__, 'nanoscale.agent.'):\n"
+        "    'fork_server_signals' in module.name or 'main__' in module.name or __import__(module.name)\n"
+        "print(*{'torch', 'numpy', 'deepspeed'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+
+
+@pytest.mark.parametrize("outcome", ["completed", "stopped"])
+def test_ranks_meet_and_return(hosts, run, outcome):
+    ended = hosts.attempt(0, partial(sum_ranks, outcome=outcome))
+    assert (ended["outcome"], ended["failures"]) == (outcome, [])
+    assert [(run.path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+
+
+def test_a_rank_that_exits_with_0_before_its_job_returns_has_failed(hosts):
+    ended = hosts.attempt(0, vanish)
+    assert ended["outcome"] == "killed"
+    ((rank, code),) = [(failure["rank"], failure["exit_code"]) for failure in ended["failures"]]
+    assert (rank, code) == (1, 0)
+
+
+@pytest.mark.parametrize("hosts", [(2,)], indirect=True)
+def test_ranks_of_two_hosts_meet(hosts, run):
+    results = {}
+    first = threading.Thread(target=lambda: results.update({0: hosts.attempt(0, sum_ranks)}))
+    first.start()
+    results[1] = hosts.attempt(1, sum_ranks)
+    first.join(LIMIT_S)
+    assert [results[node]["outcome"] for node in (0, 1)] == ["completed"] * 2
+    assert {(run.path / f"sum-{rank}").read_text() for rank in range(4)} == {"10"}
+
+
+@pytest.mark.parametrize("hosts", [(2, 0.2)], indirect=True)
+def test_a_host_that_never_comes_is_missed_by_the_agent_and_not_by_a_rank(hosts):
+    ended = hosts.attempt(0, sum_ranks)
+    assert ended["outcome"] == "killed"
+    assert {(failure["rank"], failure["host"]) for failure in ended["failures"]} == {(None, "n0")}
+    assert "timeout" in ended["failures"][0]["message"].lower()
