@@ -32,6 +32,7 @@ FIRST = re.compile(r"resume first|run\.name=first")
 LIMIT_S = 240.0
 
 
+@pytest.mark.timeout(1800)  # each command has its own limit
 @pytest.mark.exhaustive
 def test_the_tour_of_the_readme_trains(tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
@@ -69,6 +70,7 @@ TRAINS = re.compile(r"nanoscale (train|resume)\b")
 LAUNCHING = [page for page in PAGES if any(map(TRAINS.match, lines(page)))]
 
 
+@pytest.mark.timeout(1800)  # each command has its own limit
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", LAUNCHING, ids=lambda page: page.name)
 def test_the_other_lines_that_launch_train(
