@@ -20,9 +20,9 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED, Outcome
 from nanoscale.launch.lifecycle.command import here, plan_launch
-from nanoscale.launch.lifecycle.prepare import Request
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
+from nanoscale.launch.request import Request
 from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure

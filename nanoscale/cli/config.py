@@ -149,19 +149,17 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
     Raises:
         UserError: the configuration breaks a law, or is for another backend.
     """
-    from nanoscale.common.devices import detect
     from nanoscale.common.errors import Violation
     from nanoscale.config.deepspeed import deepspeed_settings
-    from nanoscale.config.rules import check
     from nanoscale.config.violations import refuse
-    from nanoscale.launch.hosts.hosts import read_hosts
+    from nanoscale.launch.request import check_request
 
     name = composed.config.backend.name
     if name != "deepspeed":
         source = composed.source("backend.name")
         message = "is not configured by DeepSpeed's JSON"
         refuse([Violation("backend.name", name, source, message, ("backend=deepspeed",))])
-    return deepspeed_settings(check(composed, detect(), read_hosts(composed)))
+    return deepspeed_settings(check_request(composed).config)
 
 
 def _named(name: str) -> list[str]:
@@ -191,11 +189,12 @@ def _named(name: str) -> list[str]:
 
 def _here(composed: Composed) -> Config | None:
     """Return what the job would become on the devices that it would be planned for; None if it cannot run."""
-    from nanoscale.cli.plan import resolved
     from nanoscale.common.errors import UserError
+    from nanoscale.launch.request import check_request
+    from nanoscale.plan.hardware.machines import planned_devices
 
     try:
-        return resolved(composed)
+        return check_request(composed, devices=planned_devices(composed)).config
     except UserError:
         return None
 

@@ -201,15 +201,10 @@ def _of_folder(
 
 
 def _checked(composed: Any) -> tuple[Config, tuple[Host, ...]]:
-    from nanoscale.common.devices import detect
-    from nanoscale.config.rules import check
-    from nanoscale.launch.hosts.hosts import read_hosts
-    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.request import check_request
 
-    hosts = read_hosts(composed)
-    config = check(composed, detect(), hosts)
-    check_extra(composed, config)
-    return config, hosts
+    request = check_request(composed)
+    return request.config, request.hosts
 
 
 def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from nanoscale.cli.refusals import Refusals
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.request import Request
     from nanoscale.plan.saving import SavingPlan
 
 Force = Annotated[

@@ -14,7 +14,6 @@ from nanoscale.cli.output import DOES_NOT_FIT, DONE, AsJson, console, print_json
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.schema import Config
     from nanoscale.config.values.composed import Composed
 
 
@@ -94,9 +93,12 @@ def plan(
 def _one(
     composed: Composed, explain: bool, html: Path | None, overwrite: bool, as_json: bool
 ) -> int:
+    from nanoscale.launch.request import check_request
+    from nanoscale.plan.hardware.machines import planned_devices
     from nanoscale.plan.predict import predict
 
-    prediction = predict(resolved(composed))
+    config = check_request(composed, devices=planned_devices(composed)).config
+    prediction = predict(config)
     if html is not None:
         from nanoscale.view.plan.prediction_page import prediction_page
 
@@ -138,19 +140,3 @@ def _search(
     else:
         print_found(console(), composed, looked_in, found)
     return DONE if found.best is not None else DOES_NOT_FIT
-
-
-def resolved(composed: Composed) -> Config:
-    """The configuration on the devices that it is planned for.
-
-    Raises:
-        UserError: it breaks a law, or its devices are unknown.
-    """
-    from nanoscale.config.rules import check
-    from nanoscale.launch.hosts.hosts import read_hosts
-    from nanoscale.launch.preflight.deepspeed_settings import check_extra
-    from nanoscale.plan.hardware.machines import planned_devices
-
-    config = check(composed, planned_devices(composed), read_hosts(composed))
-    check_extra(composed, config)
-    return config

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.schema import Config
     from nanoscale.config.values.composed import Composed
-    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
 
 IDENTITY = (
@@ -129,24 +129,19 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
 
     from nanoscale.checkpoint.configuration import manifest_key, newest
     from nanoscale.checkpoint.hf.adapters import require_base
-    from nanoscale.common.devices import detect
     from nanoscale.common.errors import UserError, Violation
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.reference import mapping_around
-    from nanoscale.config.rules import check
-    from nanoscale.launch.hosts.hosts import read_hosts
-    from nanoscale.launch.lifecycle.prepare import Request
-    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.request import check_request
     from nanoscale.launch.slurm.allocation import note_idle_nodes
 
     composed = compose(words, config_file=run.config, options=options)
-    devices, hosts = detect(), read_hosts(composed)
     old = load(run.config)
     stored = newest(run)
     _require_recorded(run, stored, composed)
-    new = check(composed, devices, hosts)
-    check_extra(composed, new)
+    request = check_request(composed, repeats=run.config)
+    new = request.config
     note_idle_nodes(new.launcher)
     moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
     restored = _restored(stored, new)
@@ -176,8 +171,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
         raise UserError("run", "that would be another run", violations)
     if new.lora.rank:
         require_base(new, run.checkpoints)
-    named = replace(new, run=old.run)
-    return Request(composed, named, devices, repeats=run.config, hosts=hosts)
+    return replace(request, config=replace(new, run=old.run))
 
 
 def _require_recorded(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.composing.variants import Variant
     from nanoscale.config.values.composed import Composed
-    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.request import Request
     from nanoscale.launch.slurm.slurm import SlurmError
     from nanoscale.launch.submission.submit import Batch
     from nanoscale.runs.submission import Submission
@@ -119,13 +119,10 @@ def _request(
     """One run, checked against as many nodes as SLURM will be asked for; `fetch` as in `with_weights`."""
     from dataclasses import replace
 
-    from nanoscale.common.devices import detect
     from nanoscale.config.composing.compose import Setting, compose
-    from nanoscale.config.rules import check
     from nanoscale.config.values.provenance import COMMAND_LINE
-    from nanoscale.launch.lifecycle.prepare import Request
-    from nanoscale.launch.preflight.deepspeed_settings import check_extra
     from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.request import check_request
     from nanoscale.launch.slurm.allocation import wanted_nodes
 
     options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
@@ -133,16 +130,14 @@ def _request(
     if config is not None:
         require_trust(config, lambda: composed, trust=trust)
     _refuse_other_launchers(composed)
-    devices, hosts = detect(), wanted_nodes(composed)
-    checked = check(composed, devices, hosts)
-    check_extra(composed, checked)
-    checked = with_weights(composed, checked, fetch=fetch)
+    request = check_request(composed, hosts=wanted_nodes(composed), repeats=config)
+    checked = with_weights(composed, request.config, fetch=fetch)
     resolved = replace(
         checked,
-        launcher=replace(checked.launcher, devices=hosts[0].slots),
+        launcher=replace(checked.launcher, devices=request.hosts[0].slots),
         run=replace(checked.run, root=str(Path(checked.run.root).absolute())),
     )
-    return Request(composed, resolved, devices, repeats=config, hosts=hosts)
+    return replace(request, config=resolved)
 
 
 def _refuse_other_launchers(composed: Composed) -> None:

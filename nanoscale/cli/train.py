@@ -24,7 +24,7 @@ from nanoscale.cli.trust import Trust, require_trust
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
-    from nanoscale.launch.lifecycle.prepare import Request
+    from nanoscale.launch.request import Request
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show all that would happen; write and start nothing.")
@@ -90,25 +90,21 @@ def compose_request(
         fetch: the weights of a model that is given by its name are fetched, if they are not here.
         trust: run the code and programs that another user's frozen configuration names.
     """
-    from nanoscale.common.devices import detect
+    from dataclasses import replace
+
     from nanoscale.config.composing.compose import compose
-    from nanoscale.config.rules import check
-    from nanoscale.launch.hosts.hosts import read_hosts
-    from nanoscale.launch.lifecycle.prepare import Request, check_new_run, name_run
-    from nanoscale.launch.preflight.deepspeed_settings import check_extra
+    from nanoscale.launch.lifecycle.prepare import check_new_run, name_run
     from nanoscale.launch.preflight.pretrained import with_weights
+    from nanoscale.launch.request import check_request
     from nanoscale.launch.slurm.allocation import note_idle_nodes, require_one_launcher
 
     require_one_launcher()
     composed = compose(words, config_dir=config_dir, config_file=config, options=options)
     if config is not None:
         require_trust(config, lambda: composed, trust=trust)
-    devices, hosts = detect(), read_hosts(composed)
-    checked = check(composed, devices, hosts)
-    check_extra(composed, checked)
-    note_idle_nodes(checked.launcher)
-    named = name_run(composed, checked, repeats=config is not None)
+    request = check_request(composed, repeats=config)
+    note_idle_nodes(request.config.launcher)
+    named = name_run(composed, request.config, repeats=config is not None)
     with (refusals or Refusals()).gather():
         check_new_run(named)
-    named = with_weights(composed, named, fetch=fetch)
-    return Request(composed, named, devices, repeats=config, hosts=hosts)
+    return replace(request, config=with_weights(composed, named, fetch=fetch))

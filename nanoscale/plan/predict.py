@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.units import GIB
 from nanoscale.config.derive import derive
+from nanoscale.config.rules.backends import honoured
 from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
 from nanoscale.plan.pipeline import Costs, Timeline
-from nanoscale.plan.search.candidates import honoured
 from nanoscale.plan.time.step import StageCost, StepTime, Training, stage_costs, step_time, training
 
 SPREAD = 0.04

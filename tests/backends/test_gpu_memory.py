@@ -7,9 +7,10 @@ import torch
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.staging import Staging
-from nanoscale.cli.plan import resolved
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.schema import Config
+from nanoscale.launch.request import check_request
+from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
 from tests.support.fake_gpu import FakeGpu, with_engine
 from tests.support.ranks import run_ranks
@@ -49,7 +50,8 @@ ROWS = [
 
 
 def job(overrides: str) -> Config:
-    return resolved(compose([*JOB, *overrides.split()]))
+    composed = compose([*JOB, *overrides.split()])
+    return check_request(composed, devices=planned_devices(composed)).config
 
 
 def peaks(_: int) -> dict[str, int]:

@@ -15,7 +15,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.lifecycle.prepare import Request, name_run, new_run, replace_configuration
+from nanoscale.launch.lifecycle.prepare import name_run, new_run, replace_configuration
+from nanoscale.launch.request import Request
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
 

@@ -23,7 +23,7 @@ CPU = Devices("cpu", 2, cores=2)
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nanoscale.common.devices.detect", lambda: CPU)
+    monkeypatch.setattr("nanoscale.launch.request.detect", lambda: CPU)
     Path("hosts").write_text("h1 slots=4\nme@h2 slots=8\n[fe80::1] slots=4\n")
 
 

@@ -12,7 +12,7 @@ from nanoscale.cli.attempt import precision_lines
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
-from nanoscale.launch.lifecycle.prepare import Request
+from nanoscale.launch.request import Request
 from nanoscale.plan.predict import predict
 from nanoscale.view.plan.prediction_json import document
 

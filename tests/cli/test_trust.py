@@ -14,7 +14,8 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.reference import declared
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Launcher, Model
-from nanoscale.launch.lifecycle.prepare import Request, new_run
+from nanoscale.launch.lifecycle.prepare import new_run
+from nanoscale.launch.request import Request
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.trust import executed, is_signed, sign

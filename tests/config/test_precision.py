@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.hosts import as_settings
-from nanoscale.cli.plan import resolved
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose
@@ -16,6 +15,8 @@ from nanoscale.config.rules import Devices, check
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config, Precision
 from nanoscale.launch.hosts.hosts import read_hosts
+from nanoscale.launch.request import check_request
+from nanoscale.plan.hardware.machines import planned_devices
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2)
@@ -85,7 +86,9 @@ def test_a_described_cluster_decides_and_unknown_gpus_have_bf16():
     [("v100", "fp16"), ("h200", "bf16"), ("mi300x", "bf16"), ("cpu", "fp32")],
 )
 def test_a_plan_is_made_for_the_cluster_that_is_not_here(cluster: str, compute: str) -> None:
-    assert resolved(compose(["recipe=debug", f"cluster={cluster}"])).precision.compute == compute
+    composed = compose(["recipe=debug", f"cluster={cluster}"])
+    config = check_request(composed, devices=planned_devices(composed)).config
+    assert config.precision.compute == compute
 
 
 def test_fp32_on_a_gpu_has_tf32_products_where_the_gpu_has_them():

@@ -17,7 +17,8 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.fleet.signals import Signals
-    from nanoscale.launch.lifecycle.prepare import Request, new_run
+    from nanoscale.launch.lifecycle.prepare import new_run
+    from nanoscale.launch.request import Request
     from nanoscale.launch.transport import transport
 
     config = Config(

@@ -28,7 +28,6 @@ from nanoscale.config.schema import (
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
-from nanoscale.launch.lifecycle.prepare import Request
 from nanoscale.launch.preflight.preflight import (
     can_compute,
     judge,
@@ -36,6 +35,7 @@ from nanoscale.launch.preflight.preflight import (
     require_ready,
     skew_s,
 )
+from nanoscale.launch.request import Request
 from nanoscale.launch.transport.connection_errors import explain
 from nanoscale.runs.failure import agent_failure
 

@@ -11,12 +11,12 @@ from nanoscale.config.composing.frozen import load
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle import prepare
 from nanoscale.launch.lifecycle.prepare import (
-    Request,
     check_new_run,
     name_run,
     new_run,
     replace_configuration,
 )
+from nanoscale.launch.request import Request
 from nanoscale.runs import lock, status
 from nanoscale.runs.directory import RunDirectory, read_json
 

@@ -273,3 +273,8 @@ DEEPSPEED = [
         for usual in (reference.declared()[name].default,)
     ),
 ]
+
+
+def honoured(config: Config) -> bool:
+    """Return True if the backend can do all that is asked."""
+    return all(limit.takes(config) for limit in limits(config.backend.name))

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from nanoscale.checkpoint.configuration import record_changes
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.composing.interpolation import unescape, variables
+from nanoscale.config.composing.interpolation import variables
 from nanoscale.config.deepspeed import deepspeed_settings
-from nanoscale.config.rules import Devices, Host
+from nanoscale.config.rules import Devices
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
-from nanoscale.config.values.yaml_file import read
 from nanoscale.config.violations import override
+from nanoscale.launch.request import Request
 from nanoscale.runs import status, trust
 from nanoscale.runs.directory import (
     RunDirectory,
@@ -48,39 +48,6 @@ _PACKAGES = (
     "xxhash",
     "deepspeed",
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """A job that may be started: what was asked for, and what it came to on these machines."""
-
-    composed: Composed
-    config: Config
-    """resolved, with the name of its run"""
-    devices: Devices
-    repeats: Path | None = None
-    """the frozen configuration that it was made from"""
-    hosts: tuple[Host, ...] = ()
-    """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
-    plan: dict[str, Any] | None = None
-    """plan.json: what was predicted; None where nothing could be"""
-
-    @property
-    def asked(self) -> Config:
-        """The configuration before it was resolved; what a frozen one had left open stays open."""
-        config = self.composed.config
-        opened = read(self.repeats).content.get("resolved") if self.repeats else None
-        for key, value in (opened or {}).items():
-            if not self.composed.by_hand(key):
-                section, name = key.split(".")
-                changed = replace(getattr(config, section), **{name: unescape(key, value)})
-                config = replace(config, **{section: changed})
-        return config
-
-    @property
-    def run(self) -> RunDirectory:
-        """Where the run lies, or will."""
-        return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
 
 
 def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:

@@ -19,7 +19,8 @@ from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
-from nanoscale.launch.lifecycle.prepare import Request, replace_configuration
+from nanoscale.launch.lifecycle.prepare import replace_configuration
+from nanoscale.launch.request import Request
 from nanoscale.runs import events, failure, fence, status
 from nanoscale.runs.directory import STREAMS, RunDirectory, write_json
 from nanoscale.runs.lock import RunLock

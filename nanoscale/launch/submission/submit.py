@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nanoscale.launch.lifecycle.prepare import Request, new_run
+from nanoscale.launch.lifecycle.prepare import new_run
+from nanoscale.launch.request import Request
 from nanoscale.launch.slurm import slurm
 from nanoscale.launch.submission.batch import array_script, batch_script, runs_list
 from nanoscale.runs import submission

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal, TypeVar
 
-from nanoscale.config.rules.backends import limits
+from nanoscale.config.rules.backends import honoured
 from nanoscale.config.rules.resolution import divisors
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
@@ -251,11 +251,6 @@ def _shape(
         virtual = base.parallel.virtual_stages if "parallel.virtual_stages" in room.held else 2
         layout = replace(layout, virtual_stages=virtual)
     return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))
-
-
-def honoured(config: Config) -> bool:
-    """Whether the backend can do it."""
-    return all(limit.takes(config) for limit in limits(config.backend.name))
 
 
 def _choices(room: Room, name: str, every: Iterable[T]) -> Iterable[T]:

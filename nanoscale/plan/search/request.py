@@ -9,12 +9,13 @@ from typing import Any
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.rules import check
+from nanoscale.config.rules.backends import honoured
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import SPLIT_BACKWARD, usual_virtual_stages
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.search.candidates import Room, honoured
+from nanoscale.plan.search.candidates import Room
 
 SEARCHED = (
     "parallel.dp_replicate",

@@ -1,0 +1,77 @@
+"""A request: the overrides and options of a command, checked against the machines that they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanoscale.common.devices import detect
+from nanoscale.config.composing.interpolation import unescape
+from nanoscale.config.rules import Devices, Host, check
+from nanoscale.config.schema import Config
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.values.yaml_file import read
+from nanoscale.launch.hosts.hosts import read_hosts
+from nanoscale.launch.preflight.deepspeed_settings import check_extra
+from nanoscale.runs.directory import (
+    RunDirectory,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job that may be started, with the configuration as asked for and as resolved."""
+
+    composed: Composed
+    config: Config
+    """resolved, with the name of its run"""
+    devices: Devices
+    repeats: Path | None = None
+    """the frozen configuration that it was made from"""
+    hosts: tuple[Host, ...] = ()
+    """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
+    plan: dict[str, Any] | None = None
+    """plan.json: what was predicted; None where nothing could be"""
+
+    @property
+    def asked(self) -> Config:
+        """The configuration before it was resolved; what a frozen one had left open stays open."""
+        config = self.composed.config
+        opened = read(self.repeats).content.get("resolved") if self.repeats else None
+        for key, value in (opened or {}).items():
+            if not self.composed.by_hand(key):
+                section, name = key.split(".")
+                changed = replace(getattr(config, section), **{name: unescape(key, value)})
+                config = replace(config, **{section: changed})
+        return config
+
+    @property
+    def run(self) -> RunDirectory:
+        """Where the run lies, or will."""
+        return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
+
+
+def check_request(
+    composed: Composed,
+    *,
+    devices: Devices | None = None,
+    hosts: tuple[Host, ...] | None = None,
+    repeats: Path | None = None,
+) -> Request:
+    """Check a composed configuration against the rules, the machines and the backend's own judge.
+
+    Args:
+        composed: the configuration as the user asked for it.
+        devices: the devices of a host; None: those of this machine.
+        hosts: the hosts of the job; None: those of the hostfile or of SLURM.
+        repeats: the frozen configuration that it was made from.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    devices = detect() if devices is None else devices
+    hosts = read_hosts(composed) if hosts is None else hosts
+    config = check(composed, devices, hosts)
+    check_extra(composed, config)
+    return Request(composed, config, devices, repeats=repeats, hosts=hosts)
