@@ -14,11 +14,9 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from types import FrameType
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
@@ -28,45 +26,11 @@ from nanoscale.processes.malloc import keep_freed_memory
 from nanoscale.processes.messages import BANDWIDTH, BENCH, EVALUATION, TRAINING
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.runs.rank_context import RankContext, StopFlag
 
 EXIT_CODES = {"completed": 0, "stopped": 75}
 _FLIGHT_RECORDER = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
 """names of the variable that says where it writes; by default every job of a user writes to one place"""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-
-class StopFlag:
-    """Whether the run was asked to stop. The loop looks at it, agrees on a step and stops there."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def listen(self) -> None:
-        """Let the stop signals raise the flag, and do nothing else. Main thread only."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._raise)
-
-    def _raise(self, _number: int, _frame: FrameType | None) -> None:
-        self.requested = True
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """What a rank knows about itself and its run."""
-
-    run: RunDirectory
-    config: Config
-    rank: int
-    local_rank: int
-    world_size: int
-    host: str
-    attempt: int
-    """0 where no launcher has begun it, but torchrun"""
-    stop: StopFlag
-
-    @property
-    def workspace(self) -> Path:
-        return self.run.workspace(self.attempt)
 
 
 Job = Callable[[RankContext], str]

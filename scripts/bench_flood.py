@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import psutil
 
 from nanoscale.runs import events
-from nanoscale.worker import RankContext
+from nanoscale.runs.rank_context import RankContext
 
 BLOCK = bytes(range(128, 256)) * 8192
 """1 MiB without the end of a line, and not UTF-8"""

@@ -40,10 +40,10 @@ from nanoscale.processes.malloc import keep_freed_memory
 from nanoscale.processes.ports import ReservedPort
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from nanoscale.worker import StopFlag
 from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 
 NAMES = ("plain", "ours", "deepspeed", "trainer")

@@ -40,11 +40,11 @@ from nanoscale.config.schema import Config
 from nanoscale.data.dataset import open_data
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
-from nanoscale.metrics.profile import recording
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import activation, compile
+from nanoscale.train.profile import recording
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit"}
 """Trainer's names of nanoscale's optimizers"""

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoscale.cli.output import console
 from nanoscale.common.units import GIB, byte_size, duration
-from nanoscale.view.run.step_parts import in_words
+from nanoscale.runs.step_parts import in_words
 
 _KERNELS, _NAME = 8, 66
 

@@ -15,10 +15,11 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import load
+from nanoscale.config.hardware.data_sheets import CPU, recognise
 from nanoscale.config.schema import Cluster, Config
 from nanoscale.config.violations import override
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
-from nanoscale.plan.hardware.hardware import CPU, hardware_of, recognise
+from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import predict
 from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.steady import WARM_UP, Steady, steady

@@ -26,7 +26,7 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
     """
     from dataclasses import replace
 
-    from nanoscale.plan.hardware.hardware import UnknownHardwareError
+    from nanoscale.config.hardware.data_sheets import UnknownHardwareError
     from nanoscale.plan.predict import predict
     from nanoscale.view.plan.prediction_json import document
     from nanoscale.view.plan.verdict import require_fit

@@ -22,7 +22,7 @@ from nanoscale.parallel import process_group as ranks
 from nanoscale.runs.directory import write_json
 
 if TYPE_CHECKING:
-    from nanoscale.worker import RankContext
+    from nanoscale.runs.rank_context import RankContext
 
 _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))

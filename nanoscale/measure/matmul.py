@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.schema import Precision
 from nanoscale.metrics.meter import wait_for
 from nanoscale.parallel.fsdp import DTYPES
-from nanoscale.plan.hardware.hardware import kind
 
 _SIDES = {"cuda": (8192,), "cpu": (512, 1024)}
 _BATCH_S = {"cuda": 0.2, "cpu": 0.005}

@@ -21,15 +21,15 @@ from nanoscale.checkpoint.saver import Saver
 from nanoscale.data.dataset import open_data
 from nanoscale.measure.matmul import matmul_rate
 from nanoscale.metrics.meter import Meter, peak_memory_gib, wait_for
-from nanoscale.metrics.profile import recording
 from nanoscale.metrics.trace import STEP, events_of, parts_of
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
+from nanoscale.train.profile import recording
 
 if TYPE_CHECKING:
-    from nanoscale.worker import RankContext
+    from nanoscale.runs.rank_context import RankContext
 
 RECORDED = 2
 _SAID_EVERY_S = 1.0

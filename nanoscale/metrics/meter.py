@@ -7,10 +7,10 @@ import time
 
 import torch
 
+from nanoscale.config.hardware.data_sheets import peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import trained_flops_per_token
 from nanoscale.config.schema import Config
-from nanoscale.plan.hardware.hardware import peak_of
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:

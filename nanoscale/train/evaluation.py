@@ -27,7 +27,7 @@ from nanoscale.train.job import base_of, begin, make_engine
 from nanoscale.train.loop import samples_of, validate
 
 if TYPE_CHECKING:
-    from nanoscale.worker import RankContext
+    from nanoscale.runs.rank_context import RankContext
 
 _WEIGHTS = ("model.", "balance.")
 """what of a training's state the model computes with"""

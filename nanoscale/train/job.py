@@ -19,7 +19,6 @@ from nanoscale.config.model_math import describe_adapters
 from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics.meter import Meter
-from nanoscale.metrics.profile import Recorder
 from nanoscale.metrics.sinks import Sink, open_sinks
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernels import kernels_in_use
@@ -28,10 +27,11 @@ from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.loop import Note, Progress, Training
+from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
 
 if TYPE_CHECKING:
-    from nanoscale.worker import RankContext
+    from nanoscale.runs.rank_context import RankContext
 
 
 def run(context: RankContext) -> str:

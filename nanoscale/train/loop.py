@@ -21,11 +21,11 @@ from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.prefetch import Prefetched, Source
 from nanoscale.metrics.meter import Meter, peak_memory_gib
-from nanoscale.metrics.profile import Recorder
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 

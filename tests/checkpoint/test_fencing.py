@@ -23,8 +23,8 @@ from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.fence import FencedError
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train.job import noter
-from nanoscale.worker import RankContext, StopFlag
 from tests.support.ranks import run_ranks
 
 STATE = {"a": torch.arange(10.0), "b": torch.ones(3, 5)}

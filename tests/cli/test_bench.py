@@ -19,7 +19,7 @@ from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Config, Train
 from nanoscale.launch.lifecycle.bench import compared, document
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.view.run.step_parts import PARTS
+from nanoscale.runs.step_parts import PARTS
 from tests.support.jobs import make_config
 
 LIMIT_S = 60.0

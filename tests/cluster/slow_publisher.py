@@ -23,8 +23,8 @@ from nanoscale.checkpoint import sharded, store
 from nanoscale.metrics.sinks import Sink
 from nanoscale.parallel import process_group
 from nanoscale.runs.fence import FencedError
+from nanoscale.runs.rank_context import RankContext
 from nanoscale.train.job import noter, sinks_of
-from nanoscale.worker import RankContext
 
 STATE = {"weights": torch.arange(1e4), "moments": torch.ones(100, 7)}
 WAITS_AT = 3

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale import worker
 from nanoscale.processes import lifeline
-from nanoscale.runs import failure
+from nanoscale.runs import failure, rank_context
 from nanoscale.runs.directory import RunDirectory
 
 ROOT = str(Path(__file__).parents[2])
@@ -19,15 +18,15 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "NANOSCALE_HOST": "h"
 
 @pytest.fixture
 def handlers():
-    before = {number: signal.getsignal(number) for number in worker.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in rank_context.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", worker.STOP_SIGNALS)
+@pytest.mark.parametrize("number", rank_context.STOP_SIGNALS)
 def test_a_stop_signal_only_raises_the_flag(handlers, number):
-    stop = worker.StopFlag()
+    stop = rank_context.StopFlag()
     stop.listen()
     assert not stop.requested
     os.kill(os.getpid(), number)
@@ -48,6 +47,7 @@ def test_a_rank_without_its_configuration_says_so_and_exits_2(tmp_path):
 FILES = """
 import resource, sys
 from nanoscale import worker
+from nanoscale.runs import rank_context
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
 try:
     worker.main(sys.argv[1])

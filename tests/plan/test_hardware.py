@@ -10,15 +10,10 @@ import pytest
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
+from nanoscale.config.hardware.data_sheets import known_devices, peak_of, recognise
 from nanoscale.config.schema import Cluster, Config, Launcher, Peaks, Precision
 from nanoscale.plan.hardware import hardware as room
-from nanoscale.plan.hardware.hardware import (
-    Efficiency,
-    hardware_of,
-    known_devices,
-    peak_of,
-    recognise,
-)
+from nanoscale.plan.hardware.hardware import Efficiency, hardware_of
 from tests.plan.machines import BF16, machine
 
 BRIEF = [

@@ -16,8 +16,8 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.processes.affinity import near_cores, ranges
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, write_json
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
-from nanoscale.worker import RankContext, StopFlag
 from tests.support.fake_nvml import build_fake_nvml, fake_environment
 from tests.support.recipes import debug_recipe
 

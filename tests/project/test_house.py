@@ -48,7 +48,7 @@ def test_no_file_imports_in_a_circle(imports):
 
 
 def test_no_folder_imports_in_a_circle(imports):
-    folders = {}
+    folders: dict[str, set[str]] = {}
     for name, targets in imports.items():
         here = folder_of(name)
         folders.setdefault(here, set()).update({*map(folder_of, targets)} - {here})
@@ -75,7 +75,7 @@ def test_arrows_point_downwards(imports):
 
 def test_no_room_is_too_large(imports):
     """A folder with more files than this needs rooms of its own."""
-    sizes = {}
+    sizes: dict[str, list[str]] = {}
     for name in imports:
         if name != folder_of(name):
             sizes.setdefault(folder_of(name), []).append(name)

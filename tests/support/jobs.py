@@ -37,8 +37,8 @@ from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
-from nanoscale.worker import RankContext, StopFlag
 from tests.support.ranks import run_ranks
 
 SEQ_LEN = 16

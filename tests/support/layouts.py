@@ -17,10 +17,10 @@ from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Record
 from nanoscale.parallel import process_group
+from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from nanoscale.worker import StopFlag
 from tests.support.jobs import SHAPE, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 

@@ -14,7 +14,7 @@ from nanoscale.config.composing import frozen
 from nanoscale.config.schema import Backend, Checkpoint, Precision
 from nanoscale.measure import matmul, steps
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
-from nanoscale.worker import RankContext, StopFlag
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from tests.support.jobs import PRECISIONS, make_config, write_tokens
 from tests.support.ranks import run_ranks
 

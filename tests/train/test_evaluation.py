@@ -18,8 +18,8 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import evaluation
-from nanoscale.worker import RankContext, StopFlag
 from tests.support.jobs import (
     PRECISIONS,
     SHAPE,

@@ -25,9 +25,9 @@ from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.parallel import process_group
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train.job import noter
 from nanoscale.train.loop import Training
-from nanoscale.worker import RankContext, StopFlag
 from tests.support.jobs import (
     KillBefore,
     curve,

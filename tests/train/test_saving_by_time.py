@@ -11,8 +11,8 @@ import pytest
 from nanoscale.checkpoint.store import list_checkpoints
 from nanoscale.config.schema import Backend, Checkpoint, Config
 from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train import agreement
-from nanoscale.worker import StopFlag
 from tests.support.jobs import (
     KillBefore,
     curve,

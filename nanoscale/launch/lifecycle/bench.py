@@ -14,11 +14,11 @@ from typing import Any
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.derive import derive
+from nanoscale.config.hardware.data_sheets import kind, peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import parameters, trained_flops_per_token
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.signals import unwinding
-from nanoscale.plan.hardware.hardware import kind, peak_of
 from nanoscale.runs import fence, metrics
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.steady import WARM_UP, steady

@@ -7,30 +7,18 @@ goes before the table's; a device that is in no file must be described wholly.
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from nanoscale.common.devices import detect
 from nanoscale.common.errors import UserError
-from nanoscale.config.composing.library import packaged
-from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
-from nanoscale.config.values import yaml_file
-from nanoscale.config.values.convert import to_config
-
-CPU = "cpu"
-
-
-class UnknownHardwareError(UserError):
-    """Nobody has said what the hardware is, or what it does with the trained type.
-
-    A plan needs that, a launch does not.
-    """
-
-
-_NOT_A_DEVICE = frozenset({"local"})
+from nanoscale.config.hardware.data_sheets import (
+    REQUIRED_KEYS,
+    UnknownHardwareError,
+    described,
+    kind,
+    known_overrides,
+)
+from nanoscale.config.schema import Cluster, Config, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +95,6 @@ class Hardware:
         return self.peaks[kind(precision)]
 
 
-def kind(precision: Precision) -> str:
-    """The type of number in which a block's products are computed."""
-    return "fp8" if precision.fp8 else wide_kind(precision)
-
-
-def wide_kind(precision: Precision) -> str:
-    """The type of all products that are not computed in 8 bits."""
-    return "tf32" if precision.tf32 is True else precision.compute
-
-
 def hardware_of(config: Config) -> Hardware:
     """What `config.cluster` describes, the gaps filled from the table.
 
@@ -130,13 +108,13 @@ def hardware_of(config: Config) -> Hardware:
             "launches it without a plan",
         )
     cluster = described(config)
-    missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
+    missing = [f"cluster.{name}" for name in REQUIRED_KEYS if getattr(cluster, name) is None]
     if missing:
         name = cluster.device or "the device"
         raise UserError(
             "config",
             f"{name} is in no file of the group cluster, and these keys of it are null: "
-            f"{', '.join(missing)}. Set them, or take one that is known: {_known_words()}",
+            f"{', '.join(missing)}. Set them, or take one that is known: {known_overrides()}",
         )
     if config.lora.rank:
         raise UnknownHardwareError(
@@ -162,128 +140,6 @@ def hardware_of(config: Config) -> Hardware:
             f"cluster.peaks.{trained}=TFLOP/s",
         )
     return _in_si(cluster, peaks, _efficiency(cluster))
-
-
-def peak_of(config: Config, driver_name: str | None) -> float | None:
-    """FLOP/s at the trained precision of the GPU that a driver calls so; None where nobody knows.
-
-    Without a GPU (no name) it is what `cluster.peak_tflops` says: nobody promises one of a CPU.
-    """
-    cluster = config.cluster
-    if cluster.peak_tflops is not None:
-        return cluster.peak_tflops * 1e12
-    if driver_name is None:
-        return None
-    known = cluster.device or recognise(driver_name)
-    cluster = _filled(cluster, _known(known or ""))
-    peak: float | None = getattr(cluster.peaks, kind(config.precision))
-    if kind(config.precision) == "tf32":
-        peak = peak or cluster.peaks.fp32
-    return None if peak is None else peak * 1e12
-
-
-def described(config: Config) -> Cluster:
-    """`config.cluster` with the gaps filled as far as the table knows."""
-    cluster = config.cluster
-    if cluster.device is not None:
-        return _filled(cluster, _known(cluster.device))
-    if all(getattr(cluster, name) is not None for name in _NEEDED):
-        return replace(cluster, device="unnamed")
-    here = detect()
-    if config.launcher.device == "cuda" and here.kind == "cpu":
-        raise UnknownHardwareError(
-            "config",
-            "cluster.device is null, and the devices are on other hosts. Type what they are, as in "
-            f"cluster=h100-sxm; known are {_known_words()}",
-        )
-    if config.launcher.device == "cpu" or here.kind == "cpu":
-        return _this_cpu(_filled(cluster, _known(CPU)), config)
-    names = sorted(set(here.names))
-    known = {name: recognise(name) for name in names}
-    if len(set(known.values())) != 1 or None in known.values():
-        raise UnknownHardwareError(
-            "config",
-            f"cluster.device is null, and this machine's {' and '.join(names)} is no one known device. "
-            f"Type what it is, as in cluster=h100-sxm; known are {_known_words()}",
-        )
-    return _filled(cluster, _known(str(known[names[0]])))
-
-
-def recognise(device_name: str) -> str | None:
-    """The table's name of a device by its driver's: the longest part that it contains decides."""
-    found = [
-        (len(part), name)
-        for name in known_devices()
-        if (cluster := _known(name)) is not None
-        for part in cluster.recognised
-        if part.lower() in device_name.lower()
-    ]
-    return max(found)[1] if found else None
-
-
-_NEEDED = (
-    "devices_per_host", "memory_gib", "memory_gbs", "multiprocessors", "intra_host_gbs", "inter_host_gbs",
-    "host_link_gbs", "host_memory_gib",
-)  # fmt: skip
-"""keys without which no machine is described"""
-
-
-@cache
-def known_devices() -> tuple[str, ...]:
-    """The devices of the table, by name."""
-    folder = packaged()[0] / "cluster"
-    return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - _NOT_A_DEVICE))
-
-
-@cache
-def _known(name: str) -> Cluster | None:
-    """The table's entry; None where it has none of that name."""
-    if name not in known_devices():
-        return None
-    read = yaml_file.read(packaged()[0] / "cluster" / f"{name}.yaml")
-    return to_config({"cluster": read.content}, read.source).cluster
-
-
-def _known_words() -> str:
-    return ", ".join(f"cluster={name}" for name in known_devices())
-
-
-_Section = TypeVar("_Section", Cluster, Peaks, Reached)
-
-
-def _filled(own: _Section, table: _Section | None) -> _Section:
-    """`own` with the table's values where it has none; sections within are filled the same way."""
-    if table is None:
-        return own
-    values: dict[str, Any] = {}
-    for field in fields(own):
-        mine, theirs = getattr(own, field.name), getattr(table, field.name)
-        if is_dataclass(mine):
-            values[field.name] = _filled(mine, theirs)
-        elif mine is None or mine == [] or mine == {}:
-            values[field.name] = theirs
-    return replace(own, **values)
-
-
-def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
-    """A rank's share of this host's memory and cores, where they are known here."""
-    ranks, threads = config.launcher.devices, config.launcher.threads
-    ranks = ranks if isinstance(ranks, int) else 1
-    threads = threads if isinstance(threads, int) else 1
-    own = config.cluster
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    peaks = {
-        field.name: getattr(own.peaks, field.name) or (value * threads if value else None)
-        for field in fields(cluster.peaks)
-        for value in [getattr(cluster.peaks, field.name)]
-    }
-    return replace(
-        cluster,
-        devices_per_host=own.devices_per_host or ranks,
-        memory_gib=own.memory_gib or total / ranks,
-        host_memory_gib=own.host_memory_gib or total,
-        peaks=replace(cluster.peaks, **peaks),
-    )
 
 
 def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) -> Hardware:

@@ -6,8 +6,9 @@ import math
 
 from nanoscale.common.devices import Devices, cores, detect
 from nanoscale.config.composing import nodes
+from nanoscale.config.hardware.data_sheets import CPU
 from nanoscale.config.values.composed import Composed
-from nanoscale.plan.hardware.hardware import CPU, hardware_of
+from nanoscale.plan.hardware.hardware import hardware_of
 
 
 def planned_devices(composed: Composed) -> Devices:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.schema import Config, Model
-from nanoscale.plan.hardware.hardware import Hardware, kind, wide_kind
+from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.work import NOTHING, Passes, Work, passes

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from nanoscale.common.units import byte_size, duration, share, three_digits
 from nanoscale.config.derive import derive
+from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import active_parameters, parameters
-from nanoscale.plan.hardware.hardware import kind
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.view.plan.explain import how

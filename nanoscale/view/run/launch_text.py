@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import GIB, duration, share
 from nanoscale.config.derive import Derived
+from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.model_math import describe_adapters
 from nanoscale.config.schema import Config, Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
-from nanoscale.plan.hardware.hardware import wide_kind
 from nanoscale.plan.saving import SavingPlan
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.plan.prediction_json import bf16_advice

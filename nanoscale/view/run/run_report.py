@@ -7,10 +7,10 @@ from typing import Any
 
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.derive import derive
+from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import parameters
 from nanoscale.config.schema import Config
 from nanoscale.launch.lifecycle.command import read_plan
-from nanoscale.plan.hardware.hardware import kind
 from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document

@@ -18,7 +18,7 @@ from nanoscale.config.schema import Profile
 from nanoscale.metrics.meter import wait_for
 from nanoscale.metrics.trace import events_of, parts_of
 from nanoscale.parallel import process_group
-from nanoscale.view.run.step_parts import in_words
+from nanoscale.runs.step_parts import in_words
 
 _MOST_ALLOCATIONS = 1_000_000
 """that a snapshot of memory remembers, the last ones"""
