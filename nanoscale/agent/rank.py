@@ -20,6 +20,7 @@ from nanoscale.agent.host import Host
 from nanoscale.agent.network import is_loopback
 from nanoscale.processes.lifeline import die_with
 from nanoscale.runs.failure import RankFailure, write_rank_failure
+from nanoscale.runs.rank_context import STOP_SIGNALS
 from nanoscale.worker import Job
 
 _BACKLOG = 2048
@@ -79,7 +80,7 @@ def _listener(host: Host) -> socket.socket:
 
 def _serve_store(agent: int, listener: socket.socket, address: str, port: int) -> None:
     """Serve until the agent ends this process, or has ended."""
-    _ignore(*worker.STOP_SIGNALS, signal.SIGHUP)
+    _ignore(*STOP_SIGNALS, signal.SIGHUP)
     _die_with_agent(agent)
     from torch.distributed import TCPStore
 
@@ -106,7 +107,7 @@ def _run_rank(
 
     After a failure the process ends at once: what is left to destroy could wait for lost peers.
     """
-    _ignore(*worker.STOP_SIGNALS)  # until the job listens
+    _ignore(*STOP_SIGNALS)  # until the job listens
     _redirect(files)
     os.environ.update(environment)
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoscale import worker
 from nanoscale.processes import lifeline
 from nanoscale.runs import failure, rank_context
 from nanoscale.runs.directory import RunDirectory
@@ -47,7 +48,6 @@ def test_a_rank_without_its_configuration_says_so_and_exits_2(tmp_path):
 FILES = """
 import resource, sys
 from nanoscale import worker
-from nanoscale.runs import rank_context
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
 try:
     worker.main(sys.argv[1])
