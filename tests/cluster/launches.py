@@ -20,11 +20,10 @@ import psutil
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
-from tests.cluster.machines import wait_until
+from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, Nodes
 
 SOURCE = Path(__file__).parents[2]
-LIMIT_S = 90.0
 FP32 = 1e-5
 """how far losses of the same job in fp32 may be from each other, relatively"""
 TINY = (

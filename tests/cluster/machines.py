@@ -49,7 +49,8 @@ import psutil
 CLONE_NEWPID = 0x20000000
 SHUT, FORWARDING = 0, 3
 """States of a bridge's port."""
-LIMIT_S = 20.0
+LIMIT_S = 300.0
+"""what only a system that is stuck takes longer than, however busy the machine is"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

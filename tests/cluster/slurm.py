@@ -116,7 +116,7 @@ class Slurm(Machines):
     def hasten(self, job: int) -> None:
         """Let a requeued job start now, and not in two minutes."""
         argv = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-        self.wait_state(job, "PENDING", limit_s=60)
+        self.wait_state(job, "PENDING")
         time.sleep(_CREDENTIALS_S)
 
         def started() -> bool:
@@ -125,7 +125,7 @@ class Slurm(Machines):
                 self.call(LOGIN, argv, env=os.environ | self.environment)
             return state not in ("PENDING", "COMPLETING")
 
-        wait_until(started, f"new start of job {job}", 60)
+        wait_until(started, f"new start of job {job}")
 
     def processes(self, *nodes: str) -> dict[int, str]:
         """What is left of jobs and their commands."""
@@ -136,9 +136,9 @@ class Slurm(Machines):
         self._bring_back()
         if self.command("squeue", "--noheader"):
             self.command("scancel", "--user=root")
-        wait_until(lambda: not self.command("squeue", "--noheader"), "end of all jobs", 60)
+        wait_until(lambda: not self.command("squeue", "--noheader"), "end of all jobs")
         self._end_processes()
-        wait_until(lambda: set(self._states().values()) == {"idle"}, "idle nodes", 60)
+        wait_until(lambda: set(self._states().values()) == {"idle"}, "idle nodes")
 
     def _prepare(self) -> None:
         super()._prepare()

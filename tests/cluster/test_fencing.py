@@ -15,13 +15,12 @@ from typing import Any
 from nanoscale.checkpoint import store
 from nanoscale.runs import events, metrics, status
 from nanoscale.runs.directory import RunDirectory
-from tests.cluster.machines import wait_until
+from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 SOURCE = Path(__file__).parents[2]
 PUBLISHER = Path(__file__).with_name("slow_publisher.py")
 NANOSCALE = (sys.executable, "-m", "nanoscale")
-LIMIT_S = 90.0
 FENCED = "the run has gone on without this rank (attempt 2 is running)"
 JOB = (
     "train",

@@ -19,7 +19,6 @@ import pytest
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from tests.cluster.launches import (
-    LIMIT_S,
     LONG,
     SOURCE,
     TINY,
@@ -30,7 +29,7 @@ from tests.cluster.launches import (
     left,
     nothing_left,
 )
-from tests.cluster.machines import wait_until
+from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 STEPS = 120

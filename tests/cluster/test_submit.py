@@ -16,12 +16,11 @@ import pytest
 from nanoscale.launch.submission.batch import batch_script
 from nanoscale.runs import events, status, submission
 from nanoscale.runs.directory import RunDirectory
-from tests.cluster.machines import wait_until
+from tests.cluster.machines import LIMIT_S, wait_until
 from tests.cluster.slurm import LOGIN, Slurm
 from tests.support.batch import NASTY, STAND_IN, config
 
 SOURCE = Path(__file__).parents[2]
-LIMIT_S = 90
 WORDS = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "launcher.threads=1")
 
 
@@ -128,7 +127,7 @@ def test_how_slurm_ended_a_job_is_told(user: User) -> None:
     watch = user.begins("runs", "watch", "killed")
     for node in ("s1", "s2"):
         user.slurm.power_off(node)
-    user.slurm.wait_state(job, "PENDING", limit_s=60)
+    user.slurm.wait_state(job, "PENDING", limit_s=LIMIT_S)
     assert user.says_of("killed") == f"queued (job {job})"
     user.slurm.cancel(job)
     shown, _ = watch.communicate(timeout=LIMIT_S)
