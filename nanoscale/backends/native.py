@@ -9,6 +9,7 @@ from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_part
 from nanoscale.backends.masters import Masters
 from nanoscale.backends.optimizer import (
+    clip_in_update,
     fill_state,
     load_state,
     make_optimizer,
@@ -145,8 +146,9 @@ class NativeEngine(Engine):
         # Replicas have all of the gradient, and the same one.
         norm_of = gradients.global_norm if self.replicas is None else gradients.own_norm
         norm = norm_of(grads)
-        if self.config.optimizer.clip_norm is not None:
-            gradients.clip(grads, norm, self.config.optimizer.clip_norm)
+        limit = self.config.optimizer.clip_norm
+        if limit is not None and not clip_in_update(self.optimizer, norm, limit):
+            gradients.clip(grads, norm, limit)
         return norm
 
     def _make_masters(self) -> Masters | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from nanoscale.backends.gradients import own_part
+from nanoscale.backends.gradients import excess, own_part
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
@@ -88,6 +88,19 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def clip_in_update(optimizer: Optimizer, norm: Tensor, limit: float) -> bool:
+    """Let the next update divide the gradients so that their norm is `limit` at most; False if it cannot.
+
+    The fused update of AdamW reads the gradients anyway, and writes them back divided: that is 4 bytes a
+    parameter less than a pass of its own. Its divisor is fp32, which would be too coarse for fp64.
+    """
+    if not isinstance(optimizer, AdamW) or norm.dtype != torch.float32:
+        return False
+    fused: Any = optimizer
+    fused.grad_scale = excess(norm, limit)
+    return True
 
 
 def fill_state(optimizer: Optimizer) -> None:

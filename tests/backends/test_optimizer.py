@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from nanoscale.backends import gradients
+from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import (
     Named,
+    clip_in_update,
     dequantise,
     fill_state,
     is_quantised,
@@ -25,7 +28,9 @@ from nanoscale.backends.optimizer import (
 )
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
+from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
+from tests.support.jobs import make_config
 from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 
@@ -255,3 +260,45 @@ def test_saving_8_bit_moments_never_widens_all_of_them() -> None:
     one = 256 * 256 * 4
     assert held < 32 * one / 3, "codes and scales"
     assert one < memory.peak - held <= 4 * one
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e3], ids=["clipped", "short enough"])
+def test_clipping_in_the_update_is_clipping_before_it(limit: float) -> None:
+    apart, joined = make_parameters(), make_parameters()
+    optimizers = [make_optimizer(named, config("adamw")) for named in (apart, joined)]
+    for step in range(3):
+        for named in (apart, joined):
+            for (_, parameter), gradient in zip(named, draw(step + 1).values(), strict=True):
+                parameter.grad = gradient.clone()
+        before = [p.grad for _, p in apart if p.grad is not None]
+        norm = gradients.own_norm(before)
+        gradients.clip(before, norm, limit)
+        assert clip_in_update(optimizers[1], norm, limit)
+        untouched = [p.grad for _, p in joined if p.grad is not None]
+        assert torch.equal(gradients.own_norm(untouched), norm), "no pass of its own"
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, one), (_, other) in zip(apart, joined, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_an_update_that_cannot_clip_says_so() -> None:
+    wide = [(name, nn.Parameter(value.double())) for name, value in draw(0).items()]
+    assert not clip_in_update(make_optimizer(wide, config("adamw")), torch.ones(()).double(), 1.0)
+    for name in ("sgd", "adamw8bit"):
+        assert not clip_in_update(
+            make_optimizer(make_parameters(), config(name)), torch.ones(()), 1.0
+        )
+
+
+@pytest.mark.parametrize(("precision", "passes"), [("fp32", 0), ("fp64", 1)])
+def test_the_engine_clips_in_the_update_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, passes: int
+) -> None:
+    engine = NativeEngine(make_config(tmp_path, precision=precision), torch.device("cpu"))
+    clipped = []
+    monkeypatch.setattr(gradients, "clip", lambda *given: clipped.append(given))
+    sizes, seq = engine.sizes, engine.config.train.seq_len
+    rows = np.arange(sizes.micro_batch * (seq + 1)).reshape(sizes.micro_batch, -1) % 60
+    result = engine.train_step([Batch.of_rows(rows)] * sizes.accumulation, 1e-2)
+    assert result.grad_norm > 0.5 and len(clipped) == passes
