@@ -10,9 +10,9 @@ import pytest
 
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
+from nanoscale.config.hardware import data_sheets
 from nanoscale.config.hardware.data_sheets import known_devices, peak_of, recognise
 from nanoscale.config.schema import Cluster, Config, Launcher, Peaks, Precision
-from nanoscale.plan.hardware import hardware as room
 from nanoscale.plan.hardware.hardware import Efficiency, hardware_of
 from tests.plan.machines import BF16, machine
 
@@ -97,7 +97,7 @@ def test_an_unknown_device_is_an_error_that_says_what_to_type(monkeypatch):
     assert (
         "h100-smx" in message and "cluster.memory_gbs" in message and "cluster=h100-sxm" in message
     )
-    monkeypatch.setattr(room, "detect", lambda: Devices("cuda", 2, ("NVIDIA L4",) * 2))
+    monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cuda", 2, ("NVIDIA L4",) * 2))
     message = refusal(Config(precision=BF16))
     assert "NVIDIA L4" in message and "cluster=h100-sxm" in message
 
@@ -124,7 +124,7 @@ def test_a_key_of_the_users_goes_before_the_table():
 
 
 def test_without_a_gpu_this_machine_is_its_cpu(monkeypatch):
-    monkeypatch.setattr(room, "detect", lambda: Devices("cpu", 4))
+    monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cpu", 4))
     ranks = hardware_of(Config(launcher=Launcher(devices=2, threads=2)))
     alone = hardware_of(Config(launcher=Launcher(devices=1, threads=1)))
     assert ranks.device == "cpu"
@@ -133,10 +133,10 @@ def test_without_a_gpu_this_machine_is_its_cpu(monkeypatch):
 
 
 def test_this_machines_gpus_are_recognised(monkeypatch):
-    monkeypatch.setattr(room, "detect", lambda: Devices("cuda", 8, ("NVIDIA H200",) * 8))
+    monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cuda", 8, ("NVIDIA H200",) * 8))
     assert hardware_of(Config(precision=BF16)).device == "h200"
     both = Devices("cuda", 2, ("NVIDIA H200", "NVIDIA A100-SXM4-40GB"))
-    monkeypatch.setattr(room, "detect", lambda: both)
+    monkeypatch.setattr(data_sheets, "detect", lambda: both)
     assert "no one known device" in refusal(Config(precision=BF16))
 
 
