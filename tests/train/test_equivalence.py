@@ -20,14 +20,12 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import assert_equal_curves, documents_alone, plain_loop, worst
 
 QUICK = ("one process", "dp 2", "tp 2", "pp 2", "cp 2")
-"""one row for each way of dividing a model"""
-FP32 = (*QUICK, "dp 2 · pp 2, stage 3", "dp 2 · cp 2, stage 0", "tp 2 · pp 2", "ulysses cp 2")
-"""rows that `make test` trains in fp32 too; `make test-exhaustive` has the others"""
+"""one row for each way of dividing a model; `make test` trains these in fp32 too"""
 
 
 def marked(row: Row, precision: str) -> Any:
     marks = [] if row.name in QUICK else [pytest.mark.slow]
-    if precision == "fp32" and row.name not in FP32:
+    if precision == "fp32" and row.name not in QUICK:
         marks = [pytest.mark.exhaustive]
     return pytest.param(row, precision, marks=marks, id=f"{row.name}-{precision}")
 
