@@ -1,4 +1,4 @@
-"""Every command line of README, docs and examples runs as it is written, with small stand-ins for what is large.
+"""Every command line of README, docs and examples runs as it is written, with stand-ins for what is large.
 
 The stand-ins: recipes of the same names with a tiny model, beside the user, where they come first; folders of
 tiny models and a few texts at the paths that the lines name; one run with a checkpoint. A line that launches
@@ -298,7 +298,9 @@ def test_errors_and_plans_that_a_page_shows_are_printed(
             code = nanoscale(shlex.split(placed(line, page.name, here))[1:])
             assert (code != 0) == is_refused(below), line
             out, err = capsys.readouterr()
-            text = (err if is_refused(below) else out).replace(f"{here}/data/{page.name}-", "/data/")
+            text = (err if is_refused(below) else out).replace(
+                f"{here}/data/{page.name}-", "/data/"
+            )
             printed = iter(text.replace(str(here), "/home/you").splitlines())
             missing = [it for it in below if it and it != "…" and it not in printed]
             assert missing == [], (line, text)
