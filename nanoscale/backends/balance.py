@@ -1,9 +1,9 @@
 """The loads of the experts, over the whole global batch, and the balancing that follows from them.
 
-A loss of each sequence (`aux`) is the routers' own; they are told its weight here. The bias is that of
-Wang et al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load
-is preferred by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch
-do not depend on the layout, and being whole numbers they are the same on every rank to the last bit.
+The loss of each sequence (`aux`) is the routers' own; this module sets its weight. The bias is that of Wang et
+al. 2024, arXiv:2408.15664, algorithm 1: after every step an expert with less than the mean load is preferred
+by `balance_rate` more, one with more than that by as much less. Counts of a whole global batch do not depend
+on the layout, and as integers they are the same on every rank to the last bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanoscale.models.transformer import Transformer
 
 
 class Balance:
-    """Of all routers of this rank; every rank settles every step."""
+    """The balancing of all routers of this rank; every rank settles every step."""
 
     def __init__(self, shape: Model, parts: list[Transformer], device: torch.device) -> None:
         self.biased = shape.balance == "bias"
@@ -32,13 +32,13 @@ class Balance:
         self._loads = torch.zeros(shape.layers, shape.experts, dtype=torch.int64, device=device)
 
     def begin(self, weight: float) -> None:
-        """Begin a step. `weight`: of a sequence's loss in what this rank's backward passes begin with."""
+        """Begin a step. `weight` is that of a sequence's loss in this rank's backward passes."""
         for router in self.routers.values():
             router.penalty = weight * self.loss_rate
 
     @torch.no_grad()
     def settle(self, counts: bool, skipped: bool) -> None:
-        """End a step. `counts`: no other rank counts the same tokens; `skipped`: the step was not taken."""
+        """End a step. `counts`: no other rank counts the same tokens; `skipped`: the step was skipped."""
         self._loads.zero_()
         for number, router in self.routers.items():
             if counts:
@@ -52,12 +52,13 @@ class Balance:
                 router.lean += (load.sum() - load * len(load)).sign()
 
     def figures(self) -> dict[str, float]:
-        """What a logged step shows: the largest load over the mean one, in the layer where that is most."""
+        """Return the logged metric: the largest load over the mean load, in the layer with the largest
+        ratio."""
         loads = self._loads.double()
         return {"moe_imbalance": (loads.amax(1) / loads.mean(1)).max().item()}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, to be filled in place when one is loaded."""
+        """Return the tensors that a checkpoint holds; loading fills them in place."""
         if not self.biased:
             return {}
         return {f"layers.{number}": router.lean for number, router in self.routers.items()}

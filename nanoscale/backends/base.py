@@ -1,4 +1,4 @@
-"""What every backend is: an engine that trains one model, evaluates it and hands out its state."""
+"""The interface of a backend: an engine that trains one model, evaluates it and returns its state."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from nanoscale.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step gave, still on the device."""
+    """The result of one optimizer step, still on the device."""
 
     loss_sum: Tensor
-    """this rank's share of the global batch: the sum of its tokens' losses, fp64, scalar; over all ranks each
-    token counts once"""
+    """This rank's share of the global batch: the sum of its tokens' losses, fp64, scalar; over all ranks each
+    token counts once."""
     tokens: Tensor | int
-    """how many tokens of the global batch have a loss, but at least 1, the same on every rank"""
+    """The number of tokens of the global batch that have a loss, but at least 1; the same on every rank."""
     grad_norm: Tensor
-    """of the whole model before clipping, the same on every rank, scalar"""
+    """The gradient norm of the whole model before clipping; the same on every rank, scalar."""
     skipped: bool = False
-    """whether fp16 has overflown and the weights are as before"""
+    """True if the step was skipped because of an fp16 overflow."""
 
 
 class Engine(ABC):
@@ -46,13 +46,13 @@ class Engine(ABC):
     sizes: Derived
     place: Coordinates
     parts: dict[int, Transformer]
-    """this rank's stages of the model by number"""
+    """This rank's stages of the model by number."""
     scaling: LossScale | None
-    """with fp16"""
+    """The loss scale with fp16; None otherwise."""
     balance: Balance | None = None
-    """with experts"""
+    """The balancing of experts; None without experts."""
     _tokens: Tensor | int = 1
-    """what `_count` found for the step under way"""
+    """The result of `_count` for the current step."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
@@ -63,46 +63,47 @@ class Engine(ABC):
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the global batch is this rank's."""
+        """The index of this rank's share of the global batch."""
         return self.place.dp
 
     @abstractmethod
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
-        """One update from this rank's micro batches, each of `[micro_batch, seq]` token ids.
+        """Update once from this rank's micro batches, each of `[micro_batch, seq]` token ids.
 
-        The loss is the mean over the tokens of the whole global batch that have one; where none has, it is 0.
+        The loss is the mean over all tokens of the global batch that have one; if none has, it is 0.
         """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Every tensor that training goes on from, by name.
+        """Return every tensor that training resumes from, by name.
 
         They are `model.<parameter>`, `optimizer.<parameter>.<moment>`, `loss_scale.<…>` and `balance.<layer>`,
-        the former two in fp32 or fp64 and with the shapes of the whole model, in whatever shards, so that every
-        layout of either backend can go on from them.
+        the former two in fp32 or fp64 and with the shapes of the whole model, in any shards, so that every
+        layout of either backend can resume from them.
         """
 
     def before_update(self, act: Callable[[], None]) -> None:
-        """Have `act` called each time before weights and moments change."""
+        """Call `act` each time before weights and moments change."""
         self._stepped_optimizer().register_step_pre_hook(lambda *_: act())
 
     @abstractmethod
     def _stepped_optimizer(self) -> torch.optim.Optimizer:
-        """PyTorch's, which changes them."""
+        """Return PyTorch's optimizer, whose step changes them."""
 
     @abstractmethod
     def frozen_state(self) -> dict[str, Tensor]:
-        """With lora, `model.<parameter>` of all that is not trained, and in no checkpoint; else empty."""
+        """Return, with lora, `model.<parameter>` of all frozen weights, which no checkpoint holds; otherwise
+        nothing."""
 
     @abstractmethod
     def empty_state(self) -> dict[str, Tensor]:
-        """`state()` before the first update, with room for everything that a checkpoint holds."""
+        """Return `state()` before the first update, with memory for everything that a checkpoint holds."""
 
     def begin_with(self, folder: Path) -> None:
-        """Take over the weights of a Hugging Face model of the same shape.
+        """Load the weights of a Hugging Face model of the same shape.
 
         Raises:
-            BadFileError: they are not whole, or of another shape.
+            BadFileError: they are incomplete, or of another shape.
         """
         state = self.state() | self.frozen_state()
         part = next(iter(self.parts.values()))
@@ -114,15 +115,15 @@ class Engine(ABC):
 
     @abstractmethod
     def take(self, state: dict[str, Tensor]) -> None:
-        """Go on from what was loaded into the tensors of `empty_state`."""
+        """Resume from the tensors of `empty_state` after they were loaded."""
 
     def figures(self) -> dict[str, float]:
-        """What a logged step shows beside the loss: with fp16 the loss scale, with experts their loads."""
+        """Return the metrics logged beside the loss: with fp16 the loss scale, with experts their loads."""
         kept = [it for it in (self.scaling, self.balance) if it is not None]
         return {name: figure for it in kept for name, figure in it.figures().items()}
 
     def _small_state(self) -> dict[str, Tensor]:
-        """What training goes on from beside parameters and moments."""
+        """Return the state beside parameters and moments."""
         state = {"loss_scale": self.scaling, "balance": self.balance}
         return {
             f"{name}.{key}": value
@@ -133,26 +134,28 @@ class Engine(ABC):
 
     @property
     def scale_is_exhausted(self) -> bool:
-        """Whether a smaller loss scale no longer helps against overflows."""
+        """True if a smaller loss scale no longer prevents overflows."""
         return self.scaling is not None and self.scaling.exhausted
 
     @abstractmethod
     def _forward(
         self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor | None:
-        """Logits of `[batch, seq / cp]` token ids, or the sum of the losses of targets of this shape.
+        """Return the logits of `[batch, seq / cp]` token ids, or the sum of the losses of targets of this
+        shape.
 
-        None where another rank has the last stage. Of a vocabulary that tp divides, the logits of this rank.
+        Return None if another rank has the last stage. With a vocabulary divided by tp, they are the logits of
+        this rank's shard.
         """
 
     def _after_forward(self) -> None:  # noqa: B027
-        """Free what forward passes without a backward pass have left behind."""
+        """Free tensors that forward passes without a backward pass have left."""
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
-        """The sum of the losses and the number of this rank's validation tokens that have one.
+        """Return the sum of the losses and the number of this rank's validation tokens that have one.
 
-        A batch comes with how many of its rows count.
+        Each batch comes with the number of its rows that count.
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -169,7 +172,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def next_token_logits(self, tokens: list[int]) -> Tensor:
-        """Logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
+        """Return the logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
         inputs = torch.tensor([tokens + [0] * self._padding(len(tokens))], device=self.device)
         position = self._positions(inputs.shape[1], self.device)
         logits = self._forward(inputs[:, position])
@@ -183,22 +186,23 @@ class Engine(ABC):
         return found
 
     def _make_balance(self) -> Balance | None:
-        """To be called when all parts are there."""
+        """Create the balancing; call it once all parts exist."""
         shape = self.config.model
         return Balance(shape, list(self.parts.values()), self.device) if shape.experts else None
 
     @property
     def _counts(self) -> bool:
-        """Whether this rank's losses count: ranks of tp compute those of the same tokens."""
+        """True if this rank's losses count: ranks of tp compute those of the same tokens."""
         return self.place.tp == 0
 
     def _mean(self, loss_sum: Tensor, weight: float) -> Tensor:
-        """What a sum of losses adds to `weight` times the mean over the tokens of the step, `self._tokens`."""
+        """Return a loss sum's addend to `weight` times the mean over the step's tokens, `self._tokens`."""
         factor = weight / self._tokens
         return loss_sum * (factor.to(loss_sum.dtype) if isinstance(factor, Tensor) else factor)
 
     def _count(self, micro_batches: list[Batch]) -> Tensor | int:
-        """The tokens of the global batch that have a loss; ranks are asked only where that is not known."""
+        """Count the tokens of the global batch that have a loss, with communication only if the number is not
+        known."""
         if self.sizes.every_token_counts:
             return self.sizes.tokens_per_step
         parallel = self.config.parallel
@@ -211,9 +215,9 @@ class Engine(ABC):
         return counted.clamp(min=1)
 
     def _divide(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """On the device: inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
+        """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
-        And of the whole sequence the documents `[batch, seq]`.
+        The documents `[batch, seq]` are those of the whole sequence.
         """
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         documents = None
@@ -225,32 +229,32 @@ class Engine(ABC):
         return self._to_device(inputs), self._to_device(targets), documents
 
     def _positions(self, seq: int, device: torch.device) -> Tensor:
-        """The positions `[seq / cp]` of a sequence that this rank has."""
+        """Return the positions `[seq / cp]` of a sequence that this rank has."""
         part = next(iter(self.parts.values()))
         return part.place(seq // self.config.parallel.cp, device)
 
     def _padding(self, length: int) -> int:
-        """How many tokens to add, so that every axis can divide the sequence."""
+        """Return the number of tokens to add so that every axis divides the sequence."""
         parallel = self.config.parallel
         quantum = 2 * parallel.cp * parallel.tp
         padded = min(-(-length // quantum) * quantum, self.config.train.seq_len)
         return padded - length if quantum > 2 else 0
 
     def _to_device(self, host: Tensor) -> Tensor:
-        if self.device.type == "cuda":  # from pinned memory the copy does not hold up the host
+        if self.device.type == "cuda":  # from pinned memory the copy does not block the host
             return host.contiguous().pin_memory().to(self.device, non_blocking=True)
         return host
 
 
 def make_part(config: Config, stage: int, *, real: bool = False) -> Transformer:
-    """A pipeline stage, or the whole of a model that is transformers'; `real` as there."""
+    """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     if config.model.source == "hf":
         return Foreign(config.model, real=real)
     return Transformer(config.model, blocks_of_stage(config, stage))
 
 
 def blocks_of_stage(config: Config, stage: int) -> range:
-    """The numbers of a pipeline stage's blocks."""
+    """Return the numbers of a pipeline stage's blocks."""
     parallel = config.parallel
     assert isinstance(parallel.virtual_stages, int)
     counts = stage_layers(
@@ -261,7 +265,8 @@ def blocks_of_stage(config: Config, stage: int) -> range:
 
 
 def _place(found: Tensor, logits: Tensor, rank: int) -> None:
-    """Write a rank's part of one position's logits into `found` `[vocab]`; whole ones only the first rank."""
+    """Write a rank's shard of one position's logits into `found` `[vocab]`; whole ones only from the first
+    rank."""
     first = rank * len(logits)
     if first < len(found):
         found[first : first + len(logits)] = logits

@@ -1,15 +1,15 @@
-"""Matrix products in 8 bits, with scales found anew each time; the work is torchao's.
+"""Matrix products in 8 bits, with dynamic scales, by torchao.
 
 | recipe | scales | types | gradients of weights |
 |---|---|---|---|
-| tensorwise | one for a matrix, or for a rank's part of it | forward e4m3, gradients e5m2 | in 8 bits |
-| rowwise | one for a row, powers of two | e4m3 | in 8 bits |
-| rowwise_with_gw_hp | as rowwise | e4m3 | in the wider type |
+| tensorwise | one per matrix, or per rank's shard of it | forward e4m3, gradients e5m2 | in 8 bits |
+| rowwise | one per row, powers of two | e4m3 | in 8 bits |
+| rowwise_with_gw_hp | as rowwise | e4m3 | in the compute dtype |
 
-An outlier spoils the scale of its row only, not that of the matrix, so that each is more accurate than the one
-before it, and slower. Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README of
-`torchao.float8` for the recipes. Weights, optimizer and communication stay in the types they have. GPUs need
-compute capability 8.9 and every size of a product a multiple of 16.
+An outlier affects the scale of its row only, not that of the matrix, so each recipe is more accurate than the
+previous one, and slower. Sources: Micikevicius et al. 2022, arXiv:2209.05433, for the types; torchao's README
+of `torchao.float8` for the recipes. Weights, optimizer and communication keep their dtypes. GPUs need compute
+capability 8.9 and every size of a product a multiple of 16.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from nanoscale.models.transformer import Transformer
 
 
 def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
-    """Let the blocks' linear layers multiply in 8 bits, in place; the head does not, as is usual.
+    """Convert the blocks' linear layers to 8-bit products, in place; the head is not converted, as is usual.
 
-    Those that would be slower so stay as they are, unless all would. To be called before anything is divided or
-    wrapped; names of parameters stay. `emulate` rounds to 8 bits and multiplies in the wider type, for a test
-    where the hardware has no 8-bit products.
+    Layers that would be slower in 8 bits are left, unless all would. Call it before anything is sharded or
+    wrapped; names of parameters stay. `emulate` rounds to 8 bits and multiplies in the compute dtype, for tests
+    on hardware without 8-bit products.
     """
     silence_missing_extensions()
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -42,7 +42,7 @@ def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
 
 
 def pays(recipe: str, outputs: int, inputs: int) -> bool:
-    """Whether products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
+    """True if products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
 
     Source: torchao's measurements on an H100 with 16,384 tokens (README of `torchao.float8`, "Performance").
     """

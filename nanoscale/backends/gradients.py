@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The 2-norm, a scalar, of the whole model's gradient: of all shards, stages and divided matrices once.
+    """Return the 2-norm, a scalar, of the whole model's gradient: all shards, stages and divided matrices
+    count once.
 
-    Every rank calls it with its own. What several ranks hold copies of counts in parts, so that one sum over
-    all ranks is right in every layout.
+    Every rank calls it with its own gradients. Replicated gradients are divided by the number of copies, so
+    one sum over all ranks is right in every layout.
     """
     square = square_norm(gradients)
     if dist.is_initialized():
@@ -23,28 +24,28 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def own_norm(gradients: list[Tensor]) -> Tensor:
-    """The same of what this rank alone has, a scalar; nothing is communicated."""
+    """Return the 2-norm of this rank's gradients, a scalar, without communication."""
     return square_norm(gradients).sqrt()
 
 
 def square_norm(gradients: list[Tensor]) -> Tensor:
-    """This rank's part of the square of the norm, a scalar; nothing is communicated."""
+    """Return this rank's part of the square of the norm, a scalar, without communication."""
     norms = torch.stack(torch._foreach_norm([own_part(gradient) for gradient in gradients]))
     squares, copies = norms.square(), [_copies(gradient) for gradient in gradients]
     if max(copies) > 1:
-        # From pinned memory, so that the host does not wait until the device has come this far.
+        # Pinned memory avoids a wait of the host for the device.
         held = torch.tensor(copies, dtype=norms.dtype, pin_memory=norms.is_cuda)
         squares /= held.to(norms.device, non_blocking=True)
     return squares.sum()
 
 
 def scale(gradients: list[Tensor], factor: Tensor | float) -> None:
-    """Multiply all of them, in place."""
+    """Multiply all gradients by a factor, in place."""
     torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
 
 
 def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
-    """Shorten the gradient to `limit` if it is longer (Pascanu et al. 2013, arXiv:1211.5063)."""
+    """Scale the gradient to the norm `limit` if it is longer (Pascanu et al. 2013, arXiv:1211.5063)."""
     scale(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
 
 
@@ -61,5 +62,5 @@ def _copies(gradient: Tensor) -> int:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

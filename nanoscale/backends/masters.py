@@ -1,7 +1,8 @@
-"""Wide weights that are trained, and narrow ones that are computed with, in a single process.
+"""fp32 master weights beside the compute copy of the weights, in a single process.
 
-Over several FSDP2 does the same, and so the arithmetic is one: weights are narrowed once a step, not at every
-product, the residual stream is narrow, and the gradients of micro batches add up in the width of the masters.
+With several processes FSDP2 does the same, so the arithmetic is equal: weights are cast once a step, not at
+every product, the residual stream is in the compute dtype, and the gradients of micro batches accumulate in
+fp32.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 
 class Masters:
-    """Of all parameters of a model, which is narrow from now on, and whose gradients go to their masters."""
+    """fp32 master weights of a model that computes in bf16 or fp16."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], narrow: torch.dtype) -> None:
-        """`named`: the parameters with their values; those that are trained, and others."""
+        """Cast the named parameters, trained or frozen, to `narrow`, and keep their values as master
+        weights."""
         self.parameters: list[tuple[str, nn.Parameter]] = []
-        """the masters, by the names of what they are masters of"""
+        """The master weights, by the names of their parameters."""
         self._narrow: list[Tensor] = []
         for name, parameter in named:
             master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
@@ -31,7 +33,7 @@ class Masters:
 
     @torch.no_grad()
     def narrow(self) -> None:
-        """Compute with the masters as they are now."""
+        """Copy the master weights to the compute copy."""
         torch._foreach_copy_(self._narrow, [master for _, master in self.parameters])
 
 

@@ -44,7 +44,7 @@ class NativeEngine(Engine):
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What this rank trains, by names in the whole model."""
+        """List the parameters that this rank trains, by names in the whole model."""
         return [(name, p) for name, p in self._all_parameters() if p.requires_grad]
 
     def _all_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -56,7 +56,7 @@ class NativeEngine(Engine):
         self._loss_sum.zero_()
         self._tokens = self._count(micro_batches)
         if self.balance is not None:
-            # Ranks of tp each have the loss of the whole sequence, and their gradients add up.
+            # Each rank of tp has the loss of the whole sequence, and their gradients add up.
             per_sequence = self._scale / self.sizes.global_batch
             self.balance.begin(per_sequence / self.config.parallel.tp)
         if self.pipeline is not None:
@@ -125,25 +125,25 @@ class NativeEngine(Engine):
         return found
 
     def _loss(self, loss_sum: Tensor) -> Tensor:
-        """What the backward pass of a micro batch begins with, from the sum of its losses."""
+        """Return the loss of a micro batch's backward pass, from the sum of its losses."""
         self._loss_sum += loss_sum.detach()
         return self._mean(loss_sum, self._scale)
 
     @property
     def _scale(self) -> float:
-        """What a sum over the global batch begins its backward pass with: FSDP averages over its ranks."""
+        """The factor on a sum over the global batch in the backward pass: FSDP averages over its ranks."""
         ranks = self.config.parallel.cp * self.sizes.dp if self.replicas is None else 1
         return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
 
     def _finish_gradients(self) -> Tensor:
-        """Undo the loss scale and clip; the norm before clipping."""
+        """Undo the loss scale and clip; return the norm before clipping."""
         if self.replicas is not None:
             self.replicas.finish()
         updated = [p for group in self.optimizer.param_groups for p in group["params"]]
         grads = [p.grad for p in updated if p.grad is not None]
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
-        # Replicas have all of the gradient, and the same one.
+        # Each replica has the whole gradient, and all have the same.
         norm_of = gradients.global_norm if self.replicas is None else gradients.own_norm
         norm = norm_of(grads)
         limit = self.config.optimizer.clip_norm
@@ -152,7 +152,7 @@ class NativeEngine(Engine):
         return norm
 
     def _make_masters(self) -> Masters | None:
-        """Where FSDP2 does not narrow the weights by itself: in a single process."""
+        """Create master weights in a single process, in which FSDP2 does not cast the weights."""
         precision = self.config.precision
         if self.layout.data is not None or precision.compute == precision.params:
             return None
@@ -191,7 +191,7 @@ class NativeEngine(Engine):
 
 
 def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[int, Transformer]:
-    """This rank's stages of the model with their initial weights, by number; never whole where sharded."""
+    """Build this rank's stages of the model with their initial weights, by number; never whole if sharded."""
     parallel = config.parallel
     mine = stages_of(parallel, layout.place.pp)
     parts = {}
@@ -203,7 +203,7 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
             float8.apply(part, config.precision.fp8_recipe)
         parallelise(part, config, layout)
         part.materialise(device)
-        begun = config.model.init_from is not None  # then all but adapters are read
+        begun = config.model.init_from is not None  # then everything but adapters is loaded
         if not begun or config.lora.rank:
             fill(part, part.drawer(config.train.seed, device), adapters_only=begun)
         parts[number] = part

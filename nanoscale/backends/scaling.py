@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, which keeps fp16's small gradients from vanishing.
+"""Dynamic loss scaling, which keeps small fp16 gradients from underflowing.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 from nanoscale.config.schema import Precision
 
 SMALLEST = 2.0**-14
-"""fp16's smallest normal number: gradients that overflow even under this scale are not a matter of scaling"""
+"""The smallest normal number of fp16: gradients that overflow even with this scale have another cause."""
 
 
 class LossScale:
     """The factor on the loss: halved after an overflow, doubled after `loss_scale_window` good steps in a row.
 
     It is kept in host memory, in fp64, as tensors that a checkpoint can fill in place. All ranks must call
-    `update` with the same verdict: that on the gradient norm of the whole model.
+    `update` with the same result: that for the gradient norm of the whole model.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -35,16 +35,16 @@ class LossScale:
 
     @property
     def skipped_steps(self) -> int:
-        """of the whole training"""
+        """The skipped steps of the whole training."""
         return int(self._skipped_steps)
 
     @property
     def exhausted(self) -> bool:
-        """Halving no longer helps: the loss or the gradients themselves are not finite."""
+        """True if halving no longer helps: the loss or the gradients themselves are not finite."""
         return self.scale < SMALLEST
 
     def update(self, finite: bool) -> bool:
-        """Whether the step is to be taken, and the scale of the next one."""
+        """Return True if the step is to be taken, and set the scale of the next one."""
         if not finite:
             self._scale /= 2
             self._good_steps.zero_()
@@ -58,11 +58,11 @@ class LossScale:
         return True
 
     def figures(self) -> dict[str, float]:
-        """What a logged step shows."""
+        """Return the logged metrics."""
         return {"loss_scale": self.scale, "skipped_steps": self.skipped_steps}
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, to be filled in place when one is loaded."""
+        """Return the tensors that a checkpoint holds; loading fills them in place."""
         return {
             "scale": self._scale,
             "good_steps": self._good_steps,

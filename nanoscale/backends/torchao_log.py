@@ -1,4 +1,4 @@
-"""What torchao logs when it is imported."""
+"""The log messages of torchao's import."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The configuration that a checkpoint was saved with, compared with the run's config.yaml. Imports no torch.
 
-A manifest records the value of every key. A key of config.yaml that has another value now was either changed by
-an override, which the run's events record, or the file is damaged or was edited.
+A manifest records the value of every key. If config.yaml has another value now, either an override changed it,
+which the run's events record, or the file is damaged or was edited.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from nanoscale.runs.directory import RunDirectory
 IN_MANIFEST = "config"
 _EVENT = "configuration"
 _FREE = ("run", "launcher", "logger", "cluster", "checkpoint", "profile")
-"""sections that say where a run lies and runs and what is written: a user may edit them in the file"""
+"""Sections about a run's hosts, folders and outputs: a user may edit them in the file."""
 _OF_THE_MODEL = ("model.", "lora.", "data.tokenizer")
-"""what a command reads from config.yaml that only uses a checkpoint's weights"""
+"""Keys of config.yaml that matter to commands that only use a checkpoint's weights."""
 
 Difference = tuple[Any, Any]
-"""a key's value in the checkpoint and now; None also where there is none"""
+"""A key's value in the checkpoint and now; None also if there is none."""
 
 
 def values(config: Config) -> dict[str, Any]:
-    """Return the values that a checkpoint records, as JSON has them; a section in a section is one key."""
+    """Return the values that a checkpoint records, as JSON; a nested section is one key."""
     recorded = {
         f"{section}.{name}": value
         for section, members in asdict(config).items()
@@ -49,16 +49,16 @@ def newest(run: RunDirectory) -> StoredCheckpoint | None:
         try:
             stored.manifest  # noqa: B018
         except DamagedCheckpointError:
-            continue  # ranks pass it over
+            continue  # ranks skip it
         return stored
     return None
 
 
 def record_changes(run: RunDirectory, new: Config, by_hand: Callable[[str], bool]) -> None:
-    """Record in the run's events what is about to be written into its config.yaml.
+    """Record in the run's events the values that are about to be written into its config.yaml.
 
     Args:
-        by_hand: True if an override set a key, even to the value that it has.
+        by_hand: True if an override set a key, even to its present value.
     """
     before = values(load(run.config))
     changes = {
@@ -97,7 +97,7 @@ def require_model(run: RunDirectory, stored: StoredCheckpoint) -> None:
     try:
         differences = unexplained(run, stored) or {}
     except DamagedCheckpointError:
-        return  # whoever reads it says so
+        return  # the reader of the checkpoint reports it
     violations = [
         Violation(
             key,
@@ -115,7 +115,7 @@ def require_model(run: RunDirectory, stored: StoredCheckpoint) -> None:
 
 
 def manifest_key(key: str) -> str:
-    """Return the key of a manifest that holds a dotted key: a section in a section is one."""
+    """Return the key of a manifest that holds a dotted key; a nested section is one key."""
     return ".".join(key.split(".")[:2])
 
 

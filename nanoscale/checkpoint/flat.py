@@ -1,7 +1,7 @@
 """A range of a parameter's elements as a shard that torch.distributed.checkpoint can write and read.
 
-ZeRO cuts flattened parameters wherever a rank's share ends. Checkpoints know boxes only: a range of a
-row-major tensor is a few of them, at most 2 · dimensions − 1, and each lies in one piece in memory.
+ZeRO cuts flattened parameters at the ends of ranks' shards. Checkpoints support only boxes: a range of a
+row-major tensor consists of a few of them, at most 2 · dimensions − 1, each contiguous in memory.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def _only(part: Tensor) -> Tensor:
 
 
 class FlatShard(Tensor):
-    """Elements `start … start + count` of the part `window` of a tensor, in row-major order.
+    """The elements `start … start + count` of the part `window` of a tensor, in row-major order.
 
-    To everyone else it is a tensor of the whole `shape` on which no operation is defined.
+    In other respects it is a tensor of the whole `shape` on which no operation is defined.
     """
 
     parts: tuple[Tensor, ...]
-    """what is held in memory: the elements themselves, or what they are computed from"""
+    """The tensors in memory: the elements themselves, or those from which they are computed."""
     join: Callable[..., Tensor]
-    """from `parts` to the elements"""
+    """A function from `parts` to the elements."""
     window: Box
     start: int
     count: int
@@ -55,7 +55,7 @@ class FlatShard(Tensor):
     def __new__(
         cls, local: Tensor, shape: tuple[int, ...], start: int, window: Box | None = None
     ) -> FlatShard:
-        """`local`: `[elements]`, which loading fills in place."""
+        """Create a shard of `local`, `[elements]`, which loading fills in place."""
         window = window or Box.whole(tuple(shape))
         local = local.detach()
         return cls._make((local,), _only, local, torch.Size(shape), start, local.numel(), window)
@@ -69,7 +69,7 @@ class FlatShard(Tensor):
         shape: tuple[int, ...],
         window: Box,
     ) -> FlatShard:
-        """Return a shard that is the whole of `window` and is computed from `parts` each time it is read.
+        """Return a shard of the whole `window` that is computed from `parts` each time it is read.
 
         Nothing can be loaded into it.
         """
@@ -96,13 +96,13 @@ class FlatShard(Tensor):
         return shard
 
     def with_parts(self, parts: tuple[Tensor, ...]) -> FlatShard:
-        """Return the same shard with copies of its parts, on whatever device they are."""
+        """Return the same shard with copies of its parts, on any device."""
         like = torch.empty(0, dtype=self.dtype, device=parts[0].device)
         return self._make(parts, self.join, like, self.shape, self.start, self.count, self.window)
 
     @property
     def local(self) -> Tensor:
-        """The elements, `[count]`."""
+        """Return the elements, `[count]`."""
         return self.join(*self.parts)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -117,12 +117,12 @@ class FlatShard(Tensor):
         raise NotImplementedError(f"a shard of a checkpoint takes no part in {func}")
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
-        """The boxes in the whole tensor, and this shard's memory of each."""
+        """Return the boxes in the whole tensor, and this shard's memory of each."""
         local = self.local
         return [(box, local[at : at + prod(box.sizes)].view(box.sizes)) for box, at in self._cut()]
 
     def _cut(self) -> list[tuple[Box, int]]:
-        """The boxes in the whole tensor, and where each begins in this shard's elements."""
+        """Return the boxes in the whole tensor, and the start of each in this shard's elements."""
         boxes = []
         done = 0
         for box in cut(self.window.sizes, self.start, self.start + self.count):
@@ -131,7 +131,7 @@ class FlatShard(Tensor):
             done += prod(box.sizes)
         return boxes
 
-    # What torch.distributed.checkpoint asks of a tensor that it does not know:
+    # torch.distributed.checkpoint calls these methods of a tensor subclass:
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -158,7 +158,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def cut(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """The elements `start … end` of a row-major tensor as boxes, in the order in which they lie in memory."""
+    """Yield the elements `start … end` of a row-major tensor as boxes, in their order in memory."""
     if start >= end:
         return
     if len(shape) <= 1:

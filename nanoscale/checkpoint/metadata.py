@@ -1,8 +1,8 @@
 """The index of a checkpoint's tensors: `.metadata` of torch.distributed.checkpoint. Imports no torch.
 
 torch writes it with pickle, and a pickle can call any function that it names. Here every name is looked up in
-the list of those that torch writes for a checkpoint of tensors, and each stands for an inert record: nothing is
-imported and nothing of torch is built while the file is read.
+the list of names that torch writes for a checkpoint of tensors, and each becomes an inert record: nothing is
+imported and no object of torch is built while the file is read.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class MetadataError(ValueError):
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A part of a tensor and the bytes of the checkpoint that hold it."""
+    """A shard of a tensor and the bytes of the checkpoint that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     start: int
-    """byte of the file at which it begins"""
+    """Its first byte in the file."""
     length: int
-    """bytes"""
+    """Bytes."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, whole, and the shards that it consists of."""
+    """A tensor of a checkpoint, whole, and its shards."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,10 +42,10 @@ class StoredTensor:
 
 
 def read(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name. Runs nothing that the file says.
+    """Return the tensors of a checkpoint by name, without running code of the file.
 
     Raises:
-        MetadataError: the file names what torch does not write there, or is no such index.
+        MetadataError: the file contains a name that torch does not write there, or is no such index.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
 
 
 class _Record:
-    """Stands for an object of torch: what it would have been built from, and nothing that acts."""
+    """An inert record of an object of torch: the arguments and the state that it would have."""
 
     arguments: tuple[Any, ...]
     state: Any
@@ -96,7 +96,7 @@ class _Size(_Record): ...
 
 
 class _Unused(_Record):
-    """Read over: where it was saved, memory formats and the like."""
+    """An object that is ignored: the path it was saved to, memory formats and the like."""
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -120,7 +120,8 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): _Unused,  # Python 3.13
     **{("torch", name): name for name in _DTYPES},
 }
-"""all that torch 2.11 to 2.13 name for tensors; BytesStorageMetadata is not: torch unpickles such an entry"""
+"""All names that torch 2.11 to 2.13 write for tensors; BytesStorageMetadata is not admitted: torch unpickles
+such an entry."""
 
 
 class _Unpickler(pickle.Unpickler):

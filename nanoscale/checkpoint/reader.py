@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, whatever layout wrote it. No file of it is unpickled but by `metadata`."""
+"""A reader of a checkpoint's tensors, for any layout that wrote it. Only `metadata` unpickles a file of it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from nanoscale.checkpoint.metadata import StoredTensor
 
 
 class Reader(FileSystemReader):
-    """torch's reader of a checkpoint's files, with an index of tensors that was read without running it."""
+    """torch's reader of a checkpoint's files, with an index of tensors that was read without running code."""
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The checkpoint's tensors by name; read once, not once for every tensor."""
+        """Return the checkpoint's tensors by name; read once, not once per tensor."""
         return metadata.read(self.path / metadata.FILE)  # type: ignore[operator]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -41,7 +41,7 @@ class Reader(FileSystemReader):
         return value
 
     def read_metadata(self) -> Metadata:  # torch also knows an index of one rank
-        """Return what torch's own method would unpickle."""
+        """Return the index that torch's own method would unpickle."""
         return self._metadata
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Who writes checkpoints: the training itself, which waits meanwhile, or a thread beside it."""
+"""The writer of checkpoints: the training thread itself, which waits, or a background thread."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is there, whole."""
+    """A complete checkpoint."""
 
     path: Path
     step: int
     seconds: float
-    """from the call to its being there"""
+    """Seconds from the call to the complete checkpoint."""
     stall_s: float
-    """of these, how long the training stood still"""
+    """The part of these seconds in which the training waited."""
     undeleted: dict[int, str]
-    """old checkpoints that could not be deleted and were not named before: step and reason"""
+    """Old checkpoints that could not be deleted and were not reported before: step and reason."""
 
 
 class Saver:
-    """Writes one checkpoint at a time; all ranks call each of its methods at the same steps."""
+    """A saver of one checkpoint at a time; all ranks call each of its methods at the same steps."""
 
     def __init__(self, workspace: Path, settings: Checkpoint, rank: int) -> None:
         self._workspace = workspace
@@ -44,7 +44,7 @@ class Saver:
         self._rank = rank
         self._may_be_beside = settings.asynchronous
         self._staging = Staging()
-        # Collectives of two threads would get in each other's way in one group.
+        # Collectives of two threads would interfere in one group.
         apart = self._may_be_beside and dist.is_initialized()
         self._group = _group_of_another_thread() if apart else None
         self._writing: Future[Saved] | None = None
@@ -53,7 +53,7 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether the checkpoint that was being written beside the training cannot be."""
+        """True if writing the background checkpoint has failed."""
         writing = self._writing
         return writing is not None and writing.done() and writing.exception() is not None
 
@@ -61,17 +61,17 @@ class Saver:
         """Write the state while the training waits.
 
         Raises:
-            OSError: as `sharded.save` does.
+            OSError: see `sharded.save`.
         """
         return self._write(state, about, time.perf_counter(), beside=False)
 
     def begin(self, state: State, about: dict[str, Any]) -> Saved | None:
-        """Write the state as it is now, beside the training if that is wanted; the one before must be finished.
+        """Write the present state, in the background if configured; the previous checkpoint must be finished.
 
-        Before weights change again, `hold` must be called.
+        `hold` must be called before weights change again.
 
         Raises:
-            OSError: as `sharded.save` does.
+            OSError: see `sharded.save`.
         """
         assert self._writing is None
         if not self._may_be_beside:
@@ -83,20 +83,20 @@ class Saver:
         return None
 
     def hold(self) -> None:
-        """Return when the state that `begin` was given may change."""
+        """Wait until the state given to `begin` may change."""
         self._stall_s += self._staging.hold()
 
     def finished(self) -> Saved | None:
-        """The checkpoint that was being written, once, as soon as it is there."""
+        """Return the checkpoint in progress once, as soon as it is complete."""
         if self._writing is None or not self._writing.done() or self.failed:
             return None
         return self.finish()
 
     def finish(self) -> Saved | None:
-        """Wait for the checkpoint that is being written; None if there is none.
+        """Wait for the checkpoint in progress; None if there is none.
 
         Raises:
-            OSError: as `sharded.save` does.
+            OSError: see `sharded.save`.
         """
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
@@ -111,7 +111,7 @@ class Saver:
         return Saved(path, about["step"], seconds, stall_s, undeleted)
 
     def _prune(self) -> dict[int, str]:
-        """Delete old checkpoints; return those that could not be and were not returned before."""
+        """Delete old checkpoints; return new failures to delete one."""
         settings = self._settings
         failed = store.prune(self._workspace, settings.keep_last, settings.keep_every).failed
         new = {step: why for step, why in failed.items() if step not in self._undeleted}
@@ -120,10 +120,10 @@ class Saver:
 
 
 def _group_of_another_thread() -> dist.ProcessGroup:
-    """Make a group of all ranks whose collectives a second thread may call beside those of the default group.
+    """Create a group of all ranks for the collectives of a second thread beside those of the default group.
 
     Before torch 2.13 the flight recorder adds a group to its table at the group's first collective, without a
-    lock, while the other thread looks up its own. So the first one is called here, when there is one thread.
+    lock, while the other thread reads the table. So the first collective runs here, while there is one thread.
     (On CPUs the recorder is off: see `ranks.join`.)
     """
     group = dist.new_group(backend="gloo")
@@ -134,7 +134,7 @@ def _group_of_another_thread() -> dist.ProcessGroup:
 
 
 def _beside(act: Callable[[], T]) -> Future[T]:
-    """Act in a thread of its own, which does not keep a failing process alive."""
+    """Run `act` in a daemon thread, which does not keep a failing process alive."""
     outcome: Future[T] = Future()
 
     def run() -> None:

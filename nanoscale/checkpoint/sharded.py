@@ -1,6 +1,6 @@
-"""Saving and loading a training state that lies in shards on all ranks, in any layout.
+"""Saving and loading a training state that is sharded over all ranks, in any layout.
 
-The files are torch.distributed.checkpoint's; `store` makes the set of them whole or absent.
+The files are torch.distributed.checkpoint's; `store` publishes all of them or none.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ State = dict[str, Tensor]
 Description = dict[str, dict[str, Any]]
 T = TypeVar("T")
 Report = Callable[[str], None]
-"""takes a sentence that the user must see"""
+"""A function that shows a sentence to the user."""
 
 _BYTES_A_SHARD = 2048
-"""what torch's archive, its metadata and our manifest take beside the data of one tensor on one rank"""
+"""Bytes per tensor and rank of torch's archive, its metadata and our manifest, beside the data."""
 
 
 def _ignore(_: str) -> None: ...
@@ -48,16 +48,16 @@ def _ignore(_: str) -> None: ...
 def save(
     workspace: Path, state: State, about: dict[str, Any], group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Write a checkpoint with all ranks; it is there, whole, when this returns.
+    """Write a checkpoint with all ranks; it is complete and published when this returns.
 
     Args:
-        workspace: of the run's attempt.
-        about: carries at least `step`, and is kept in the manifest.
-        group: of all ranks, for another thread than the one that trains.
+        workspace: that of the run's attempt.
+        about: the content of the manifest, with at least `step`.
+        group: a group of all ranks, for another thread than the one that trains.
 
     Raises:
         OSError: it does not fit on the disk, or a write failed; no checkpoint has appeared then.
-        FencedError: the run has gone on without this attempt; no checkpoint has appeared.
+        FencedError: the run has continued without this attempt; no checkpoint has appeared.
     """
     rank = _rank()
     staging = store.staging_path(workspace, about["step"])
@@ -79,7 +79,7 @@ def save(
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer of a rank's files, which raises the OSError of a write that failed."""
+    """torch's writer of a rank's files, which raises the OSError of a failed write."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -89,21 +89,21 @@ class _Writer(FileSystemWriter):
         try:
             return super().write_data(*args)
         except Exception as error:
-            if self._files.failed is not None:  # torch's archive may say only that it fell short
+            if self._files.failed is not None:  # torch's archive may report only a short write
                 raise self._files.failed from error
             raise
 
 
 class _Files(FileSystem):
-    """Opens a checkpoint's files and remembers the first write that failed.
+    """A file system that opens a checkpoint's files and remembers the first failed write.
 
-    torch would make the folder where it is missing, and all above it: a way around the fence.
+    torch would create a missing folder and its parents, which would bypass the fence.
     """
 
     failed: OSError | None = None
 
     def mkdir(self, path: Any) -> None:
-        """The first rank has made it."""
+        """Do nothing: the first rank has created the folder."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -126,13 +126,14 @@ class _Files(FileSystem):
 
 
 def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict[str, Any] | None:
-    """Fill `state` in place from the newest whole checkpoint; its manifest, None where there are none.
+    """Fill `state` in place from the newest complete checkpoint; return its manifest, or None if there are
+    none.
 
-    Damaged ones that are newer are set aside once a whole one was found, each with a `report`.
+    Newer, damaged ones are set aside once a complete one was loaded, each with a `report`.
 
     Raises:
-        UserError: there are checkpoints, and none is whole or none fits the model; nothing was renamed.
-        FencedError: the run has gone on without this attempt.
+        UserError: there are checkpoints, but no complete one, or none fits the model; nothing was renamed.
+        FencedError: the run has continued without this attempt.
     """
     damaged: list[tuple[StoredCheckpoint, list[str]]] = []
     for candidate in reversed(process_group.from_first(store.list_checkpoints(workspace.parent))):
@@ -173,12 +174,12 @@ def _none_is_whole(workspace: Path, damaged: list[tuple[StoredCheckpoint, list[s
 
 
 def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
-    """Fill the tensors of `state` in place, of whatever type they are, and nothing else; the manifest.
+    """Fill the tensors of `state` in place, whatever their dtype, and nothing else; return the manifest.
 
-    Only the sizes of files are held against the manifest: their sums are `find_damage`'s.
+    Only the sizes of files are compared with the manifest; `find_damage` checks their sums.
 
     Raises:
-        UserError: a file is missing or cut off, or it is the checkpoint of another model.
+        UserError: a file is missing or truncated, or the checkpoint belongs to another model.
     """
     damage = process_group.from_first(store.find_damage(stored.path, sums=False))
     if damage:
@@ -196,13 +197,13 @@ def _width(dtype: str) -> int:
 
 
 def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
-    """Shape and type of every tensor of the model, whichever pipeline stage it is on."""
+    """Return shape and dtype of every tensor of the model, on all pipeline stages."""
     everyone = process_group.gather(describe(state), group)
     return dict(sorted((name, it) for part in everyone for name, it in part.items()))
 
 
 def describe(state: State) -> Description:
-    """Shape and type of every tensor of this rank, whole, by name."""
+    """Return shape and dtype of every tensor of this rank, whole, by name."""
     return {
         name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         for name, value in sorted(state.items())
@@ -241,10 +242,10 @@ def _rank() -> int:
 
 @contextmanager
 def _in_our_words(path: Path) -> Iterator[None]:
-    """Turn torch's BaseException for a failed write or read into the OSError of the rank that had it.
+    """Turn torch's BaseException for a failed write or read into the OSError of the failed rank.
 
-    The others, which had none, tell of a lost peer. It also warns where there is no process group, as if that
-    were an oversight.
+    On the other ranks it becomes the error for a lost peer. A warning of torch about a missing process group
+    is suppressed: it is intended here.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or unini")
@@ -259,19 +260,19 @@ def _in_our_words(path: Path) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> tuple[int, str]:
-    """Number and text of what went wrong."""
+    """Return number and text of the error."""
     if isinstance(error, OSError) and error.errno:
         return error.errno, error.strerror or str(error)
     return errno.EIO, f"{os.strerror(errno.EIO)}: {error}"
 
 
 def _may_be_left(name: str) -> bool:
-    """Whether a run in another precision does without."""
+    """True if a run in another precision does not need the tensor."""
     return name.startswith("loss_scale.")
 
 
 def _drop_absent(state: State, stored: Description) -> State:
-    """Without what a checkpoint of another precision does not hold: it begins anew."""
+    """Return the state without tensors that a checkpoint of another precision lacks; these start anew."""
     return {
         name: value for name, value in state.items() if name in stored or not _may_be_left(name)
     }
@@ -280,7 +281,7 @@ def _drop_absent(state: State, stored: Description) -> State:
 def _require_same_tensors(
     candidate: StoredCheckpoint, stored: Description, wanted: Description
 ) -> None:
-    """Say in the user's words that a checkpoint is of another model, before torch does in its own."""
+    """Raise a readable error if a checkpoint belongs to another model, before torch does in its own terms."""
     stored = {name: it for name, it in stored.items() if name in wanted or not _may_be_left(name)}
     violations = [
         Violation(
@@ -304,7 +305,7 @@ def _is_first() -> bool:
 def _together(
     act: Callable[[], T], on: bool, group: dist.ProcessGroup | None = None
 ) -> list[T | None]:
-    """Act on some ranks and wait for all; where one raises, every other rank tells of a lost peer."""
+    """Run `act` on some ranks and wait for all; if one raises, every other rank reports a lost peer."""
     result: T | None = None
     error: OSError | None = None
     if on:

@@ -1,8 +1,8 @@
-"""A copy of a training state in host memory, so that the training can go on while it is written.
+"""A copy of a training state in host memory, so that the training can continue while it is written.
 
-Weights and moments change at the end of a step only, in the optimizer. Those in host memory are copied by the
-thread that writes, beside the forward and backward passes of the next step: see `hold`. Those of a GPU are
-copied on a stream of their own, for which only the next update waits.
+Weights and moments change only at the end of a step, in the optimizer. The writing thread copies those in host
+memory, beside the forward and backward passes of the next step: see `hold`. Those of a GPU are copied on a
+stream of their own, for which only the next update waits.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from nanoscale.models.initialization import own_box
 
 State = dict[str, Tensor]
 CHANGED_BY_OPTIMIZER = ("model.", "optimizer.")
-"""how the names of these tensors begin; see `Engine.state`"""
+"""Prefixes of the names of these tensors; see `Engine.state`."""
 _ALIGNMENT = 64
-"""bytes, of every copy in the buffer"""
+"""Bytes; the alignment of every copy in the buffer."""
 
 
 class Staging:
-    """A buffer for one copy, kept for the next one: making it takes longer than filling it."""
+    """A buffer for one copy, kept for the next one: allocating it takes longer than filling it."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._pending: list[tuple[Tensor, Tensor]] = []
-        """copies, and what is still to be copied into them"""
+        """Copies, and the tensors still to be copied into them."""
         self._filled = threading.Event()
         self._filled.set()
 
     def take(self, state: State) -> State:
-        """Return the state as it is now; it is complete once `fill` has returned."""
+        """Return a copy of the present state; it is complete once `fill` has returned."""
         parts = {name: _parts(value) for name, value in state.items()}
         on_gpu = any(part.is_cuda for several in parts.values() for part in several)
         copies = self._cut([part for several in parts.values() for part in several], pin=on_gpu)
@@ -55,7 +55,7 @@ class Staging:
         return staged
 
     def fill(self) -> None:
-        """Copy what is left to copy, and return when all copies are there; not for the thread that trains."""
+        """Make the remaining copies, and return when all are complete; not for the thread that trains."""
         try:
             for copy, part in self._pending:
                 copy.copy_(part)
@@ -63,11 +63,11 @@ class Staging:
             self._pending.clear()
             self._filled.set()
         if self._copied is not None:
-            torch.cuda.set_device(self._copied.device)  # a new thread begins on the first
+            torch.cuda.set_device(self._copied.device)  # a new thread starts on the first device
             self._copied.synchronize()
 
     def hold(self) -> float:
-        """Return when weights and moments may change; how long that took, seconds."""
+        """Wait until weights and moments may change; return the seconds that this took."""
         began = time.perf_counter()
         self._filled.wait()
         if self._copied is not None:
@@ -78,7 +78,7 @@ class Staging:
 
     @contextmanager
     def _beside(self, on_gpu: bool) -> Iterator[None]:
-        """Queue copies from a GPU on a stream of their own, so that what comes next is computed meanwhile."""
+        """Queue copies from a GPU on a stream of their own, so that later work is computed meanwhile."""
         if not on_gpu:
             yield
             return
@@ -89,9 +89,9 @@ class Staging:
         self._copied = self._stream.record_event()
 
     def _cut(self, parts: list[Tensor], *, pin: bool) -> Iterator[Tensor]:
-        """Return room for a copy of each part.
+        """Yield memory for a copy of each part.
 
-        One buffer for all of them: PyTorch's own pinned memory would take the next power of two of each.
+        One buffer holds all of them: PyTorch's own pinned memory would round each up to a power of two.
         """
         sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
         if self._buffer.nbytes != sum(sizes):
@@ -112,7 +112,7 @@ class Staging:
 
 
 def _parts(value: Tensor) -> tuple[Tensor, ...]:
-    """What this rank has in memory of a tensor."""
+    """Return the tensors of this rank's memory that make up a value."""
     if isinstance(value, FlatShard):
         return value.parts
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -120,7 +120,7 @@ def _parts(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def _staged(value: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
-    """The same tensor, of copies of its parts."""
+    """Return the same tensor, made of copies of its parts."""
     if isinstance(value, FlatShard):
         return value.with_parts(parts)
     if isinstance(value, DTensor):

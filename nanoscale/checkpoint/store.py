@@ -1,10 +1,9 @@
-"""Checkpoints on disk: whole or absent, and every byte accounted for. Imports no torch.
+"""Checkpoints on disk: complete or absent, with a checksum of every byte. Imports no torch.
 
-A checkpoint is a folder `step-<8 digits>` with a `manifest.json` that records the size and the XXH3-128 sum
-of every other file in it, and a sum of itself. It is written in the workspace of the run's attempt and
-becomes visible by one rename. Whatever else is changed here is also a rename out of this workspace or into
-it, which fails once the run has gone on without the attempt; nanoscale/runs/fence.py tells why that is
-enough.
+A checkpoint is a folder `step-<8 digits>` with a `manifest.json` that records the size and the XXH3-128 sum of
+every other file in it, and a sum of itself. It is written in the workspace of the run's attempt and published
+by one rename. Every other change here is also a rename out of this workspace or into it, which fails once the
+run has continued without the attempt; nanoscale/runs/fence.py explains why that is enough.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from nanoscale.runs import fence
 MANIFEST = "manifest.json"
 FORMAT = 1
 BY_TIME = "by_time"
-"""key of a manifest; true in a checkpoint that was saved because of checkpoint.every_minutes alone"""
+"""A key of a manifest; true in a checkpoint that was saved only because of checkpoint.every_minutes."""
 _NAME = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"damaged-(step-(\d{8,}))(?:-\d+)?")
 _READ_BYTES = 1 << 20
@@ -43,9 +42,9 @@ _PASSING = frozenset(
     )
     if hasattr(errno, name)
 )
-"""errors of a read from a network disk that another attempt may not meet"""
+"""Errors of a read from a network disk that may not occur in another attempt."""
 RETRY_AFTER_S = (1.0, 3.0, 10.0)
-"""how long to wait before each further attempt"""
+"""The waits before each further attempt."""
 T = TypeVar("T")
 
 
@@ -55,7 +54,7 @@ class DamagedCheckpointError(Exception):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that has been published; whether it is still whole, `find_damage` tells."""
+    """A published checkpoint; `find_damage` checks whether it is still complete."""
 
     path: Path
     step: int
@@ -70,12 +69,12 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def staging_path(workspace: Path, step: int) -> Path:
-    """Where the ranks write a checkpoint before it is published."""
+    """Return the folder in which the ranks write a checkpoint before it is published."""
     return workspace / f"writing-step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
-    """What has been published in a run's `checkpoints/`, by step."""
+    """List the published checkpoints of a run's `checkpoints/`, by step."""
     if not folder.is_dir():
         return []
     matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_dir())
@@ -86,20 +85,20 @@ def list_checkpoints(folder: Path) -> list[StoredCheckpoint]:
 
 
 def list_set_aside(folder: Path) -> list[StoredCheckpoint]:
-    """Checkpoints that were found damaged and renamed, by name."""
+    """List the damaged checkpoints that were renamed, by name."""
     matches = ((path, _SET_ASIDE.fullmatch(path.name)) for path in sorted(folder.glob("damaged-*")))
     return [StoredCheckpoint(path, int(match[2])) for path, match in matches if match]
 
 
 def undo(aside: Path) -> str:
-    """The command that makes a checkpoint that was set aside one of the run again."""
+    """Return the command that restores a checkpoint that was set aside."""
     match = _SET_ASIDE.fullmatch(aside.name)
     assert match is not None, aside
     return f"mv {shlex.quote(str(aside))} {shlex.quote(str(aside.with_name(match[1])))}"
 
 
 def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
-    """The checkpoint of a step, or the newest.
+    """Return the checkpoint of a step, or the newest.
 
     Raises:
         UserError: there is none.
@@ -120,7 +119,7 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
 
 
 def require_space(folder: Path, size: int) -> None:
-    """Raise an OSError before anything is written where `size` bytes would not fit."""
+    """Raise an OSError before anything is written if `size` bytes would not fit."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise OSError(
@@ -131,12 +130,12 @@ def require_space(folder: Path, size: int) -> None:
 
 
 def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, Any]]) -> Path:
-    """Make a checkpoint visible, and `latest` point to it, after every file in it is on disk.
+    """Publish a checkpoint, and let `latest` point to it, after all its files are on disk.
 
-    `sums` is what `sum_files` gave for all files in `staging`.
+    `sums` is the result of `sum_files` for all files in `staging`.
 
     Raises:
-        FencedError: the run has gone on without this attempt.
+        FencedError: the run has continued without this attempt.
     """
     workspace, step = staging.parent, manifest["step"]
     text = render_manifest(manifest | {"format": FORMAT, "files": dict(sorted(sums.items()))})
@@ -154,7 +153,7 @@ def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, A
 
 
 def point_latest(workspace: Path, target: Path | None) -> None:
-    """Let the link `latest` name a checkpoint, or nothing."""
+    """Point the link `latest` to a checkpoint, or remove it."""
     link, aside = workspace.parent / "latest", workspace / "latest"
     aside.unlink(missing_ok=True)
     if target is not None:
@@ -167,23 +166,23 @@ def point_latest(workspace: Path, target: Path | None) -> None:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The old checkpoints of a run, by step."""
+    """The deleted checkpoints of a run, by step."""
 
     deleted: list[int]
     failed: dict[int, str]
-    """those that could not be deleted, with the reason"""
+    """Checkpoints that could not be deleted, with the reason."""
 
 
 def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> Pruned:
-    """Delete what is neither among the newest `keep_last` nor a multiple of `keep_every`.
+    """Delete checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every`.
 
-    `keep_last=None` keeps all but a checkpoint that was saved by time, once there is a newer one.
+    `keep_last=None` deletes only checkpoints that were saved by time, once there is a newer one.
 
     Raises:
-        FencedError: the run has gone on without this attempt.
+        FencedError: the run has continued without this attempt.
     """
     stored = list_checkpoints(workspace.parent)
-    if keep_last is None:  # every save has looked at the one before it: one is enough to look at
+    if keep_last is None:  # every save has checked the one before it, so one is enough
         old = [c for c in stored[-2:-1] if _saved_by_time(c)]
     else:
         old = stored[:-keep_last]
@@ -193,7 +192,7 @@ def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> Pru
             continue
         try:
             with fence.explained(workspace):
-                # Renamed first, so that a half-deleted one is never taken for a checkpoint.
+                # Rename first, so that a half-deleted one is never mistaken for a checkpoint.
                 doomed = workspace / f"deleting-{checkpoint.path.name}"
                 checkpoint.path.rename(doomed)
                 shutil.rmtree(doomed)
@@ -210,14 +209,14 @@ def _saved_by_time(checkpoint: StoredCheckpoint) -> bool:
     try:
         return bool(checkpoint.manifest.get(BY_TIME))
     except (DamagedCheckpointError, OSError):
-        return False  # kept, for somebody to look at
+        return False  # kept for inspection
 
 
 def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
-    """Rename a damaged checkpoint, so that it is in nobody's way and still there to look at.
+    """Rename a damaged checkpoint, so that it is ignored but can be inspected.
 
     Raises:
-        FencedError: the run has gone on without this attempt.
+        FencedError: the run has continued without this attempt.
     """
     folder = checkpoint.path.parent
     aside = folder / f"damaged-{checkpoint.path.name}"
@@ -234,10 +233,10 @@ def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
 
 
 def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = True) -> list[str]:
-    """What is wrong with a checkpoint, one sentence a file; empty: it is whole.
+    """List the damage of a checkpoint, one sentence per file; empty if it is complete.
 
-    Several processes can divide the reading: each names its share of the files. Without `sums` files are not
-    read, and a flipped bit is not found. A read error that may pass is met again before it counts.
+    Several processes can divide the reading: each passes its share of the files. Without `sums` files are not
+    read, and a flipped bit is not detected. A transient read error counts only if it repeats.
     """
     try:
         manifest = read_manifest(path)
@@ -261,7 +260,7 @@ def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = Tru
 
 
 def sum_files(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size in bytes and XXH3-128 sum of each file, by name."""
+    """Return size in bytes and XXH3-128 sum of each file, by name."""
     return {path.name: {"bytes": path.stat().st_size, "xxh3_128": file_sum(path)} for path in paths}
 
 
@@ -276,7 +275,7 @@ def file_sum(path: Path) -> str:
 
 
 def render_manifest(manifest: dict[str, Any]) -> str:
-    """A manifest as text, with the sum of its own content."""
+    """Return a manifest as text, with the sum of its own content."""
     import xxhash
 
     content = json.dumps(manifest, indent=1)
@@ -286,10 +285,10 @@ def render_manifest(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
-        DamagedCheckpointError: it is missing, or differs by so much as a byte from what was written.
+        DamagedCheckpointError: it is missing, or differs from the written bytes.
     """
     file = path / MANIFEST
     try:
@@ -301,7 +300,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST}: missing") from None
     except PermissionError:
-        raise  # it may well be whole
+        raise  # it may well be complete
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError):
@@ -314,7 +313,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
-    """What is wrong with the index of tensors, whose bytes are those that were recorded."""
+    """Return a problem of the index of tensors, whose bytes match the recorded sum."""
     try:
         tensors = metadata.read(file).values()
     except MetadataError as error:
@@ -334,20 +333,20 @@ def sync_folder(path: Path) -> None:
 
 
 def _file_damage(file: Path, files: dict[str, Any], sums: bool, patient: bool) -> list[str]:
-    """`patient`: a read error that may pass is met again before it counts."""
+    """Return the damage of a file; with `patient`, a transient read error counts only if it repeats."""
     try:
         problem = _retried(lambda: _problem(file, files, sums), patient)
     except FileNotFoundError:
         problem = "missing"
     except PermissionError:
-        raise  # it may well be whole
+        raise  # it may well be complete
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
     return [f"{file.name}: {problem}"] if problem else []
 
 
 def _problem(file: Path, files: dict[str, Any], sums: bool) -> str | None:
-    """What is wrong with a file, which is read if `sums` is true; the index of tensors always is."""
+    """Return a problem of a file, which is read if `sums` is true; the index of tensors always is."""
     recorded, status = files[file.name], file.stat()
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
@@ -359,7 +358,7 @@ def _problem(file: Path, files: dict[str, Any], sums: bool) -> str | None:
 
 
 def _retried(read: Callable[[], T], patient: bool = True) -> T:
-    """Read, and after an error that a network disk may recover from, again."""
+    """Read, and retry after an error that a network disk may recover from."""
     for pause_s in RETRY_AFTER_S if patient else ():
         try:
             return read()

@@ -1,4 +1,4 @@
-"""What a forward pass takes: tokens, what they should predict, and where documents begin."""
+"""The input of a forward pass: tokens, their targets, and the borders of documents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 import numpy as np
 
 IGNORED = -100
-"""a target that no loss is wanted for: PyTorch's own number"""
+"""A target without a loss; PyTorch's own default for `ignore_index`."""
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,25 @@ class Batch:
     """Rows of tokens on the host."""
 
     inputs: np.ndarray
-    """int64 [rows, seq]"""
+    """int64 [rows, seq]."""
     targets: np.ndarray
-    """int64 [rows, seq]: the token that follows, or IGNORED"""
+    """int64 [rows, seq]: the next token, or IGNORED."""
     documents: np.ndarray | None = None
-    """int64 [rows, seq]: the number of each token's document within its row, rising from left to right; None:
-    attention goes over the whole row"""
+    """int64 [rows, seq]: the number of each token's document within its row, rising from left to right. None:
+    attention covers the whole row."""
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @classmethod
     def of_rows(cls, tokens: np.ndarray) -> Self:
-        """Of int64 [rows, seq + 1], where every token but the last of a row predicts the one after it."""
+        """Split int64 [rows, seq + 1] into inputs and targets; each token but a row's last predicts the next
+        one."""
         return cls(tokens[:, :-1], tokens[:, 1:])
 
     @classmethod
     def concatenate(cls, batches: Sequence[Self]) -> Self:
-        """The rows of several batches, which are alike: all of them tell documents apart, or none."""
+        """Join the rows of several batches. Either all of them have `documents`, or none has."""
         documents = [batch.documents for batch in batches if batch.documents is not None]
         if len(documents) not in (0, len(batches)):
             raise ValueError("some of these batches tell documents apart, and others do not")
@@ -45,10 +46,10 @@ class Batch:
         )
 
     def take(self, rows: np.ndarray) -> Self:
-        """Some of the rows, in this order."""
+        """Return these rows, in this order."""
         documents = None if self.documents is None else self.documents[rows]
         return type(self)(self.inputs[rows], self.targets[rows], documents)
 
     def counted(self) -> int:
-        """How many tokens have a loss."""
+        """Return the number of tokens that have a loss."""
         return int(np.count_nonzero(self.targets != IGNORED))

@@ -1,10 +1,10 @@
 """The embedded corpus: the source code of the running Python's standard library.
 
-It is prepared once into a folder of the cache, by whichever process comes first:
+The first process that needs it prepares it once, in a folder of the cache:
 
     stdlib-<interpreter>-<tokenizer>-<key>/   tokens.bin  tokens.idx  manifest.json  tokenizer.json
     stdlib-….lock                             held while one process prepares
-    stdlib-….part/                            what a process is preparing, or left when it was killed
+    stdlib-….part/                            unfinished work, also that of a killed process
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type, sync_
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load, train_bpe
 
 FORMAT = 1
-"""raised whenever the same settings would give other tokens"""
+"""Raised whenever the same settings would give other tokens."""
 
 Settings = dict[str, Any]
 
-# tests, what is installed, and the two packages of tables that programs have written
+# Tests, installed packages, and two packages of generated tables.
 _LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -54,7 +54,7 @@ class Corpus:
 
     folder: Path
     manifest: dict[str, Any]
-    """documents, tokens, bytes, vocabulary, settings, files, sha256 of tokens.bin, seconds"""
+    """documents, tokens, bytes, vocabulary, settings, files, sha256 of tokens.bin, seconds."""
 
     @property
     def prefix(self) -> Path:
@@ -62,7 +62,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the tokens."""
+        """A digest of the tokens."""
         return str(self.manifest["sha256"])
 
     def tokenizer(self) -> Tokenizer:
@@ -71,15 +71,15 @@ class Corpus:
 
 
 def prepare(data: Data) -> Corpus:
-    """The embedded corpus as `data` asks for it, taken from the cache or prepared into it.
+    """Return the embedded corpus for these settings, from the cache or newly prepared.
 
-    Raises UserError where this Python has no sources or the cache folder cannot be written.
+    Raises UserError if this Python has no sources or the cache folder cannot be written.
     """
     return prepare_corpus(stdlib_folder(), cache_folder(data), data.tokenizer, data.bpe_vocab)
 
 
 def stdlib_folder() -> Path:
-    """The folder of the running Python's standard library, in a virtual environment too."""
+    """Return the folder of the running Python's standard library, also from within a virtual environment."""
     folder = Path(sysconfig.get_path("stdlib"))
     if not (folder / "os.py").is_file():
         raise _no_sources(folder)
@@ -87,7 +87,7 @@ def stdlib_folder() -> Path:
 
 
 def cache_folder(data: Data) -> Path:
-    """Where prepared corpora lie: data.cache_dir, $NANOSCALE_CACHE or the user's cache folder."""
+    """Return the folder of prepared corpora: data.cache_dir, $NANOSCALE_CACHE or the user's cache folder."""
     try:
         return cache_path(data.cache_dir)
     except RuntimeError as error:
@@ -95,10 +95,10 @@ def cache_folder(data: Data) -> Path:
 
 
 def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -> Corpus:
-    """Tokenise every Python file below `sources` into `cache`, unless this was done before.
+    """Tokenize every Python file below `sources` into `cache`, unless this was done before.
 
-    `tokenizer` is `byte`, `bpe` (trained here, at most `bpe_vocab` tokens) or the path of a
-    tokenizer.json. Processes that ask at once wait for the one that prepares.
+    `tokenizer` is `byte`, `bpe` (trained here, at most `bpe_vocab` tokens) or the path of a tokenizer.json.
+    Concurrent processes wait for the one that prepares.
     """
     files = source_files(sources)
     if not files:
@@ -115,10 +115,10 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Python files of a library, relative to it, in an order that mixes its packages.
+    """List the Python files of a library, relative to it, in an order that mixes its packages.
 
-    The order is that of the digests of the paths, so that the documents at the end, which are held
-    out, are a fair sample, and a file more or less moves no other.
+    Files are sorted by the digests of their paths. So the documents at the end, which are held out, are a fair
+    sample, and adding or removing a file moves no other.
     """
     found = []
     for place, folders, names in os.walk(folder):
@@ -131,10 +131,10 @@ def source_files(folder: Path) -> list[Path]:
 def _build(
     folder: Path, sources: Path, files: list[Path], tokenizer: str, settings: Settings, key: str
 ) -> Corpus:
-    """Prepare beside `folder`, then move there in one step; the caller holds the lock."""
+    """Prepare next to `folder`, then rename to it in one step; the caller holds the lock."""
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # whoever left it is gone, since the lock is ours
-    shutil.rmtree(folder, ignore_errors=True)  # it was found not to be whole
+    shutil.rmtree(part, ignore_errors=True)  # its process is dead, since we hold the lock
+    shutil.rmtree(folder, ignore_errors=True)  # it is incomplete
     part.mkdir()
     try:
         texts = _texts(sources, files)
@@ -150,7 +150,7 @@ def _build(
 
 
 def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) -> dict[str, Any]:
-    """Write the tokens of these texts, and their tokenizer, and say what was written."""
+    """Write the tokens of these texts and their tokenizer, and return the manifest."""
     started = time.perf_counter()
     encoder = _tokenizer(tokenizer, texts, settings, folder)
     tokens = 0
@@ -171,7 +171,7 @@ def _fill(folder: Path, texts: list[str], tokenizer: str, settings: Settings) ->
 
 
 def _texts(sources: Path, files: list[Path]) -> list[str]:
-    """The files that hold UTF-8 text, and more than nothing."""
+    """Read the files that hold UTF-8 text and are not empty."""
     texts = []
     for path in files:
         try:
@@ -224,7 +224,7 @@ def _interpreter() -> str:
 
 
 def _whole(folder: Path, key: str) -> Corpus | None:
-    """The corpus in this folder, if it is all there; only a look at names and sizes."""
+    """Return the corpus of this folder, or None if it is incomplete; checks only names and sizes."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
@@ -236,7 +236,7 @@ def _whole(folder: Path, key: str) -> Corpus | None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder to be prepared; the system releases it when a process dies."""
+    """Hold the lock of a folder that is to be prepared; the system releases it when the process dies."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with folder.with_name(f"{folder.name}.lock").open("a", encoding="utf-8") as lock:

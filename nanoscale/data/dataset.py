@@ -1,4 +1,4 @@
-"""Open what a configuration says to train on."""
+"""Opening the data of a configuration."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _CHECKED = 1 << 22
 
 @dataclass(frozen=True)
 class Validation:
-    """The samples of one source to validate on."""
+    """The validation samples of one source."""
 
     name: str
-    """of the source; empty where it is the only one"""
+    """The source's name; empty if it is the only one."""
     share: float
-    """of the evaluation's samples, and of its loss"""
+    """This source's share of the evaluation's samples, and of its loss."""
     loader: Loader
 
 
@@ -37,21 +37,21 @@ class Dataset:
     """The data of a run."""
 
     tokenizer: Tokenizer | None
-    """None where the tokens come from a file and no tokenizer of theirs is known"""
+    """None if the tokens come from a file and their tokenizer is not known."""
     train: Loader | Mixture
     valid: tuple[Validation, ...]
-    """empty where data.valid_fraction is 0, or too small for a sample and never evaluated"""
+    """Empty if data.valid_fraction is 0, or too small for a sample and never evaluated."""
     fingerprint: str
-    """equal for equal tokens; a run that resumes with another one continues on other data"""
+    """Equal for equal tokens; a resumed run with another fingerprint continues on other data."""
     description: str
-    """one line for people: what it is, how much, where"""
+    """One line for people: name, size and path of the data."""
 
 
 def open_data(data: Data, train: Train, vocab: int) -> Dataset:
     """Open the tokens of a run for a model of `vocab` ids; prepare the embedded corpus if needed.
 
-    Raises UserError (kind `data`) for files that are missing, damaged or too small, for a cache
-    that cannot be written and for tokens outside the vocabulary.
+    Raises UserError (kind `data`) for files that are missing, damaged or too small, for a cache that cannot be
+    written and for tokens outside the vocabulary.
     """
     if data.source == "stdlib":
         return _open_stdlib(data, train, vocab)
@@ -90,7 +90,7 @@ def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
 
 
 def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[TokenFile, int]:
-    """A file of tokens, and the largest of its first ones, which are looked at."""
+    """Open a file of tokens, and return it with the largest of its first tokens."""
     if path is None:
         found = Violation(key, None, "", f"data.source={source} needs it")
         what = f"{key} is not set, and data.source={source} needs it"
@@ -104,7 +104,7 @@ def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[Tok
 
 
 def _files_tokenizer(data: Data, vocab: int, largest: int, needed: bool) -> Tokenizer | None:
-    """What decodes the ids of a file: `byte`, the default, only if they can be bytes."""
+    """Return the tokenizer that decodes a file's ids; `byte`, the default, only if all ids can be bytes."""
     if data.tokenizer == "byte" and largest < ByteTokenizer.vocab_size <= vocab:
         return ByteTokenizer()
     if data.tokenizer == "bpe" or (data.tokenizer == "byte" and needed):
@@ -117,7 +117,7 @@ def _files_tokenizer(data: Data, vocab: int, largest: int, needed: bool) -> Toke
 
 @dataclass(frozen=True)
 class _Opened:
-    """One source, ready to be read."""
+    """One source, ready for reading."""
 
     source: Source
     name: str
@@ -135,7 +135,7 @@ def _opened(
     apart: TokenFile | None,
     name: str,
 ) -> _Opened:
-    """`apart` is a file of its own to validate on."""
+    """`apart` is a separate file for validation."""
     training, held_out = split_tokens(tokens, 0.0 if apart is not None else data.valid_fraction)
     if apart is not None:
         held_out = Split(0, len(apart.tokens))
@@ -177,7 +177,7 @@ def _dataset(
 
 
 def _validations(found: list[_Opened], shares: list[float]) -> tuple[Validation, ...]:
-    """Of the sources that hold samples out, whose shares add up to 1 again."""
+    """List the sources with held-out samples; their shares are scaled to a sum of 1."""
     kept = [(it, share) for it, share in zip(found, shares, strict=True) if it.valid is not None]
     whole = sum(share for _, share in kept)
     return tuple(
@@ -186,14 +186,17 @@ def _validations(found: list[_Opened], shares: list[float]) -> tuple[Validation,
 
 
 def _ways(data: Data) -> list[str]:
-    """What samples are beside a stream of tokens that all count."""
+    """Describe how samples differ from a stream of tokens in which every token has a loss."""
     ways = ["whole documents packed"] if data.packing == "whole" else []
     ways += ["attention within documents"] if data.document_mask else []
     return ways + (["loss on answers"] if data.loss_on == "answers" else [])
 
 
 def _form(data: Data, path: str | None, tokens: TokenFile) -> Form:
-    """How the tokens of a file become samples; of one without marks beside others with marks, all count."""
+    """Return how the tokens of a file become samples.
+
+    If only other files have marks of answers, every token of this one has a loss.
+    """
     answers = None
     if data.loss_on == "answers" and path is not None:
         prefix = Path(path).expanduser()
@@ -237,14 +240,15 @@ def _enough_fraction(tokens: TokenFile, train: Train, data: Data) -> float | Non
 
 
 def _both(fingerprints: list[str]) -> str:
-    """One for several; that of a single one is its own."""
+    """Combine fingerprints into one; a single fingerprint is returned as it is."""
     if len(fingerprints) == 1:
         return fingerprints[0]
     return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()
 
 
 def _fingerprint(tokens: TokenFile) -> str:
-    """Of the first and the last tokens and of the lengths; a whole large file would take minutes."""
+    """Return a digest of the first and last tokens and of the lengths; a whole large file would take
+    minutes."""
     digest = hashlib.sha256(f"{len(tokens)} {len(tokens.tokens)}".encode())
     digest.update(tokens.tokens[:_CHECKED].tobytes())
     digest.update(tokens.tokens[-_CHECKED:].tobytes())

@@ -1,7 +1,7 @@
-"""Tokens on disk as datatrove's DocumentTokenizer writes them.
+"""Tokens on disk in the format of datatrove's DocumentTokenizer.
 
 NAME.ds           every token, 2 or 4 bytes each, unsigned, little-endian
-NAME.ds.index     where each document ends, in tokens: u64
+NAME.ds.index     the end of each document, in tokens: u64
 NAME.ds.metadata  lines: the tokenizer, in newer files with `|` and the bytes of a token; the tokens
 """
 
@@ -24,14 +24,14 @@ _TYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 class DatatroveTokens:
     """A memory-mapped .ds file and its index, checked when opened; `len` is the number of documents.
 
-    The bytes of a token follow from the two files; what the metadata says must agree. Raises UserError
-    naming the file that is missing, cut short or of another one.
+    The bytes per token follow from the sizes of the two files; the metadata must agree. Raises UserError
+    naming the file that is missing, truncated or of another data set.
     """
 
     tokens: np.ndarray
-    """every token of the file one after the other, 1-D, mapped, read-only"""
+    """Every token of the file one after the other, 1-D, mapped, read-only."""
     tokenizer: str | None = None
-    """the name of the tokenizer, where the metadata says"""
+    """The tokenizer's name, if the metadata has it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,20 +51,20 @@ class DatatroveTokens:
         return len(self._ends)
 
     def document_start(self, document: int) -> int:
-        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+        """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
         return int(self._ends[document - 1]) if document else 0
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+        """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
         first = self.document_start(start)
         return np.append(np.int64(first), self._ends[start:stop].astype(np.int64))
 
     def document_at(self, token: int) -> int:
-        """The document that holds the token at this place."""
+        """Return the number of the document that holds the token at this position."""
         return bisect_right(self._ends, token)
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """The tokens of one document, 1-D."""
+        """Return the tokens of one document, 1-D."""
         if not 0 <= document < len(self):
             raise IndexError(document)
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]

@@ -1,6 +1,6 @@
-"""Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` says where each text is.
+"""Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` the position of each text.
 
-What stands in the `.idx` is said in `config.token_headers`.
+`config.token_headers` describes the `.idx`.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _BLOCK = 1 << 20
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """The file of tokens of a prefix; the prefix may hold dots itself."""
+    """Return the file of tokens of a prefix; the prefix may hold dots itself."""
     return Path(f"{prefix}.bin")
 
 
 def idx_path(prefix: str | Path) -> Path:
-    """The file of places of a prefix."""
+    """Return the index file of a prefix."""
     return Path(f"{prefix}.idx")
 
 
 class IndexedWriter:
-    """Write documents one after the other; nothing lies at `prefix` before `finish`.
+    """A writer of documents; nothing appears at `prefix` before `finish`.
 
     As a context manager it removes its temporary files if the body fails.
     """
@@ -72,7 +72,7 @@ class IndexedWriter:
     def add_document(self, tokens: Any) -> None:
         """Append the tokens (1-D integers) of one document.
 
-        Raises ValueError for tokens that the type of this file cannot hold.
+        Raises ValueError for tokens that do not fit the file's type.
         """
         given = np.asarray(tokens)
         if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
@@ -86,7 +86,7 @@ class IndexedWriter:
         self._lengths.append(len(given))
 
     def finish(self) -> None:
-        """Make both files durable and put them in place, replacing an older pair."""
+        """Make both files durable and rename them to `prefix`, replacing an older pair."""
         _flush(self._stream)
         self._stream.close()
         with self._idx_part.open("wb") as stream:
@@ -99,7 +99,7 @@ class IndexedWriter:
         sync_folder(self._bin.parent)
 
     def abandon(self) -> None:
-        """Remove the temporary files; what lies at the prefix stays as it was."""
+        """Remove the temporary files; an older pair at the prefix is untouched."""
         self._stream.close()
         self._bin_part.unlink(missing_ok=True)
         self._idx_part.unlink(missing_ok=True)
@@ -118,7 +118,7 @@ class IndexedWriter:
 
 
 def index_parts(dtype: np.dtype[Any], lengths: np.ndarray) -> Iterator[bytes]:
-    """The `.idx` of documents of these lengths (int32 [documents], perhaps mapped), in pieces."""
+    """Yield the `.idx` of documents of these lengths (int32 [documents], perhaps mapped), in chunks."""
     count = len(lengths)
     starts = range(0, count, _BLOCK)
     yield HEADER.pack(MAGIC, VERSION, CODES[dtype.newbyteorder("<")], count, count + 1)
@@ -134,21 +134,21 @@ def index_parts(dtype: np.dtype[Any], lengths: np.ndarray) -> Iterator[bytes]:
 
 
 def smallest_type(vocab: int) -> np.dtype[Any]:
-    """The type for ids below `vocab`, as Megatron-LM chooses between these two."""
+    """Return the type for ids below `vocab`; Megatron-LM chooses between the same two."""
     return np.dtype("<u2") if vocab <= 1 << 16 else np.dtype("<i4")
 
 
 class IndexedTokens:
     """A memory-mapped pair of files, checked when opened; `len` is the number of documents.
 
-    Raises UserError naming the file that is missing, cut short, of another pair or not of this
-    format. The check reads the whole `.idx` and none of the `.bin`.
+    Raises UserError naming the file that is missing, truncated, of another pair or not of this format. The
+    check reads the whole `.idx` and none of the `.bin`.
     """
 
     path: Path
-    """the file of tokens"""
+    """The file of tokens."""
     tokens: np.ndarray
-    """every token of the file one after the other, 1-D, mapped, read-only"""
+    """Every token of the file one after the other, 1-D, mapped, read-only."""
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
@@ -172,27 +172,27 @@ class IndexedTokens:
         return len(self._documents) - 1
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+        """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
         sequences = self._documents[start : stop + 1]
         last = len(self._places)
         places = self._places[np.minimum(sequences, last - 1)]
         return np.where(sequences == last, self.tokens.nbytes, places) // self._dtype.itemsize
 
     def document_start(self, document: int) -> int:
-        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+        """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
         sequence = int(self._documents[document])
         if sequence == len(self._places):
             return len(self.tokens)
         return int(self._places[sequence]) // self._dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        """The document that holds the token at this place."""
+        """Return the number of the document that holds the token at this position."""
         # bisect and not np.searchsorted, which would copy a mapping that is not aligned
         sequence = bisect_right(self._places, token * self._dtype.itemsize) - 1
         return bisect_right(self._documents, sequence, hi=len(self)) - 1
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """The tokens of one document, 1-D."""
+        """Return the tokens of one document, 1-D."""
         if not 0 <= document < len(self):
             raise IndexError(document)
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
@@ -224,7 +224,7 @@ class IndexedTokens:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raise a UserError for files that are not what they should be."""
+    """Turn errors of opening and mapping files into a UserError."""
     try:
         yield
     except DamagedError as error:
@@ -232,7 +232,7 @@ def readable() -> Iterator[None]:
 
 
 def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserError:
-    """The error for a file that is not what it should be."""
+    """Return the error for a damaged file."""
     found = Violation(key="data.path", value=str(path), source="", message=what)
     return UserError("data", f"{kind}: {path}: {what}", [found])
 

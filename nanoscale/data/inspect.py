@@ -1,4 +1,4 @@
-"""What is in files of tokens: what `nanoscale data inspect` shows."""
+"""A description of token files: the content of `nanoscale data inspect`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, digest, find, loa
 
 _BLOCK = 1 << 20
 _SAMPLE = 64
-"""tokens of a document that are shown"""
+"""Tokens of a document that are shown."""
 _CHAT = 512
-"""the same of a chat, of which the beginning is mostly not learned"""
+"""The same for a chat, whose beginning mostly has no loss."""
 
 
 def inspect(path: str, tokenizer: str | None, vocab: int | None, samples: int) -> dict[str, Any]:
-    """Describe a prepared folder, a Megatron pair or a .ds file; every token is looked at.
+    """Describe a prepared folder, a Megatron pair or a .ds file; every token is read.
 
-    `tokenizer` decodes where the files do not say what does, and `vocab` is a model's. The document
-    has `problems`, a sentence for each thing that does not fit together. Raises UserError for files
-    that are missing or damaged.
+    `tokenizer` decodes if the files do not name theirs, and `vocab` is a model's. The returned document lists
+    `problems`, a sentence for each inconsistency. Raises UserError for files that are missing or damaged.
     """
     folder = prepared_folder.folder_of(path)
     manifest = prepared_folder.manifest(folder) if folder else None
@@ -115,7 +114,7 @@ def _blocks(file: TokenFile) -> list[np.ndarray]:
 
 
 def _lengths(file: TokenFile) -> Counter[int]:
-    """How many documents there are of each length, in tokens."""
+    """Count the documents of each length, in tokens."""
     found: Counter[int] = Counter()
     for start in range(0, len(file), _BLOCK):
         starts = file.document_starts(start, min(start + _BLOCK, len(file)))
@@ -125,7 +124,7 @@ def _lengths(file: TokenFile) -> Counter[int]:
 
 
 def _ended(file: TokenFile, eos: int) -> int:
-    """Documents whose last token is the end token."""
+    """Count the documents whose last token is the end token."""
     found = 0
     for start in range(0, len(file), _BLOCK):
         starts = file.document_starts(start, min(start + _BLOCK, len(file)))
@@ -135,7 +134,7 @@ def _ended(file: TokenFile, eos: int) -> int:
 
 
 def _median(lengths: Counter[int], ordered: list[int], documents: int) -> int:
-    """The lower one of an even number."""
+    """Return the median length; the lower one of an even number."""
     passed = 0
     for length in ordered:
         passed += lengths[length]
@@ -145,7 +144,7 @@ def _median(lengths: Counter[int], ordered: list[int], documents: int) -> int:
 
 
 def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
-    """Documents by powers of two of their length: `from` ≤ tokens < `below`."""
+    """Count documents by powers of two of their length: `from` ≤ tokens < `below`."""
     found: Counter[int] = Counter()
     for length, times in lengths.items():
         found[length.bit_length()] += times

@@ -1,4 +1,4 @@
-"""Batches of samples: which tokens a rank trains on at which step."""
+"""Batches of samples: the tokens of each rank and step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, Stream, TokenFile
 
 _AHEAD = 1024
-"""samples of a rank whose numbers are worked out at once"""
+"""Samples of a rank whose numbers are computed in one call."""
 _WINDOW = 1 << 20
-"""samples of all ranks that these may be among"""
+"""The widest range of all ranks' samples that such a call covers."""
 
 
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
     """Divide a file into training and validation tokens.
 
-    Validation gets the last whole documents that hold at least `valid_fraction` of all tokens. If
-    these would hold more than twice that, or leave less than half of what training should have (one
-    document alone, or a huge one at the border), the border lies within a document instead.
+    Validation gets the last whole documents that hold at least `valid_fraction` of all tokens. If these would
+    hold more than twice that, or leave less than half of the tokens that training should have (a single
+    document, or a huge one at the border), the border lies within a document instead.
     """
     total = len(tokens.tokens)
     share = math.ceil(total * valid_fraction)
@@ -40,17 +40,18 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
 
 
 class Ahead:
-    """A rank's samples of one step, worked out for many steps at once: a call costs most of it."""
+    """A rank's samples of one step, computed for many steps at once, since the overhead of a call
+    dominates."""
 
     def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
-        """`find`: from int64 places `[…]` in the order to what stands there, `[*, …]`."""
+        """`find` maps int64 positions `[…]` of the order to the samples there, `[*, …]`."""
         self._find = find
         self._layout = (0, 0, 0)
         self._consumed = 0
         self._found = np.empty((0, 0), dtype=np.int64)
 
     def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
-        """What stands at the `share` places of this rank, `[*, share]`."""
+        """Return the samples at the `share` positions of this rank, `[*, share]`."""
         layout = (global_batch, dp_rank, share)
         step, rest = divmod(consumed - self._consumed, global_batch)
         if self._layout != layout or rest or not 0 <= step < self._found.shape[-2]:
@@ -64,7 +65,7 @@ class Ahead:
 
 
 def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
-    """A data-parallel rank's samples of an optimizer step, in whole micro batches."""
+    """Return a data-parallel rank's samples of an optimizer step, in whole micro batches."""
     share, rest = divmod(global_batch, dp)
     if rest or share % micro_batch or not 0 <= dp_rank < dp:
         raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
@@ -73,16 +74,16 @@ def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> 
 
 @dataclass(frozen=True)
 class Form:
-    """How tokens become samples; see `Data`."""
+    """The way tokens become samples; see `Data`."""
 
     packing: Literal["stream", "whole"] = "stream"
     document_mask: bool = False
     answers: np.ndarray | None = None
-    """uint8 [tokens] of the file: other than 0 where a token is to be learned; None: all of them"""
+    """uint8 [tokens] of the file: nonzero for tokens that have a loss. None: all of them."""
 
 
 class Loader:
-    """Samples of one split, in an order of their own in every epoch."""
+    """The samples of one split, in a new order in every epoch."""
 
     def __init__(
         self,
@@ -107,11 +108,11 @@ class Loader:
         self._ahead = Ahead(self.order)
 
     def __len__(self) -> int:
-        """Samples in the split; an epoch."""
+        """Return the number of samples in the split, which is one epoch."""
         return len(self._samples)
 
     def batch(self, indices: Any) -> Batch:
-        """Samples by number, a row each.
+        """Return samples by number, a row each.
 
         Raises UserError if a token lies outside the model's vocabulary.
         """
@@ -122,18 +123,18 @@ class Loader:
         return self._samples.batch(numbers)
 
     def _check(self, found: np.ndarray) -> None:
-        # a negative one is a large one without its sign
+        # viewed as unsigned, a negative id is a large one
         if found.size and found.view(np.uint64).max() >= self._vocab:
             raise outside_vocabulary(self._file, found, self._vocab)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[Batch]:
-        """One optimizer step's share of a data-parallel rank: micro_batch rows each.
+        """Yield one optimizer step's share of a data-parallel rank: micro_batch rows each.
 
-        `consumed` is the samples that all ranks together have trained on. Over all ranks the
-        samples are those at places [consumed, consumed + global_batch) of the order, whatever `dp`
-        and `micro_batch` are; a rank has a contiguous part of them.
+        `consumed` counts the samples that all ranks together have trained on. Over all ranks the samples are
+        those at positions [consumed, consumed + global_batch) of the order, for any `dp` and `micro_batch`;
+        each rank has a contiguous share of them.
         """
         share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
         indices = self._ahead.step(consumed, global_batch, dp_rank, share)
@@ -141,17 +142,17 @@ class Loader:
             yield self.batch(indices[start : start + micro_batch])
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """The samples that stand at these places of the split's endless order."""
+        """Return the samples at these positions of the split's endless order."""
         return sample_indices(self._seed, places, len(self))
 
     def valid_batches(
         self, samples: int, dp_rank: int, dp: int, micro_batch: int
     ) -> Iterator[tuple[Batch, int]]:
-        """The first samples of the split, divided over ranks: (micro_batch rows, n).
+        """Yield the first samples of the split, divided over ranks: (micro_batch rows, n).
 
-        The first n rows count, perhaps none; the others only fill the batch. Every rank yields
-        equally many batches of one shape, as collectives in the forward pass need. Over all ranks
-        the rows that count are the first `evaluated(samples)` samples, once each.
+        The first n rows count, perhaps none; the others only fill the batch. Every rank yields equally many
+        batches of one shape, as collectives in the forward pass need. Over all ranks the rows that count are
+        the first `evaluated(samples)` samples, once each.
         """
         count = self.evaluated(samples)
         for start in range(0, count, dp * micro_batch):
@@ -160,12 +161,12 @@ class Loader:
             yield self.batch(rows % count), int((rows < count).sum())
 
     def evaluated(self, samples: int) -> int:
-        """How many samples an evaluation of `samples` has; fewer if the split is smaller."""
+        """Return the number of samples in an evaluation of `samples`; fewer if the split is smaller."""
         return min(samples, len(self))
 
 
 def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
-    """The error for a split without one sample."""
+    """Return the error for a split without one sample."""
     what = f"a sample needs {seq_len + 1} tokens, and only {len(split)} of {tokens.path} are here"
     shorter = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
     found = Violation("train.seq_len", seq_len, "", what, shorter)
@@ -173,7 +174,7 @@ def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
 
 
 def outside_vocabulary(tokens: TokenFile, found: np.ndarray, vocab: int) -> UserError:
-    """The error for tokens that the model has no embedding for."""
+    """Return the error for tokens outside the model's vocabulary."""
     wrong = int(found.min()) if found.min() < 0 else int(found.max())
     what = f"{tokens.path} holds token {wrong}, and the model's ids lie in [0, {vocab})"
     larger = (f"model.vocab={wrong + 1}",) if wrong >= vocab else ()

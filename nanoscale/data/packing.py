@@ -1,9 +1,9 @@
-"""Whole documents in sequences of one length: which documents share a sequence.
+"""Packing of whole documents into sequences of one length.
 
 Best-fit decreasing, as in Ding et al. 2024, arXiv:2404.10830, section 3: the longest document first, each into
-the fullest sequence that has room for it. Documents of one length are placed together: a sequence that is the
-best for one of them is the best for the next, as long as it has room. So the work grows with the number of
-different lengths, and hardly with that of documents.
+the fullest sequence that still has room for it. Documents of one length are placed together: the best sequence
+for one of them is the best for the next, as long as it has room. So the work grows with the number of
+different lengths, and hardly with the number of documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def pack(lengths: np.ndarray, room: int) -> np.ndarray:
-    """The sequence of each document: int64, in the shape of `lengths`, which lie in [1, room].
+    """Return the sequence of each document: int64, in the shape of `lengths`, which lie in [1, room].
 
     Sequences are numbered in the order of their first documents. Equal lengths give equal sequences.
     """
@@ -30,18 +30,18 @@ def pack(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 class _Sequences:
-    """Sequences by the room that is left in them."""
+    """Sequences by their remaining room."""
 
     def __init__(self, room: int) -> None:
         self.number = 0
         self._room = room
         self._rooms: list[int] = []
-        """the different rooms that are left, rising"""
+        """The different remaining rooms, rising."""
         self._with: dict[int, list[np.ndarray]] = {}
-        """the numbers of the sequences with each of these"""
+        """The numbers of the sequences with each of these rooms."""
 
     def place(self, length: int, count: int) -> np.ndarray:
-        """Sequences for so many documents of one length: int64 [count]."""
+        """Choose sequences for `count` documents of one length: int64 [count]."""
         placed: list[np.ndarray] = []
         while count:
             room, numbers = self._best(length, count)
@@ -57,7 +57,7 @@ class _Sequences:
         return np.concatenate(placed)
 
     def _best(self, length: int, count: int) -> tuple[int, np.ndarray]:
-        """The fullest sequences that one such document fits, and their room; new ones where none does."""
+        """Return the fullest sequences that fit such a document, and their room; new ones if none fits."""
         place = bisect_left(self._rooms, length)
         if place < len(self._rooms):
             room = self._rooms.pop(place)
@@ -77,7 +77,7 @@ class _Sequences:
 
 def _by_first_document(found: np.ndarray, number: int) -> np.ndarray:
     first = np.empty(number, dtype=np.int64)
-    first[found[::-1]] = np.arange(len(found))[::-1]  # the last one that is written stays
+    first[found[::-1]] = np.arange(len(found))[::-1]  # the first document is written last
     rank = np.empty(number, dtype=np.int64)
     rank[np.argsort(first)] = np.arange(number)
     return rank[found]

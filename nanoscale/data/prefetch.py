@@ -1,6 +1,6 @@
-"""The next step's samples, read by a thread while a GPU works on this step's.
+"""Prefetching: a thread reads the next step's samples while a GPU computes this step.
 
-On a CPU there is nothing to gain: reading would take time from the core that computes.
+This gains nothing on a CPU: reading would take time from the core that computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from nanoscale.data.batch import Batch
 
 
 class Source(Protocol):
-    """Samples of which every step's follow from how many were consumed before, as those of a `Loader`."""
+    """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -21,7 +21,7 @@ class Source(Protocol):
 
 
 class Prefetched:
-    """The same samples at the same steps; what goes wrong in reading them is raised when they are asked for."""
+    """The same samples at the same steps; an error while reading is raised when the samples are requested."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

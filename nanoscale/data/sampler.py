@@ -1,13 +1,12 @@
 """The order of samples: a new pseudo-random permutation every epoch, without a table.
 
-An index is computed from (seed, position) alone in constant memory, so every rank knows every other
-rank's samples and the whole state of the data is one number, the samples consumed.
+An index is computed from (seed, position) alone in constant memory, so every rank knows every other rank's
+samples and the whole state of the data is one number, the samples consumed.
 
-The permutation of [0, n) is a balanced Feistel network over the smallest even number of bits that
-holds n, applied again and again until the result is below n ("cycle walking"): J. Black and
-P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3. The round
-function is the finaliser of SplitMix64 (G. Steele, D. Lea and C. Flood, "Fast Splittable
-Pseudorandom Number Generators", OOPSLA 2014).
+The permutation of [0, n) is a balanced Feistel network over the smallest even number of bits that holds n,
+applied repeatedly until the result is below n ("cycle walking"): J. Black and P. Rogaway, "Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3. The round function is the finaliser of SplitMix64 (G.
+Steele, D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _ROUND_KEYS = np.array([[(i + 1) * _GOLDEN & _WORD] for i in range(_ROUNDS)], dt
 
 
 def sample_indices(seed: int, positions: Any, n: int) -> np.ndarray:
-    """The samples at these places of the endless order: int64, in the shape of `positions`.
+    """Return the samples at these positions of the endless order: int64, in the shape of `positions`.
 
-    Position p belongs to epoch p // n, and every epoch holds each of the n samples once. The values
-    are pinned by tests: they never change, since a run that resumes relies on them.
+    Position p belongs to epoch p // n, and every epoch holds each of the n samples once. The values are pinned
+    by tests: they never change, since a resumed run relies on them.
     """
     if not 1 <= n < 1 << 62:
         raise ValueError(f"cannot order {n} samples")
@@ -37,7 +36,7 @@ def sample_indices(seed: int, positions: Any, n: int) -> np.ndarray:
     epochs, offsets = np.divmod(places.reshape(-1), np.uint64(n))
     epoch_keys = _mix(epochs + _mix(np.full(1, (seed + _GOLDEN) & _WORD, dtype=np.uint64)))
     keys = _mix(epoch_keys + _ROUND_KEYS)
-    # fewer bits would save work for a handful of samples only, and favour some of their orders
+    # Fewer bits would save work only for a handful of samples, and favour some of their orders.
     half = max(3, ((n - 1).bit_length() + 1) // 2)
     found = _feistel(offsets, keys, half)
     outside = np.flatnonzero(found >= n)
@@ -57,7 +56,7 @@ def _feistel(values: Words, keys: Words, half: int) -> Words:
 
 
 def _mix(word: Words) -> Words:
-    """SplitMix64's finaliser: a bijection of 64 bits in which every bit moves every other."""
+    """Apply SplitMix64's finaliser: a bijection of 64 bits in which every bit changes every other."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""How tokens on disk become rows of a batch: a stream that is cut, or whole documents side by side."""
+"""Samples of tokens on disk: windows of a stream, or packed whole documents."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from nanoscale.data.indexed import damaged
 from nanoscale.data.packing import pack
 
 _WINDOW = 1 << 20
-"""documents that are packed together: neighbours in the file stay near each other"""
+"""Documents that are packed together: neighbours in the file stay near each other."""
 
 
 Check = Callable[[np.ndarray], None]
-"""raises where one of these tokens, int64, is none of the model's"""
+"""A check that raises if one of these tokens, int64, is outside the model's vocabulary."""
 
 
 class TokenFile(Protocol):
     """Tokens on disk, in documents; `len` is the number of documents."""
 
     path: Path
-    """the file of tokens"""
+    """The file of tokens."""
     tokens: np.ndarray
-    """every token of the file one after the other, 1-D, mapped, read-only"""
+    """Every token of the file one after the other, 1-D, mapped, read-only."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, document: int) -> np.ndarray:
-        """The tokens of one document, 1-D."""
+        """Return the tokens of one document, 1-D."""
 
     def document_start(self, document: int) -> int:
-        """Where a document begins in `tokens`; of `len(self)`: where the last one ends."""
+        """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """Where documents [start, stop) begin in `tokens`, and where the last ends: int64."""
+        """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
 
     def document_at(self, token: int) -> int:
-        """The document that holds the token at this place."""
+        """Return the number of the document that holds the token at this position."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Split:
     start: int
     stop: int
     within_document: bool = False
-    """whether its border to the other split lies within a document"""
+    """True if the border to the other split lies within a document."""
 
     def __len__(self) -> int:
         return self.stop - self.start
 
 
 class Samples(Protocol):
-    """Samples of one split by number; `len` is how many there are."""
+    """The samples of one split by number; `len` is their number."""
 
     def __len__(self) -> int: ...
 
@@ -67,11 +67,11 @@ class Samples(Protocol):
 
 
 class Stream:
-    """Sample i is the tokens [i·seq_len, (i + 1)·seq_len + 1) of the split.
+    """The tokens of a split in windows: sample i is [i·seq_len, (i + 1)·seq_len + 1).
 
-    Neighbours share one token: the last target of the one is the first input of the next. Documents follow
-    each other without padding. With `document_mask` they are told apart, and the last token of a document
-    predicts nothing.
+    Neighbours share one token: the last target of one is the first input of the next. Documents follow each
+    other without padding. With `document_mask` attention stays within documents, and the last token of a
+    document predicts nothing.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Stream:
         batch = Batch.of_rows(windows)
         if self._answers is None and not self._document_mask:
             return batch
-        targets = batch.targets.copy()  # inputs and targets share their memory
+        targets = batch.targets.copy()  # inputs and targets share memory
         if self._answers is not None:
             answers = self._windows(self._answers, numbers, np.uint8)
             targets[answers[:, 1:] == 0] = IGNORED
@@ -119,7 +119,7 @@ class Stream:
         return found
 
     def _documents(self, number: int) -> np.ndarray:
-        """The numbers of the documents of a sample's tokens, from 0: int64 [seq_len + 1]."""
+        """Return the document numbers of a sample's tokens, from 0: int64 [seq_len + 1]."""
         start = self._start + number * self._seq_len
         found: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
         first, last = (self._file.document_at(start + place) for place in (0, self._seq_len))
@@ -130,10 +130,11 @@ class Stream:
 
 
 class Packed:
-    """Whole documents side by side, as `packing.pack` puts them; the rest of a row is padded, without a loss.
+    """Whole documents side by side, in the order of `packing.pack`; the rest of a row is padding without a
+    loss.
 
-    A document of n tokens takes n − 1 places, since its last one predicts nothing. What is longer than a row
-    is cut into pieces of a row and a rest. Padding is a document of its own.
+    A document of n tokens takes n − 1 positions, since its last one predicts nothing. Longer documents are cut
+    into chunks of a full row and a remainder. Padding is a document of its own.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Packed:
             pieces.append(np.bincount(row))
         self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
         self._rows = np.concatenate(([0], *pieces)).cumsum()
-        """where the pieces of each row begin, and where those of the last end: int64 [rows + 1]"""
+        """The first chunk of each row, and the end of the last row's: int64 [rows + 1]."""
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -192,7 +193,7 @@ class Packed:
 
 
 def _pieces(borders: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the inputs of each piece begin, and how many they are; documents lie between the borders."""
+    """Return the start and the number of inputs of each chunk; documents lie between the borders."""
     inputs = np.diff(borders) - 1
     longer = inputs > 0
     inputs, starts = inputs[longer], borders[:-1][longer]
@@ -203,7 +204,7 @@ def _pieces(borders: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
-    """Which tokens are answers: uint8 [tokens], mapped; raises UserError if these are of another file."""
+    """Open the marks of answers: uint8 [tokens], mapped. Raises UserError if they belong to another file."""
     path = answers_of(prefix)
     size = path.stat().st_size if path.is_file() else None
     if size != len(file.tokens):

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 
 END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
-"""beside a tokenizer.json: it may name the token that ends a document"""
+"""The file beside a tokenizer.json that may name the end-of-document token."""
 
-# names of the token that ends a document, in the order in which they are tried
+# Names of the end-of-document token, in the order of preference.
 _END_NAMES = (
     END,
     "<|end_of_text|>",
@@ -33,28 +33,28 @@ _END_NAMES = (
 
 
 class Tokenizer(Protocol):
-    """What the trainer needs of a tokenizer."""
+    """The interface of tokenizers that the trainer uses."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids lie in [0, vocab_size)."""
+        """The number of ids; ids lie in [0, vocab_size)."""
 
     @property
     def eos(self) -> int:
         """The id that ends a document."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without `eos`."""
+        """Return the ids of a text, without `eos`."""
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """The text of ids, special tokens left out unless they are to be kept; never fails."""
+        """Return the text of ids, without special tokens unless `keep_special`; never fails."""
 
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
-        """Ids of each document (1-D), `eos` at its end."""
+        """Return the ids of each document (1-D), with `eos` at its end."""
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 are the ids; 256 ends a document."""
+    """A tokenizer whose ids are the bytes of UTF-8; 256 ends a document."""
 
     vocab_size = 257
     eos = 256
@@ -81,7 +81,7 @@ class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, eos: int, bos: int | None = None) -> None:
-        """`bos`: the token that begins a text, if the files beside the tokenizer.json name one."""
+        """`bos` is the token that begins a text, if the files beside the tokenizer.json name one."""
         self._tokenizer = tokenizer
         self.eos = eos
         self.bos = bos
@@ -105,21 +105,21 @@ class FileTokenizer:
                 yield np.array(ids, dtype=np.int64)
 
     def before(self) -> tuple[int, ...]:
-        """What the tokenizer itself puts before a text, as `<s>`; perhaps nothing."""
+        """The tokens that the tokenizer itself puts before a text, such as `<s>`; may be empty."""
         encoded = self._tokenizer.encode("a", add_special_tokens=True)
         first = encoded.special_tokens_mask.index(0)
         return tuple(encoded.ids[:first])
 
     def name_of(self, token: int) -> str:
-        """The token of an id, as the tokenizer.json has it."""
+        """Return the token of an id, as the tokenizer.json has it."""
         name: str = self._tokenizer.id_to_token(token)
         return name
 
 
 def find(name: str, key: str) -> Path:
-    """The tokenizer.json that is meant: a file, a folder that has one, or a model's on the hub.
+    """Return the tokenizer.json of a file, a folder, or a model on the hub.
 
-    What the hub's cache holds needs no network. Raises UserError, naming `key`, where there is none.
+    A model in the hub's cache needs no network. Raises UserError, naming `key`, if there is none.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -134,7 +134,7 @@ def find(name: str, key: str) -> Path:
 
         try:
             found = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
-        except Exception as error:  # whatever a hub, a network and a cache can raise
+        except Exception as error:  # a hub, a network and a cache can raise anything
             what = (
                 f"is no file, and the hub's tokenizer of that name cannot be had: {why_not(error)}"
             )
@@ -148,8 +148,7 @@ def find(name: str, key: str) -> Path:
 def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = None) -> FileTokenizer:
     """Read a tokenizer.json; a tokenizer_config.json beside it may name the end token, or `eos`.
 
-    Raises UserError, naming `key`, where it is missing, unreadable or has no token that ends a
-    document.
+    Raises UserError, naming `key`, if it is missing, unreadable or has no end-of-document token.
     """
     from tokenizers import Tokenizer as Native
 
@@ -198,12 +197,12 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a tokenizer.json."""
+    """Return the SHA-256 of a tokenizer.json."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _configured(path: Path, kind: str) -> list[str]:
-    """The special token of a kind (`eos_token`) that a model's tokenizer_config.json names, if there is one."""
+    """Return the special tokens of a kind (`eos_token`) that a model's tokenizer_config.json names."""
     try:
         config = json.loads(path.with_name(CONFIG).read_text(encoding="utf-8"))
         name = config.get(kind)

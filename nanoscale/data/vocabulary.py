@@ -1,4 +1,4 @@
-"""The tokenizer of a run as the files that stand beside the weights of a Hugging Face model."""
+"""The tokenizer of a run as the files beside the weights of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write(folder: Path, config: Config) -> dict[str, Any]:
-    """Write the tokenizer's files, as far as it is known; the special tokens' numbers for config.json.
+    """Write the tokenizer's files, as far as it is known; return the special tokens' numbers for config.json.
 
-    It is that of `data.tokenizer`; where token files are all that was named, that of the model which the run
-    began with, and else none is known.
+    It is that of `data.tokenizer`. If only token files were named, it is that of the run's initial model;
+    otherwise none is known.
     """
     data, begun = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
@@ -55,9 +55,9 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
 
 
 def known(config: Config) -> Tokenizer | None:
-    """The tokenizer of a run's tokens, as `write` finds it, or that of a prepared folder; None: not known.
+    """Return the tokenizer of a run's tokens, as `write` does, or that of a prepared folder; None: not known.
 
-    The files of tokens need not be there any more.
+    The token files themselves need not exist any more.
     """
     data, begun = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
@@ -70,12 +70,12 @@ def known(config: Config) -> Tokenizer | None:
     made = [folder for folder in folders if folder is not None]
     if not made or len(made) < len(folders):
         return None
-    file = made[0] / TOKENIZER  # of several sources the rules want one tokenizer
+    file = made[0] / TOKENIZER  # the rules require one tokenizer for several sources
     return load(file) if file.is_file() else ByteTokenizer()
 
 
 def _describe(folder: Path, end: str) -> None:
-    """Name the token that ends a document, where nothing does yet: transformers would know of none."""
+    """Name the end-of-document token if no file does yet; otherwise transformers would not know it."""
     file = folder / CONFIG
     if not file.exists():
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
@@ -89,7 +89,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _special(source: Path) -> dict[str, Any]:
-    """What a model's config.json says of special tokens."""
+    """Return the special tokens of a model's config.json."""
     try:
         document = json.loads((source / "config.json").read_text(encoding="utf-8"))
         return {name: document[name] for name in _SPECIAL if name in document}
@@ -106,7 +106,8 @@ def _write_bytes(file: Path) -> None:
 
 
 def bytes_native() -> Any:
-    """`ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
+    """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for
+    bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     native = Tokenizer(models.BPE(vocab=dict(zip(_letters(), range(256), strict=True)), merges=[]))
@@ -118,7 +119,7 @@ def bytes_native() -> Any:
 
 
 def _letters() -> list[str]:
-    """The letter of each byte in byte-level vocabularies.
+    """Return the letter of each byte in byte-level vocabularies.
 
     Printable bytes stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2).
     """

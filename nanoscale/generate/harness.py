@@ -1,7 +1,7 @@
-"""Our models as EleutherAI's lm-evaluation-harness (`lm_eval`) asks for them.
+"""The interface between our models and EleutherAI's lm-evaluation-harness (`lm_eval`).
 
 `Answers` needs nothing of that library: its requests are objects whose `args` are tuples. The library calls it
-through a class that is made when it is there.
+through a class that is created only if the library is installed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from nanoscale.generate.writing import Wish, Written, write
 from nanoscale.models.cache import Cache
 
 _LOGITS = 1 << 26
-"""numbers that a batch may have of them"""
+"""The most logits of a batch."""
 _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
-"""what a task may say of the text that it wants"""
+"""The settings of a task for generated text that we support."""
 _LONGEST = 256
-"""tokens of a text of which a task does not say how long it may be"""
+"""Tokens of a text if the task does not bound it."""
 
 Scored = tuple[float, bool]
-"""log-probability, and whether every token was the most likely one"""
+"""The log-probability, and True if every token was the most likely one."""
 
 
 class Request(Protocol):
@@ -41,22 +41,22 @@ class Answers:
     """A model's answers to the three kinds of requests."""
 
     def __init__(self, opened: Opened, note: Callable[[int, int], None] = lambda *_: None) -> None:
-        """`note` is told how many of how many are done."""
+        """`note` is called with the number of finished requests and of all."""
         self.opened = opened
         self.note = note
 
     def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[Scored]:
-        """Of each (context, continuation), the continuation's."""
+        """Score the continuation of each (context, continuation)."""
         return self._score([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
-        """Of each (text,), all of it: what does not fit at once goes window by window, each token once."""
+        """Score each whole text, (text,); long texts go window by window, each token once."""
         windows = [list(self._windows(*request.args)) for request in requests]
         scored = iter(self._score([window for found in windows for window in found]))
         return [sum(next(scored)[0] for _ in found) for found in windows]
 
     def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
-        """Of each (context, what is wanted), the text that follows."""
+        """Generate the text after the context of each (context, settings)."""
         texts = []
         for request in requests:
             texts.append(self._generate(*request.args))
@@ -66,7 +66,8 @@ class Answers:
     # --- tokens ---------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both. Spaces at the end of a context belong to what follows, as the library has it."""
+        """Return the ids of both. Spaces at the end of a context belong to the continuation, as in the
+        library."""
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         encode = self.opened.tokenizer.encode
@@ -75,9 +76,9 @@ class Answers:
         return [*before, *both[: len(first)]] or [self.opened.start], both[len(first) :]
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Parts to predict, each as long as the model can look, and what stands before them.
+        """Yield parts to predict, each as long as the model's context, and the tokens before them.
 
-        What a model's own tokenizer adds is predicted too, as the library does: `<s>` after `<s>`.
+        Tokens that a model's own tokenizer adds are predicted too, as in the library: `<s>` after `<s>`.
         """
         opened, size = self.opened, self.opened.context
         tokens = [opened.start, *opened.added, *opened.tokenizer.encode(text)]
@@ -88,7 +89,7 @@ class Answers:
     # --- figures --------------------------------------------------------------------------------------
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
-        """Longest first, so that what does not fit into memory shows at once."""
+        """Score pairs, the longest first, so that a lack of memory shows at once."""
         order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))
         found: dict[int, Scored] = {}
         for batch in self._batches(order, pairs):
@@ -108,7 +109,7 @@ class Answers:
             start += count
 
     def _score_batch(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Scored]:
-        """All at once; a shorter sequence is filled up at its end, which nothing before it sees."""
+        """Score one batch; shorter sequences are padded at the end, which no earlier position sees."""
         rows = [(context + wanted)[-self.opened.context - 1 :] for context, wanted in pairs]
         length = max(map(len, rows)) - 1
         inputs = torch.zeros(len(rows), length, dtype=torch.long)
@@ -144,7 +145,7 @@ class Answers:
 
 
 def _scored(logits: Tensor, wanted: Sequence[int]) -> Scored:
-    """Of the tokens `[n]` that follow each position of logits `[n, vocab]`."""
+    """Return the score of the tokens `[n]` that follow each position of logits `[n, vocab]`."""
     tokens = torch.tensor(wanted, dtype=torch.long, device=logits.device)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     greedy = bool((wide.argmax(-1) == tokens).all())
@@ -155,7 +156,7 @@ def _scored(logits: Tensor, wanted: Sequence[int]) -> Scored:
 
 
 def require_library() -> None:
-    """Raise a UserError where lm_eval is not installed."""
+    """Raise a UserError if lm_eval is not installed."""
     from importlib.util import find_spec
 
     if find_spec("lm_eval") is None:
@@ -174,16 +175,16 @@ def evaluate_tasks(
     few_shot: int | None,
     folder: Path | None,
 ) -> dict[str, Any]:
-    """What `lm_eval.simple_evaluate` returns for these tasks.
+    """Return the result of `lm_eval.simple_evaluate` for these tasks.
 
     Args:
         tasks: their names; `*` stands for any letters.
         limit: documents of each task.
-        few_shot: examples before each question; None: what the task says.
-        folder: of more tasks, by name.
+        few_shot: examples before each question; None: the task's default.
+        folder: the folder of more tasks, by name.
 
     Raises:
-        UserError: the library is not installed, has no such task, or not its data.
+        UserError: the library is not installed, or lacks such a task or its data.
     """
     require_library()
     import lm_eval
@@ -191,7 +192,7 @@ def evaluate_tasks(
     from lm_eval.tasks import TaskManager
 
     class Model(Answers, LM):  # type: ignore[misc]
-        """The library asks for one of its own classes."""
+        """The class that the library requires."""
 
         def __init__(self) -> None:
             LM.__init__(self)
@@ -210,7 +211,7 @@ def evaluate_tasks(
             task_manager=manager,
             log_samples=False,
         )
-    except OSError as error:  # the hub's, the network's, the file system's
+    except OSError as error:  # errors of the hub, the network and the file system
         raise UserError("data", f"--tasks {','.join(tasks)}: lm_eval: {error}") from error
     return found
 

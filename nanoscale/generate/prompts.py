@@ -12,10 +12,11 @@ PROMPT = "prompt"
 
 
 def read_prompts(file: Path) -> list[dict[str, Any]]:
-    """Records with at least `prompt`, of a .jsonl file one a line, of any other each line that is not empty.
+    """Read records with at least `prompt`: one per line of a .jsonl file, otherwise one per line that is not
+    empty.
 
     Raises:
-        UserError: the file is missing, no UTF-8, or has none; a line is no JSON object with a text `prompt`.
+        UserError: the file is missing, not UTF-8, or empty; a line is no JSON object with a text `prompt`.
     """
     try:
         lines = file.expanduser().read_text(encoding="utf-8").split("\n")

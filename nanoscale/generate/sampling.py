@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Sampling of the next token."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 
 class NotFiniteError(Exception):
-    """The model has no opinion: its logits are not numbers."""
+    """The model's logits are not finite numbers."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn."""
+    """The settings of sampling."""
 
     temperature: float = 0.7
-    """what logits are divided by; 0: always the most likely token"""
+    """The divisor of the logits; 0: always the most likely token."""
     top_k: int | None = None
-    """of so many most likely tokens only"""
+    """Sample among this many most likely tokens; None: among all."""
     top_p: float | None = None
-    """and of the fewest that have this probability together"""
+    """Sample among the fewest most likely tokens with this total probability; None: among all."""
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token from logits `[vocab]`.
+    """Sample a token from logits `[vocab]`.
 
-    The temperature comes first, then top-k, then top-p (Holtzman et al. 2019, arXiv:1904.09751, section 3.1) of
-    what that left, as in transformers. Drawn in host memory: a seed gives the same tokens on every device, as
-    far as the logits are the same.
+    The temperature comes first, then top-k, then top-p (Holtzman et al. 2019, arXiv:1904.09751, section 3.1)
+    of the rest, as in transformers. Sampling runs in host memory: a seed gives the same tokens on every
+    device, as far as the logits are equal.
 
     Raises:
         NotFiniteError: a logit is NaN, or infinite.
@@ -39,7 +39,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.temperature == 0:
         return int(logits.argmax())
     values, tokens = _most_likely(logits.float().cpu(), sampling)
-    # The largest is taken off first: a small temperature would make numbers beyond all bounds.
+    # The largest is subtracted first: a small temperature would make the numbers overflow.
     probability = ((values - values.max()) / sampling.temperature).softmax(0)
     if sampling.top_p is not None:
         before = probability.cumsum(0) - probability
@@ -48,7 +48,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
 
 
 def _most_likely(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Logits and tokens that come into question; the largest first, where that matters."""
+    """Return the candidate logits and tokens; sorted from the largest if `top_p` needs it."""
     if sampling.top_k is not None and sampling.top_k < len(logits):
         return logits.topk(sampling.top_k)
     if sampling.top_p is not None:

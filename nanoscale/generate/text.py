@@ -1,21 +1,22 @@
-"""Text that grows token by token: what of it is certain, and where it is to end."""
+"""Text that grows token by token: its certain part, and its end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 _UNKNOWN = "\ufffd"
-"""what stands for bytes that are no character, or not yet"""
+"""The replacement for bytes that are no character, or not yet one."""
 _CONTEXT = 8
-"""tokens before those decoded: in some tokenizers they decide whether a space stands in front"""
+"""Tokens before the decoded ones: in some tokenizers they decide about a leading space."""
 _LONGEST = 64
-"""tokens that are decoded together before the older ones are let go"""
+"""Tokens that are decoded together before older ones are dropped."""
 
 
 class Characters:
-    """Gives what tokens say as soon as it is whole: a token may be a part of a character.
+    """A decoder that returns text as soon as its characters are complete: a token may be a part of a
+    character.
 
-    All that was given, with `rest`, is the text that the tokens have after the prompt's.
+    The returned texts, with `rest`, make the text of the tokens after the prompt.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> None:
@@ -24,10 +25,10 @@ class Characters:
         self._given = len(decode(self._tokens))
 
     def add(self, token: int) -> str:
-        """What is new with this token."""
+        """Return the new text of this token."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        certain = text.rstrip(_UNKNOWN)  # what comes may make a character of it
+        certain = text.rstrip(_UNKNOWN)  # later tokens may complete a character
         new = certain[self._given :]
         self._given = max(self._given, len(certain))
         if certain == text and len(self._tokens) > _LONGEST:
@@ -36,12 +37,12 @@ class Characters:
         return new
 
     def rest(self) -> str:
-        """What will not become a character any more."""
+        """Return the bytes that never became a character."""
         return self._decode(self._tokens)[self._given :]
 
 
 class Ending:
-    """Gives text up to the first of some words; what may be the beginning of one waits."""
+    """A filter that passes text up to the first stop word; a possible beginning of one is withheld."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -49,7 +50,7 @@ class Ending:
         self.reached = False
 
     def add(self, text: str) -> str:
-        """What of it may be shown."""
+        """Return the text that may be shown."""
         text = self._held + text
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
@@ -60,12 +61,12 @@ class Ending:
         return text[: len(text) - length]
 
     def rest(self) -> str:
-        """What waited in vain."""
+        """Return the text that was withheld."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is a beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""A model to generate with: of a run's checkpoint in whatever layout, or of a Hugging Face folder."""
+"""Loading a model to generate with, from a run's checkpoint in any layout or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 _ENDS = ("config.json", "generation_config.json")
-"""files of a folder that may name more tokens than one that end a text"""
+"""Files of a folder that may name several end-of-text tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,31 @@ class Opened:
     tokenizer: Tokenizer
     device: torch.device
     source: str
-    """what it was read from"""
+    """The folder or checkpoint that it was read from."""
     before: tuple[int, ...]
-    """tokens that stand before every text"""
+    """Tokens that precede every text."""
     ends: frozenset[int]
-    """tokens that end one"""
+    """Tokens that end a text."""
     start: int
-    """the token that a text is predicted from where nothing else stands before it"""
+    """The token that predicts the first one if a text has nothing before it."""
     added: tuple[int, ...] = ()
-    """tokens that a Hugging Face model's own tokenizer puts before a text, as parts of it"""
+    """Tokens that a Hugging Face model's own tokenizer puts before a text, as a part of it."""
     trained_len: int | None = None
-    """tokens of a sample of its training; None where that is not known"""
+    """Tokens of a training sample; None if not known."""
 
     @property
     def context(self) -> int:
-        """Tokens that the model can look at together."""
+        """The most tokens of the model's context."""
         return longest(self.model.shape)
 
     @property
     def vocab(self) -> int:
-        """Ids that mean something; a model may have room for more."""
+        """The number of ids with a meaning; a model's embedding may be larger."""
         return min(self.model.shape.vocab, self.tokenizer.vocab_size)
 
 
 def longest(shape: Model) -> int:
-    """How many tokens the model can look at together: attention here looks back to the beginning."""
+    """Return the length of the model's context: attention here always reaches back to its beginning."""
     return min(shape.max_seq_len, shape.sliding_window or shape.max_seq_len)
 
 
@@ -88,12 +88,12 @@ def open_model(
 
     Args:
         step: the checkpoint of this step, by default the newest.
-        device: as torch has it; by default the first GPU where there is one.
+        device: a torch device; by default the first GPU if there is one.
         dtype: a key of DTYPES, by default bf16 on a GPU and fp32 elsewhere.
-        tokenizer: `byte`, or a tokenizer.json or its folder, where it is to be another than the model's own.
+        tokenizer: `byte`, or a tokenizer.json or its folder, in place of the model's own.
 
     Raises:
-        UserError: there is no such thing, it is damaged, or no tokenizer is known.
+        UserError: the name has no model, it is damaged, or no tokenizer is known.
     """
     place = _device(device)
     kind = DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
@@ -129,7 +129,7 @@ def _open_run(
         _fitting(tokenizer, model),
         device,
         f"{run.name}, {stored.path.name}",
-        before=(tokenizer.eos,),  # where a document begins, the one before has ended
+        before=(tokenizer.eos,),  # the previous document has ended before a new one begins
         ends=frozenset([tokenizer.eos]),
         start=tokenizer.eos,
         trained_len=config.train.seq_len,
@@ -189,7 +189,7 @@ def _device(said: str | None) -> torch.device:
 
 
 def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Without values but for the counters of routers, which begin at 0."""
+    """Create a model without values, except the counters of routers, which begin at 0."""
     with torch.device("meta"):
         model = Transformer(shape)
     model.to(dtype).requires_grad_(False).eval()
@@ -198,7 +198,7 @@ def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transforme
 
 
 def _state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of a model, by its names there."""
+    """Yield the tensors that a checkpoint holds of a model, by their names in the checkpoint."""
     for name, parameter in model.named_parameters():
         yield f"model.{name}", parameter.data
     for number, block in model.layers.items():

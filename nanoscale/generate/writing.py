@@ -1,4 +1,4 @@
-"""A model that writes: tokens one after another, given as text as soon as that is certain."""
+"""Generation: tokens one after another, returned as text as soon as it is certain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END, STOP, LENGTH, CONTEXT, INTERRUPTED = "end", "stop", "length", "context", "i
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be written after a prompt."""
+    """The settings of one generation."""
 
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int = 256
@@ -28,25 +28,25 @@ class Wish:
 
 @dataclass
 class Written:
-    """What was written; it grows while `write` goes on."""
+    """The generated text; it grows while `write` runs."""
 
     prompt: str
     text: str = ""
     prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     finish: str = INTERRUPTED
-    """`end`: the model ended the text · `stop`: a word to stop at · `length`: enough tokens · `context`: the
-    model can look at no more · `interrupted`"""
+    """`end`: the model ended the text · `stop`: a stop word · `length`: `max_tokens` is reached · `context`:
+    the model's context is full · `interrupted`."""
 
 
 def encode(opened: Opened, text: str) -> list[int]:
-    """The ids of a prompt, with what stands before every text.
+    """Return the ids of a prompt, with the tokens that precede every text.
 
     Raises:
-        UserError: they are more than the model can look at, or ids that it has not.
+        UserError: they exceed the model's context, or its vocabulary.
     """
     tokens = [*opened.before, *opened.tokenizer.encode(text)]
-    tokens = tokens or [opened.start]  # after nothing at all nothing can be predicted
+    tokens = tokens or [opened.start]  # an empty input predicts nothing
     if max(tokens) >= opened.model.shape.vocab:
         what = (
             f"holds token {max(tokens)}, and the model's ids lie in [0, {opened.model.shape.vocab})"
@@ -60,7 +60,7 @@ def encode(opened: Opened, text: str) -> list[int]:
 
 
 def write(opened: Opened, prompt: Sequence[int], wish: Wish, written: Written) -> Iterator[str]:
-    """Text that follows a prompt, piece by piece; all of it, and why it ended, in `written`.
+    """Yield the text that follows a prompt; `written` collects all of it, and the reason of its end.
 
     Raises:
         NotFiniteError: the model's logits are not numbers.
@@ -90,7 +90,7 @@ def write(opened: Opened, prompt: Sequence[int], wish: Wish, written: Written) -
 
 
 def _take(token: int, opened: Opened, wish: Wish, written: Written) -> str:
-    """Note a token; why it is the last one, or ""."""
+    """Record a token; return the reason if it is the last one, or ""."""
     if token in opened.ends:
         return END
     written.tokens.append(token)

@@ -1,7 +1,7 @@
-"""How fast ranks talk to each other: all-reduces of rising size, then messages between two at a time.
+"""The speed of the network between ranks: all-reduces of rising size, then messages between two at a time.
 
-A time is the median of several repetitions after a warm-up, and of an all-reduce that of its slowest rank. All
-ranks take the same decisions, on numbers that they have gathered, so nobody waits for one that has stopped.
+A time is the median of several repetitions after a warm-up; for an all-reduce it is the slowest rank's. All
+ranks take the same decisions, on gathered numbers, so no rank waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 _GROWTH = 4
 SIZES = tuple((1 << 10) * _GROWTH**step for step in range(9))
-"""bytes of an all-reduce, 1 KiB to 64 MiB"""
+"""Bytes of an all-reduce, 1 KiB to 64 MiB."""
 ALL_PAIRS = 8
-"""of so many ends each meets all others; of more, each its neighbours in a ring"""
+"""Up to this many ranks, every pair is measured; beyond it, only neighbours in a ring."""
 _MESSAGE = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""bytes, enough that the way there no longer counts"""
+"""Bytes of a message, enough that its latency is negligible."""
 _PING = 8
 _BACKEND = {"cpu": "gloo", "cuda": "nccl"}
 _SLOW = 0.5
-"""of the median bandwidth"""
+"""The share of the median bandwidth below which a pair is slow."""
 
 _ALL_REDUCE_S = 2.0
 _PAIRS_S = 3.0
 _WARM_UP, _LEAST, _MOST = 2, 3, 100
-"""repetitions"""
+"""Numbers of repetitions."""
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What all-reduces of one size took."""
+    """The time of all-reduces of one size."""
 
     bytes: int
     seconds: float
@@ -52,16 +52,17 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Pair:
-    """What messages between two ranks took, one way."""
+    """The time of messages between two ranks, one way."""
 
     ranks: tuple[int, int]
     latency_s: float
     seconds: float
-    """for a message of `message_bytes`"""
+    """Seconds for a message of `message_bytes`."""
 
 
 def run(context: RankContext) -> str:
-    """Measure, and leave the figures in the first rank's result; or what stands in the way."""
+    """Measure, and write the figures to the first rank's result; or return the reason why that is not
+    possible."""
     closed = closed_ways(context.host)
     if closed:
         if context.rank == 0:
@@ -90,13 +91,14 @@ def run(context: RankContext) -> str:
 
 
 def ends(hosts: Sequence[str]) -> list[int]:
-    """The ranks that play in pairs: the first of each host, or all ranks of one host."""
+    """Return the ranks that are measured in pairs: the first of each host, or all ranks of a single host."""
     firsts = list({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
     return sorted(firsts) if len(firsts) > 1 else list(range(len(hosts)))
 
 
 def rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Who plays with whom: few pairs one by one, many at the same time, and nobody twice in a round."""
+    """Return rounds of pairs: few pairs run one by one, many at the same time, and no rank twice in a
+    round."""
     if len(players) <= ALL_PAIRS:
         return [[pair] for pair in combinations(players, 2)]
     ring = list(zip(players, [*players[1:], players[0]], strict=True))
@@ -109,7 +111,7 @@ def rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[AllReduce]:
-    """Each size in turn, without those for which time would not suffice."""
+    """Measure each size in turn, and leave out those for which the time does not suffice."""
     began = time.perf_counter()
     found: list[AllReduce] = []
     for size in sizes:
@@ -126,8 +128,8 @@ def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> l
 
 
 def _repeat(operation: Callable[[], object], device: torch.device, limit_s: float) -> list[float]:
-    """As often as all ranks have time for."""
-    _timed(operation, device)  # makes connections
+    """Time as many repetitions as all ranks have time for."""
+    _timed(operation, device)  # establishes connections
     once = ranks.gather_numbers([_timed(operation, device)]).max().item()
     return [_timed(operation, device) for _ in range(_count(once, limit_s))]
 
@@ -137,7 +139,7 @@ def _count(once_s: float, limit_s: float) -> int:
 
 
 def _timed(operation: Callable[[], object], device: torch.device) -> float:
-    """Seconds; a GPU's own clock counts, since operations only begin when Python has left them."""
+    """Return seconds; on a GPU by its own clock, since operations start after Python has queued them."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -156,7 +158,7 @@ def _timed(operation: Callable[[], object], device: torch.device) -> float:
 def measure_pairs(
     wanted: Sequence[Sequence[tuple[int, int]]], device: torch.device, limit_s: float
 ) -> list[Pair]:
-    """All rounds that there is time for; pairs that seem slow get a second chance, alone."""
+    """Measure all rounds for which there is time; pairs that seem slow are measured again, alone."""
     began = time.perf_counter()
     share_s = limit_s / max(1, len(wanted))
     found: dict[tuple[int, int], Pair] = {}
@@ -172,7 +174,7 @@ def measure_pairs(
 
 
 def slow(pairs: Sequence[Pair]) -> list[Pair]:
-    """Those with less than half of the median bandwidth of all pairs, the slowest first."""
+    """List the pairs below half of the median bandwidth of all pairs, the slowest first."""
     if not pairs:
         return []
     usual = median(1 / pair.seconds for pair in pairs)
@@ -183,7 +185,7 @@ def slow(pairs: Sequence[Pair]) -> list[Pair]:
 def _play_round(
     pairs: Sequence[tuple[int, int]], device: torch.device, limit_s: float, began: float
 ) -> tuple[list[Pair], float]:
-    """What a round came to, and the time since the beginning; the same on all ranks."""
+    """Measure a round; return its pairs and the time since the beginning, the same on all ranks."""
     rank = dist.get_rank()
     mine = [0.0, 0.0]
     for first, second in pairs:
@@ -197,7 +199,8 @@ def _play_round(
 
 
 def _exchange(peer: int, begins: bool, size: int, device: torch.device, limit_s: float) -> float:
-    """Median seconds of a message one way: half of there and back, by the clock of whoever begins."""
+    """Return the median seconds of a message one way: half of a round trip, by the clock of the rank that
+    begins."""
     data = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def there_and_back() -> None:

@@ -1,4 +1,4 @@
-"""Whether every host gets through to every other one: without that, collective operations hang."""
+"""A test that every host can connect to every other one: otherwise collective operations hang."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Closed:
-    """A way between two hosts that leads nowhere."""
+    """A connection between two hosts that fails."""
 
     host: str
-    """from where it was tried"""
+    """The host that tried to connect."""
     to: str
     address: str
     why: str
 
 
 def closed_ways(name: str) -> list[Closed]:
-    """Try all ways from this host, and learn what the others have found; the same on all ranks.
+    """Try all connections from this host, and collect the results of all hosts; the same on all ranks.
 
-    Must be called by all ranks, before they have joined. What is known of hosts is what the agent
-    says: GROUP_RANK of GROUP_WORLD_SIZE.
+    All ranks must call it before they have joined a process group. The hosts are numbered by the agent:
+    GROUP_RANK of GROUP_WORLD_SIZE.
 
     Args:
-        name: what the launcher calls this host.
+        name: the launcher's name for this host.
     """
     own, count = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
     if count == 1:
@@ -46,7 +46,7 @@ def closed_ways(name: str) -> list[Closed]:
     store = TCPStore(place, port, is_master=False, timeout=_WAIT)
     if os.environ["LOCAL_RANK"] == "0":
         _try_all(store, place, name, own, count)
-    found = _read_all(store, "closed", count)  # until then, all doors stay open
+    found = _read_all(store, "closed", count)  # until then, all ports stay open
     return [Closed(**way) for ways in found for way in ways]
 
 
@@ -72,14 +72,14 @@ def _try(name: str, door: dict[str, Any]) -> dict[str, str] | None:
 
 
 def _read_all(store: Store, what: str, count: int) -> Sequence[Any]:
-    """What each host has written."""
+    """Read the entry of each host."""
     keys = [f"{what}/{number}" for number in range(count)]
     store.wait(keys, _WAIT)
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _own_address(place: str) -> tuple[int, str]:
-    """The address of this host on the way to where all of them meet."""
+    """Return the address of this host on the route to the rendezvous."""
     family, kind, _, _, towards = socket.getaddrinfo(place, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(towards)  # sends nothing

@@ -1,4 +1,4 @@
-"""What a device does with products of large matrices, measured: the roof under which a training can get."""
+"""The measured speed of large matrix products on a device: the upper bound of a training's speed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nanoscale.parallel.fsdp import DTYPES
 
 _SIDES = {"cuda": (8192,), "cpu": (512, 1024)}
 _BATCH_S = {"cuda": 0.2, "cpu": 0.005}
-"""on a GPU long enough for it to lower its clock, if such products make it; on a CPU short enough that others
-who take turns there miss some"""
+"""Seconds of a batch of products: on a GPU long enough for it to lower its clock under this load, on a CPU
+short enough that other processes miss some batches."""
 _BATCHES = {"cuda": 5, "cpu": 30}
 _WARM_UP = 2
 
 
 def matmul_rate(precision: Precision, device: torch.device) -> float:
-    """FLOP/s of square products in the type that blocks are computed in, of random numbers, one after another.
+    """Return the FLOP/s of square products in the compute dtype, of random numbers, one after another.
 
-    The sides are 8192 on a GPU; on a CPU 512 or 1024, whichever is faster. It is that of the fastest of some
-    batches: a roof, also where others use the device too.
+    The sides are 8192 on a GPU; on a CPU 512 or 1024, whichever is faster. The fastest of several batches
+    counts: an upper bound, even if other processes use the device too.
     """
     return max(_rate(precision, side, device) for side in _SIDES[device.type])
 

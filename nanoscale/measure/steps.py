@@ -1,7 +1,7 @@
-"""What a recipe's steps take: the job of the ranks of `nanoscale bench`.
+"""The time of a recipe's steps: the job of the ranks of `nanoscale bench`.
 
-First steps that warm up, then steps that are timed and in which nothing else is done, then steps that are
-recorded, which take longer for it: their parts are shares, the timed steps are the figure.
+The first steps warm up, the next are timed while nothing else runs, and the last are recorded, which makes
+them slower: recorded parts are given as shares, and the timed steps are the result.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _SAID_EVERY_S = 1.0
 
 
 def run(context: RankContext) -> str:
-    """Measure, and leave the figures in the first rank's result.
+    """Measure, and write the figures to the first rank's result.
 
-    The task is `warmup` and `steps`, how many of them, and `folder`, where a checkpoint may be written; null:
-    none is.
+    The task holds the numbers of steps `warmup` and `steps`, and `folder`, the folder for a checkpoint; null:
+    no checkpoint is written.
 
     Raises:
-        UserError: the data are not what the configuration needs.
+        UserError: the data do not fit the configuration.
     """
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
@@ -50,7 +50,7 @@ def run(context: RankContext) -> str:
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     say = _sayer(context.rank)
     say("multiplying matrices …")
-    process_group.gather(None)  # on one host they share what there is
+    process_group.gather(None)  # ranks on one host share its cores
     rate = fmean(process_group.gather(matmul_rate(config.precision, device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def run(context: RankContext) -> str:
     say("making the model …")
     training = Training(
         workspace=context.workspace,
-        # What writes checkpoints is made where one is measured.
+        # The saver is created where the time of a checkpoint is measured.
         config=replace(config, checkpoint=replace(config.checkpoint, asynchronous=False)),
         engine=make_engine(config, device),
         data=data,
@@ -91,7 +91,7 @@ class _Bench:
         self.say = say
 
     def time_steps(self, warmup: int, steps: int) -> dict[str, Any]:
-        """Times of steps, the slowest rank's, that nothing comes between, as where no step is logged."""
+        """Time uninterrupted steps, as if none were logged; the slowest rank's times count."""
         first, warming = None, time.perf_counter()
         for number in range(warmup):
             self.say(f"warming up: step {number + 1} of {warmup}")
@@ -116,9 +116,9 @@ class _Bench:
 
     @contextmanager
     def _clock(self) -> Iterator[tuple[Any, list[float]]]:
-        """A tick after each step; the times between ticks are there when the block ends.
+        """Provide a tick to call after each step; the times between ticks are complete when the block ends.
 
-        On a GPU they are marks in its queue: the host goes on meanwhile, as it does in a training.
+        On a GPU ticks are events in its queue: the host continues, as it does in a training.
         """
         times: list[float] = []
         wait_for(self.device)
@@ -140,7 +140,8 @@ class _Bench:
             times += [end - start for start, end in pairwise(ticks)]
 
     def record_steps(self) -> dict[str, Any] | None:
-        """The parts of the mean step, and of the ranks the mean; the calls that wait are the first rank's."""
+        """Return the parts of the mean step, averaged over ranks; the blocking calls are those of the first
+        rank."""
         self.say("recording what the steps are made of …")
         profiler = recording(self.device, first=2, last=1 + RECORDED, begin=1)
         self.training.recorder.profiler = profiler
@@ -148,7 +149,7 @@ class _Bench:
         for number in range(1 + RECORDED):
             with self.training.recorder.marked(STEP):
                 self.training.advance()
-            if number in (0, RECORDED):  # what was queued before, or after, is of other steps
+            if number in (0, RECORDED):  # operations queued before, or after, belong to other steps
                 wait_for(self.device)
             profiler.step()
         profiler.stop()
@@ -163,9 +164,9 @@ class _Bench:
         }
 
     def save(self, folder: Path, context: RankContext) -> dict[str, Any]:
-        """How long the training stands still for a checkpoint: until the device may go on, too.
+        """Measure how long a checkpoint stops the training, until the device can continue.
 
-        Of asynchronous ones the second is the figure: the first also has to find the memory for its copy.
+        For asynchronous checkpoints the second one counts: the first also allocates the memory of its copy.
         """
         settings = context.config.checkpoint
         saver = Saver(RunDirectory(folder).workspace(1), settings, context.rank)
@@ -194,7 +195,8 @@ class _Bench:
 
 
 def _sayer(rank: int) -> Any:
-    """Says on the first rank's standard output how far it is, at most about once a second."""
+    """Return a function that prints progress on the first rank's standard output, at most about once a
+    second."""
     last = 0.0
 
     def say(text: str) -> None:

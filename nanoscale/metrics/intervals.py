@@ -1,16 +1,16 @@
-"""Sets of times as sorted intervals that do not meet: united, cut out of each other, measured."""
+"""Sets of times as sorted, disjoint intervals: their union, difference and length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 Interval = tuple[int, int]
-"""its beginning and its end, of any unit"""
+"""The beginning and the end, in any unit."""
 Intervals = list[Interval]
 
 
 def united(times: Iterable[Interval]) -> Intervals:
-    """Their union; they may overlap and come in any order."""
+    """Return the union of intervals, which may overlap and come in any order."""
     found: Intervals = []
     for start, end in sorted(times):
         if found and start <= found[-1][1]:
@@ -21,7 +21,7 @@ def united(times: Iterable[Interval]) -> Intervals:
 
 
 def without(times: Intervals, others: Intervals) -> Intervals:
-    """What of the one set is not in the other."""
+    """Return the difference of two sets: `times` minus `others`."""
     found: Intervals = []
     ahead = iter(others)
     other = next(ahead, None)
@@ -41,10 +41,10 @@ def without(times: Intervals, others: Intervals) -> Intervals:
 
 
 def within(times: Intervals, others: Intervals) -> Intervals:
-    """What of the one set is in the other too."""
+    """Return the intersection of two sets."""
     return without(times, without(times, others))
 
 
 def length(times: Intervals) -> int:
-    """All of it together."""
+    """Return the total length."""
     return sum(end - start for start, end in times)

@@ -14,33 +14,33 @@ from nanoscale.config.schema import Config
 
 
 def device_peak(config: Config, device: torch.device) -> float | None:
-    """FLOP/s of one device at the trained precision; None where nobody knows."""
+    """Return the FLOP/s of one device at the trained precision; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return peak_of(config, name)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory allocated so far, GiB; on a CPU, the most that the process has had resident."""
+    """Return the peak of allocated memory so far, GiB; on a CPU, the peak of the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done all that it was told."""
+    """Wait until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _flops_per_token(config: Config) -> int | None:
-    """None where nobody knows: of the experts of `model=hf`, how many a token takes."""
+    """Return the FLOPs per token; None if unknown, as for `model=hf`, whose active experts are not known."""
     if has_experts(config.model.hf_config):
         return None
     return trained_flops_per_token(config)
 
 
 class Meter:
-    """Times steps; what happens between them (evaluation, checkpoints) does not count."""
+    """A timer of steps; work between them (evaluation, checkpoints) does not count."""
 
     def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
         self._flops_per_token = _flops_per_token(config)
@@ -58,7 +58,8 @@ class Meter:
         self._steps += 1
 
     def read(self, tokens_per_step: int) -> dict[str, float | None]:
-        """Means over the steps since the last reading; `mfu` as in Chowdhery et al. 2022 (PaLM), appendix B."""
+        """Return means over the steps since the last reading; `mfu` as in Chowdhery et al. 2022 (PaLM),
+        appendix B."""
         step_time = self._busy / self._steps
         tokens_per_s = tokens_per_step / step_time
         self._busy, self._steps = 0.0, 0

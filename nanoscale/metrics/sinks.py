@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl always, TensorBoard if it is wanted."""
+"""The outputs of a run's metrics: metrics.jsonl always, TensorBoard if requested."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from nanoscale.runs.directory import RunDirectory, write_atomically
 
 Record = dict[str, Any]
 _NAMED = 5
-"""damaged lines, at most, that a message names"""
+"""The most damaged lines that a message names."""
 
 
 class Sink(Protocol):
-    """Takes one record a logged step."""
+    """A receiver of one record per logged step."""
 
     def write(self, record: Record) -> None:
-        """Raise a FencedError where the run has gone on without this attempt."""
+        """Write a record. Raises FencedError if the run has continued without this attempt."""
 
     def flush(self) -> None:
         """Return when everything written so far would survive a crash of the machine."""
@@ -34,13 +34,13 @@ class Sink(Protocol):
 
 
 def open_sinks(run: RunDirectory, workspace: Path, logger: Logger, step: int) -> list[Sink]:
-    """The sinks of a run that goes on after `step`; what they hold of later steps is dropped.
+    """Open the sinks of a run that continues after `step`; records of later steps are dropped.
 
     Args:
-        workspace: of the run's attempt.
+        workspace: that of the run's attempt.
 
     Raises:
-        FencedError: the run has gone on without this attempt.
+        FencedError: the run has continued without this attempt.
     """
     sinks: list[Sink] = [JsonLines(run, workspace, step)]
     if wants_tensorboard(logger):
@@ -49,10 +49,10 @@ def open_sinks(run: RunDirectory, workspace: Path, logger: Logger, step: int) ->
 
 
 def wants_tensorboard(logger: Logger) -> bool:
-    """Whether to write TensorBoard's files.
+    """True if TensorBoard's files are to be written.
 
     Raises:
-        UserError: they are asked for and TensorBoard is not installed.
+        UserError: they are requested and TensorBoard is not installed.
     """
     installed = importlib.util.find_spec("tensorboard") is not None
     if logger.tensorboard == "on" and not installed:
@@ -64,10 +64,11 @@ def wants_tensorboard(logger: Logger) -> bool:
 
 
 class JsonLines:
-    """metrics.jsonl: one object a logged step, no step twice, none of a future that was lost.
+    """The file metrics.jsonl: one object per logged step, no step twice, and no steps after the resumed
+    checkpoint.
 
-    Each attempt replaces the file of the one before, by a rename out of its workspace: that makes it safe from
-    ranks that the run has gone on without, like a checkpoint.
+    Each attempt replaces the file of the previous one, by a rename out of its workspace. As with checkpoints,
+    this keeps out ranks of an attempt that the run has continued without.
     """
 
     def __init__(self, run: RunDirectory, workspace: Path, step: int) -> None:
@@ -77,7 +78,8 @@ class JsonLines:
         self._file = run.metrics.open("a", encoding="utf-8")
 
     def _keep(self, run: RunDirectory, step: int) -> None:
-        """Keep the lines up to `step`; what is damaged stays beside them, and the run's events say so."""
+        """Keep the lines up to `step`; damaged lines are moved to a file beside it and reported in the run's
+        events."""
         kept, damage = b"", ""
         try:
             text = run.metrics.read_bytes()
@@ -118,14 +120,14 @@ class JsonLines:
 
 
 def is_finite(value: Any) -> bool:
-    """False for the numbers that JSON has no word for."""
+    """False for numbers that JSON cannot represent."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
     """Return the lines whose step is at most `step`, and the numbers of damaged lines, from 1.
 
-    What follows the last end of a line is neither: a crash has torn it.
+    Text after the last line end is neither: a crash has cut it off.
     """
     kept, damaged = [], []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):
@@ -138,7 +140,7 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
 
 
 def _free(path: Path) -> Path:
-    """A name beside `path` for what is damaged, as a damaged checkpoint has one."""
+    """Return a free name beside `path` for damaged content, named like a damaged checkpoint."""
     names = itertools.chain(
         [f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2))
     )

@@ -1,9 +1,9 @@
-"""What the steps of a training spend their time on, read from the events of torch.profiler.
+"""The breakdown of training steps by time, from the events of torch.profiler.
 
-Host and device have one clock. What the host does when it starts an operation says which part of the step that
-is: autograd's engine marks each function of a backward pass, every torch.optim optimizer its update, and the
-loop the step and its data. So it is told of every backend and layout, also where passes alternate, and nothing
-is asked of the code that is measured.
+Host and device have one clock. The host's activity when it starts an operation tells which part of the step
+that is: autograd's engine marks each function of a backward pass, every torch.optim optimizer its update, and
+the loop the step and its data. So it works for every backend and layout, also when passes alternate, and the
+measured code needs no changes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.autograd import DeviceType
 from nanoscale.metrics.intervals import Interval, Intervals, length, united, within, without
 
 STEP, DATA = "nanoscale: step", "nanoscale: data"
-"""what the loop calls an optimizer step, and the reading of its batch"""
+"""The loop's names for an optimizer step and for reading its batch."""
 
 _BACKWARD = ("autograd::engine::evaluate_function", "FSDP::root_post_backward")
 _OPTIMIZER = "Optimizer."
 _COLLECTIVE = ("c10d::", "_c10d_functional::")
 _UNDER_WAY = ("gloo:", "nccl:", "mpi:")
-"""collectives from their start to their end, whoever waits for them"""
+"""Collectives from their start to their end, whoever waits for them."""
 _DEVICE_COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
 _DEAREST = 20
 _RUNTIME = re.compile(r"(cuda|hip|cu)[A-Z]")
 _WAIT = re.compile(r"(cuda|hip|cu)((Stream|Device|Event|Ctx)Synchronize|Memcpy)")
-"""calls in which the host waits for the device; the copies among them are those that are not asynchronous"""
+"""Calls in which the host waits for the device; asynchronous copies are not among them."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the profiler has seen; times in ns."""
+    """An event of the profiler; times in ns."""
 
     name: str
     start: int
@@ -44,11 +44,11 @@ class Event:
     thread: int = 0
     on_device: bool = False
     asynchronous: bool = False
-    """begun by one call and ended by another"""
+    """True if one call began it and another ended it."""
     annotation: bool = False
-    """what somebody has called a time, and no operation"""
+    """True for a named time span that is no operation."""
     correlation: int = 0
-    """the same of a call of the device's runtime and of what the device then does"""
+    """Equal for a call of the device's runtime and the work that it starts on the device."""
 
     @property
     def time(self) -> Interval:
@@ -60,37 +60,37 @@ class Parts:
     """The mean step of a recorded series. Times in s; the parts add up to the step, but for rounding."""
 
     where: str
-    """`host`: its time, as computing on a CPU is done · `device`: the device's"""
+    """`host`: its time, since it computes on a CPU · `device`: the device's."""
     steps: int
     step_s: float
     data_s: float
-    """host: reading the batch; on a device, where that is hidden, 0"""
+    """Host: reading the batch; on a device, where that is hidden, 0."""
     forward_s: float
-    """with the loss, and what else comes before the last backward pass"""
+    """The forward pass with the loss, and everything else before the last backward pass."""
     backward_s: float
-    """with what is computed again"""
+    """The backward pass with recomputation."""
     gradients_s: float
-    """between the last backward pass and the update: their norm, clipping"""
+    """Between the last backward pass and the update: gradient norm, clipping."""
     optimizer_s: float
     other_s: float
-    """after the update"""
+    """After the update."""
     communication_s: float
-    """that nothing hides, with waiting for other ranks; it is in no other part"""
+    """Exposed communication, with waiting for other ranks; no other part contains it."""
     idle_s: float
-    """device: nothing to do. In a host's time there is none"""
+    """Device: without work. 0 in a host's time."""
     communication_in_all_s: float
-    """hidden or not"""
+    """Exposed or hidden."""
     data_on_host_s: float
     waits: dict[str, int] = field(default_factory=dict)
-    """device: how often the host waited for it within all recorded steps, by call"""
+    """Device: how often the host waited for it within all recorded steps, by call."""
     waits_between: dict[str, int] = field(default_factory=dict)
-    """the same from a step to the next: logging, evaluation, checkpoints"""
+    """The same between steps: logging, evaluation, checkpoints."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """device: the seconds of a step that the dearest of its kernels and copies take, by name"""
+    """Device: the seconds per step of its most expensive kernels and copies, by name."""
 
 
 def events_of(profiler: Any) -> list[Event]:
-    """What a torch.profiler.profile that has stopped has recorded."""
+    """Return the recorded events of a torch.profiler.profile that has stopped."""
     found = []
     for event in profiler.profiler.kineto_results.events():
         on_device = event.device_type() != DeviceType.CPU
@@ -114,12 +114,12 @@ def events_of(profiler: Any) -> list[Event]:
 
 
 def parts_of(events: Sequence[Event]) -> Parts | None:
-    """Take the steps apart; None where none was recorded from its start to its end."""
+    """Break the steps down into parts; None if no step was recorded from its start to its end."""
     host = [event for event in events if not event.on_device]
     steps = [event.time for event in host if event.name == STEP]
     if not steps:
         return None
-    # Marks of one step do not overlap those of the next: all steps are looked at as one.
+    # Marks of one step do not overlap those of the next, so all steps are analysed as one.
     phases = _phases(host, sorted(steps))
     device = [event for event in events if event.on_device]
     data = length(phases["data"])
@@ -152,7 +152,8 @@ def parts_of(events: Sequence[Event]) -> Parts | None:
 
 
 def _phases(host: Sequence[Event], steps: Sequence[Interval]) -> dict[str, Intervals]:
-    """When the host was at what: data, forward, backward, gradients, optimizer, other. They do not overlap."""
+    """Return the host's times by phase: data, forward, backward, gradients, optimizer, other. They are
+    disjoint."""
     optimizer = united(event.time for event in host if event.name.startswith(_OPTIMIZER))
     backward = without(united(_backward_passes(host)), optimizer)
     found: dict[str, Intervals] = {
@@ -180,7 +181,7 @@ def _span(start: int, end: int) -> Intervals:
 
 
 def _backward_passes(host: Iterable[Event]) -> Iterator[Interval]:
-    """Autograd's functions, and the moments from one to the next where nothing else begins between them."""
+    """Yield autograd's functions, and the gaps between them in which nothing else begins."""
     ends: dict[int, int] = {}
     run: Interval | None = None
     for event in sorted(host, key=lambda event: (event.start, -event.end)):
@@ -188,7 +189,7 @@ def _backward_passes(host: Iterable[Event]) -> Iterator[Interval]:
         if event.asynchronous or _RUNTIME.match(event.name) or (event.annotation and not ours):
             continue
         if event.start < ends.get(event.thread, event.start):
-            continue  # a part of the one before
+            continue  # a part of the previous one
         ends[event.thread] = event.end
         if ours:
             run = (run[0], max(run[1], event.end)) if run is not None else event.time
@@ -205,7 +206,7 @@ def _backward_passes(host: Iterable[Event]) -> Iterator[Interval]:
 def _of_host(
     host: Sequence[Event], steps: Intervals, phases: dict[str, Intervals]
 ) -> tuple[dict[str, int], int]:
-    """The host's time by phase, without what is communication; and all communication, hidden or not."""
+    """Return the host's time by phase, without communication; and all communication, hidden or not."""
     thread = next(event.thread for event in host if event.name == STEP)
     own = [event for event in host if event.thread == thread and not event.asynchronous]
     calls = united(event.time for event in own if event.name.startswith(_COLLECTIVE))
@@ -217,7 +218,7 @@ def _of_host(
 
 
 def _computing(thread: Iterable[Event]) -> Iterator[Interval]:
-    """Operations of one thread that have no others within; calls that communicate are among them."""
+    """Yield the operations of one thread that contain no others; communication calls are among them."""
     last: Event | None = None
     for event in sorted(thread, key=lambda event: (event.start, -event.end)):
         if last is not None and last.end <= event.start:
@@ -228,7 +229,7 @@ def _computing(thread: Iterable[Event]) -> Iterator[Interval]:
 def _of_device(
     host: Sequence[Event], device: Sequence[Event], phases: dict[str, Intervals]
 ) -> tuple[dict[str, int], int]:
-    """The device's time by the phase in which the host has started what it does; and all communication."""
+    """Return the device's time by the phase in which the host started the work; and all communication."""
     starts = {event.correlation: event.start for event in host if _RUNTIME.match(event.name)}
     borders = sorted((start, end, name) for name, times in phases.items() for start, end in times)
     begins = [start for start, _, _ in borders]
@@ -245,7 +246,7 @@ def _of_device(
     times, seen = {}, Intervals()
     for name in ("forward", "backward", "gradients", "optimizer", "data", "other"):
         mine = united(spent[name])
-        times[name] = length(without(mine, seen))  # at one time, only one is counted
+        times[name] = length(without(mine, seen))  # overlapping times count only once
         seen = united([*seen, *mine])
     sent = united(communication)
     times["communication"] = length(without(sent, seen))
@@ -253,7 +254,7 @@ def _of_device(
 
 
 def _by_name(device: Iterable[Event]) -> Counter[str]:
-    """ns of all that the device has done, also what it has done at one time."""
+    """Sum the ns of all of the device's work by name, including concurrent work."""
     found: Counter[str] = Counter()
     for event in device:
         found[event.name] += event.end - event.start
@@ -261,7 +262,7 @@ def _by_name(device: Iterable[Event]) -> Counter[str]:
 
 
 def _waits(host: Iterable[Event], steps: Intervals, *, inside: bool) -> dict[str, int]:
-    """How often the host waited for the device, by call, within the steps or between the first and the last."""
+    """Count the host's waits for the device, by call, within the steps or between the first and the last."""
     first, last = steps[0][0], steps[-1][1]
     found: Counter[str] = Counter()
     for event in host:

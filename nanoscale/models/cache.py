@@ -1,7 +1,7 @@
-"""Keys and values of the tokens so far, so that the next ones cost no more than themselves.
+"""The KV cache: keys and values of earlier tokens, so that new tokens cost only their own computation.
 
-The model is as it was trained: a cache takes the place of its attention's core, of its positions and of the way
-through its blocks, as context parallelism does.
+The model itself is unchanged: a cache replaces the core of its attention, its positions and its loop over
+blocks, as context parallelism does.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def decoding() -> Iterator[None]:
 
 
 class Cache:
-    """Of a whole model. It holds the model until another cache takes it.
+    """The KV cache of a whole model. It owns the model until another cache is created for it.
 
     Args:
-        room: how many tokens a sequence may come to.
+        room: the most tokens of a sequence.
     """
 
     def __init__(self, model: Transformer, batch: int, room: int) -> None:
         self.length = 0
-        """tokens that were seen"""
+        """The number of tokens seen."""
         self._model = model
         self._last_only = False
         shape, parameter = model.shape, next(model.parameters())
@@ -54,7 +54,8 @@ class Cache:
 
     @torch.inference_mode()
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
-        """Logits `[batch, seq, vocab]` of the `[batch, seq]` tokens that follow; of the last of them alone."""
+        """Return logits `[batch, seq, vocab]` of the next `[batch, seq]` tokens, or of the last of them
+        alone."""
         self._last_only = last_only
         with decoding():
             found: Tensor = self._model(tokens)
@@ -72,7 +73,8 @@ class Cache:
 
 
 class CachedAttention(nn.Module):
-    """`[batch, heads, new, head_dim]` from queries of new tokens, keys and values of these and all before."""
+    """Attention `[batch, heads, new, head_dim]` from queries of new tokens to keys and values of all tokens so
+    far."""
 
     def __init__(self, cache: Cache, keys: Tensor, values: Tensor) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""From the last hidden states to logits, or to the loss without ever holding the logits of all tokens.
+"""The head: from the last hidden states to logits, or to the loss without ever holding the logits of all
+tokens.
 
-Sources: the pieces and the gradients that are computed on the way forward are those of Hsu et al. 2024 (Liger
-Kernel, arXiv:2410.10989, section 3.2); the divided vocabulary is Shoeybi et al. 2019 (Megatron-LM,
+Sources: the chunks and the gradients computed during the forward pass follow Hsu et al. 2024 (Liger Kernel,
+arXiv:2410.10989, section 3.2); the vocabulary shards follow Shoeybi et al. 2019 (Megatron-LM,
 arXiv:1909.08053, section 3).
 """
 
@@ -16,40 +17,41 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 IGNORED = -100
-"""a target that no loss is wanted for, as in a `Batch`: PyTorch's own number"""
+"""A target without a loss, as in a `Batch`; PyTorch's own default for `ignore_index`."""
 LOGITS_AT_ONCE = 2**28
-"""1 GiB of them in fp32. More would not make the products faster; less would add up the gradient of the weights
-more often, each time reading and writing all of it."""
+"""The logits of a chunk: 1 GiB in fp32. More would not make the products faster; less would accumulate the
+gradient of the weights more often, each time reading and writing all of it."""
 _HEADROOM = 1 / 16
-"""a gradient summed up over tokens must fit into fp16; exact in all other types"""
+"""A factor that keeps a gradient summed over tokens within fp16's range; exact in all other types."""
 
 
 class Vocabulary(Protocol):
-    """Which of the head's rows a rank has, and how it learns of the others."""
+    """A rank's shard of the head's rows, and the reductions over the other ranks."""
 
     @property
     def first(self) -> int:
-        """The token of the first of them."""
+        """The token of this rank's first row."""
 
     def log_sum(self, mine: Tensor) -> Tensor:
-        """The logarithm `[tokens, 1]` of the sum of all exponentials, from that of this rank's."""
+        """Return the logarithm `[tokens, 1]` of the sum of all exponentials, from this rank's."""
 
     def total(self, mine: Tensor) -> Tensor:
-        """The sum over ranks of a scalar."""
+        """Return the sum of a scalar over ranks."""
 
 
 class Head(nn.Linear):
-    """`[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses, a scalar."""
+    """A head from `[batch, seq, hidden]` to logits, or with targets `[batch, seq]` to the sum of their losses,
+    a scalar."""
 
     fused = False
-    """whether what is between the products is compiled"""
+    """True if the operations between the products are compiled."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         return logits_or_loss(hidden, self.weight, targets, fused=self.fused)
 
 
 class TiedHead(nn.Module):
-    """The same with the embedding's weights `[vocab, hidden]`."""
+    """A head with the embedding's weights `[vocab, hidden]`."""
 
     fused = False
 
@@ -65,7 +67,7 @@ def logits_or_loss(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """`[batch, seq, vocab]`, this rank's part of them, or the whole loss of `targets`, a scalar."""
+    """Return this rank's logits `[batch, seq, vocab]`, or the whole loss of `targets`, a scalar."""
     if targets is None:
         return F.linear(hidden, weight)
     return linear_cross_entropy(hidden, weight, targets, vocabulary, fused=fused)
@@ -79,14 +81,15 @@ def linear_cross_entropy(
     *,
     fused: bool = False,
 ) -> Tensor:
-    """The sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not IGNORED.
+    """Return the sum, in fp32 or better, of -log softmax(hidden · weightᵀ) at the targets that are not
+    IGNORED.
 
     Args:
         hidden: `[..., hidden]`.
         weight: `[vocab, hidden]`, or with a `vocabulary` this rank's rows of it; then the gradient of `hidden`
-            is this rank's part of it.
+            is this rank's partial sum.
         targets: `[...]`.
-        fused: compile what is between the products, which then reads and writes logits a third as often.
+        fused: compile the operations between the products, which then read and write logits a third as often.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         narrow = torch.get_autocast_dtype(hidden.device.type)
@@ -104,11 +107,13 @@ def linear_cross_entropy(
 
 
 Piece = Callable[[Tensor, "_Wanted", Tensor], Tensor]
-"""Adds the losses of some tokens to a sum; from their logits to the gradient of these, times _HEADROOM."""
+"""A function that adds the losses of some tokens to a sum, and turns their logits into their gradient, times
+_HEADROOM."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps the gradients of its inputs, which are no larger than these, in place of logits."""
+    """A linear layer with cross-entropy that keeps the gradients of its inputs, which are no larger than
+    these, and no logits."""
 
     @staticmethod
     def forward(
@@ -152,7 +157,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the sum so far; a first product becomes it, in `dtype` if one is given.
 
-    No caller keeps a name for the product: as large as the weights, it would be held through the next piece.
+    No caller keeps a name for the product: as large as the weights, it would stay allocated during the next
+    chunk.
     """
     if total is not None:
         return total.add_(product)
@@ -160,7 +166,7 @@ def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Te
 
 
 class _Wanted:
-    """The targets `[tokens]` of a piece, as this rank's rows of the vocabulary."""
+    """The targets `[tokens]` of a chunk, as this rank's rows of the vocabulary."""
 
     def __init__(self, targets: Tensor, vocabulary: Vocabulary | None, size: int) -> None:
         self.vocabulary = vocabulary
@@ -171,14 +177,14 @@ class _Wanted:
             mine = counts & (row >= 0) & (row < size)
         self.mine = mine.unsqueeze(1)
         self.row = row.unsqueeze(1).where(self.mine, 0)
-        """where it is not `mine`, any"""
+        """Arbitrary where `mine` is False."""
         self.weight = (counts * _HEADROOM).unsqueeze(1)
-        """of a token's gradient; all three are `[tokens, 1]`"""
+        """The weight of a token's gradient; all three are `[tokens, 1]`."""
 
 
 def _piece(logits: Tensor, wanted: _Wanted, loss: Tensor) -> Tensor:
     softmax = F.softmax(logits, dim=-1, dtype=loss.dtype)
-    # No logarithm of what may be 0: the largest of n probabilities is at least 1/n.
+    # No logarithm of a possible 0: the largest of n probabilities is at least 1/n.
     log_sum = logits.amax(-1, keepdim=True).to(loss.dtype) - softmax.amax(-1, keepdim=True).log()
     scale = weight = wanted.weight.to(loss.dtype)
     if wanted.vocabulary is not None:
@@ -211,7 +217,7 @@ def _log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient(logits: Tensor, log_sum: Tensor, row: Tensor, mine: Tensor, weight: Tensor) -> Tensor:
-    """The same as in `_piece` in one pass; nothing is written in place."""
+    """Compute the gradient of `_piece` in one pass, without writing in place."""
     softmax = (logits.to(log_sum.dtype) - log_sum).exp()
     hit = (torch.arange(logits.shape[1], device=logits.device) == row) & mine
     return ((softmax - hit.to(softmax.dtype)) * weight.to(softmax.dtype)).to(logits.dtype)

@@ -1,11 +1,12 @@
-"""Any causal language model of transformers, in the place of our own transformer.
+"""Any causal language model of transformers, in place of our own transformer.
 
-It is one part that is first and last: whole in depth, as nothing here knows its insides. Only its residual
-blocks are looked for, which are sharded, recomputed and compiled one by one. Dropout is never applied, since no
-layout could repeat another's.
+It is a single stage, first and last, since nothing here knows its structure in depth. Only its residual blocks
+are located; they are sharded, recomputed and compiled one by one. Dropout is never applied, since no layout
+could repeat another's.
 
-Parameters are built on the meta device. What else a model computes when it is built (rotary frequencies and the
-like) is computed for real, and again after everything that may have moved, emptied or rounded it.
+Parameters are built on the meta device. Other tensors that a model computes when it is built (rotary
+frequencies and the like) are computed for real, and again after every operation that may have moved, emptied
+or rounded them.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ from nanoscale.models.initialization import Draw, parameter_seed
 from nanoscale.models.transformer import Transformer, whole_sequence
 
 PREFIX = "hf."
-"""what our names of parameters have before transformers'"""
+"""The prefix of our names of transformers' parameters."""
 _CODE = "HF_MODULES_CACHE"
 
 
 class Foreign(Transformer):
-    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]` by transformers' code."""
+    """A model of transformers from token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
 
     def __init__(self, shape: Model, *, real: bool = False) -> None:
-        """`real`: whoever makes it sees to it that parameters take no more memory than they may."""
-        nn.Module.__init__(self)  # none of our own blocks
+        """Build the model; with `real`, parameters are allocated, and the caller makes sure that they fit into
+        memory."""
+        nn.Module.__init__(self)  # without our own blocks
         self.shape = shape
         self.first = self.last = True
         self.sequence_shards = 1
         self.place = whole_sequence
         self.run_layers = lambda layers, tokens, rotation, mask: self.hf(input_ids=tokens).logits
         self.hf: Any = build(shape, real=real)
-        self.hf.eval()  # training would mean dropout
+        self.hf.eval()  # training mode would enable dropout
         found = nn.ModuleDict({str(i): block for i, block in enumerate(blocks(self.hf).values())})
-        object.__setattr__(self, "layers", found)  # each is registered where transformers has it
+        # transformers has registered each of them elsewhere
+        object.__setattr__(self, "layers", found)
         self._ties = ties(self.hf)
 
     def forward(
@@ -81,10 +84,10 @@ class Foreign(Transformer):
 
 
 def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = False) -> Any:
-    """Transformers' model, with parameters on the meta device unless they are to be `real`, all else in memory.
+    """Build transformers' model, with parameters on the meta device unless `real`, and all else in memory.
 
     Raises:
-        ValueError, OSError, ImportError: transformers does not know it, or lacks something that it needs.
+        ValueError, OSError, ImportError: transformers does not know it, or lacks a package that it needs.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -101,7 +104,7 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
 
 
 def read_config(shape: Model) -> Any:
-    """config.json as transformers reads it.
+    """Read config.json with transformers.
 
     Raises:
         ValueError: transformers does not know this `model_type`.
@@ -117,12 +120,13 @@ def read_config(shape: Model) -> Any:
 
 
 def _without_code(document: dict[str, Any]) -> dict[str, Any]:
-    """Code that comes with a model is not looked at."""
+    """Remove the references to code that comes with a model, which is ignored."""
     return {name: value for name, value in document.items() if name != "auto_map"}
 
 
 def _remote_config(shape: Model) -> Any:
-    # Ranks copy the code to where it is imported from, and must not read each other's half-written files.
+    # Ranks copy the code to the folder that it is imported from, and must not read each other's half-written
+    # files.
     folder = tempfile.TemporaryDirectory(prefix="nanoscale-code-")
     os.environ.setdefault(_CODE, folder.name)
     _kept.append(folder)
@@ -136,12 +140,12 @@ def _remote_config(shape: Model) -> Any:
 
 
 _kept: list[Any] = []
-"""temporary folders, until the process ends"""
+"""Temporary folders, kept until the process ends."""
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Move every parameter to the meta device as soon as a module has it."""
+    """Move every parameter to the meta device as soon as a module registers it."""
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -158,7 +162,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def blocks(model: Any) -> dict[str, nn.Module]:
-    """The residual blocks by name: what transformers itself would not split, or the largest list of modules."""
+    """Return the residual blocks by name: the modules that transformers does not split, or the largest list of
+    modules."""
     whole = set(getattr(model, "_no_split_modules", None) or ())
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -181,7 +186,7 @@ def _size(module: nn.Module) -> int:
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Second names of parameters, and the first names of each."""
+    """Return the second names of shared parameters, with the first name of each."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -191,10 +196,10 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 class RandomWeights:
-    """The initial weights by transformers' own rules for the model, which depend on names and the seed alone.
+    """Initial weights by transformers' own rules for the model, which depend on names and the seed alone.
 
-    They are drawn block by block, each from a generator of its own, as some rules reach from a module into what
-    it holds. In memory is one block, or a module that is outside of all blocks.
+    They are drawn block by block, each from a generator of its own, since some rules of a module also
+    initialise its children. One block, or one module outside of all blocks, is in memory at a time.
     """
 
     def __init__(self, shape: Model, seed: int, device: torch.device) -> None:

@@ -21,11 +21,11 @@ from nanoscale.config.schema import Model
 
 RESIDUAL_OUTPUTS = ("attention.wo.weight", "mlp.down.weight", "mlp.experts.down")
 ADAPTER = ".adapter."
-"""in the names of what `models.lora` adds"""
+"""A part of the names of the adapters of `models.lora`."""
 
 
 Draw = Callable[[str, torch.Size], Tensor]
-"""a whole parameter by its name and size, in fp32"""
+"""A function from a parameter's name and size to the whole parameter, in fp32."""
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def initialise(model: nn.Module, shape: Model, seed: int) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, drawn: Draw, adapters_only: bool = False) -> None:
-    """Cut what is drawn of every parameter to this rank's shard."""
+    """Fill every parameter with this rank's shard of the drawn one."""
     for name, parameter in model.named_parameters():
         if adapters_only and ADAPTER not in name:
             continue
@@ -49,16 +49,16 @@ def fill(model: nn.Module, drawn: Draw, adapters_only: bool = False) -> None:
 
 
 def own_shard(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as `like` is."""
+    """Return this rank's shard of a whole tensor, sharded like `like`."""
     offsets, sizes = own_box(like)
     return whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))]
 
 
 def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of this rank's part in the whole tensor, without asking any other rank.
+    """Return offsets and sizes of this rank's shard in the whole tensor, without communication.
 
-    The axes of a mesh cut from the first to the last, but for strided ones: FSDP cuts what tensor parallelism,
-    the axis after it, has left.
+    The axes of a mesh shard from the first to the last, except strided ones: FSDP shards what remains after
+    tensor parallelism, the axis after it.
     """
     offsets, sizes = [0] * like.ndim, list(like.shape)
     axes = range(like.device_mesh.ndim)
@@ -71,7 +71,7 @@ def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
                 like.device_mesh.size(axis),
                 placement.dim,
             )
-            chunk = -(-sizes[dim] // ranks)  # as torch.chunk has it: the last ones may be empty
+            chunk = -(-sizes[dim] // ranks)  # like torch.chunk: the last ones may be empty
             start = min(rank * chunk, sizes[dim])
             offsets[dim] += start
             sizes[dim] = min(chunk, sizes[dim] - start)
@@ -79,11 +79,11 @@ def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def draw(name: str, size: torch.Size, shape: Model, seed: int, device: torch.device) -> Tensor:
-    """One whole parameter, in fp32, as a function of its name, size and the seed alone.
+    """Draw one whole parameter, in fp32, as a function of its name, size and the seed alone.
 
-    Normal with `init_std`; projections back into the residual stream are scaled by 1/√(2·layers)
-    (Radford et al. 2019, GPT-2, section 2.3). Of an adapter B is 0, and A has the variance 1/(3·in) that the
-    authors' code gives it (Hu et al. 2021, arXiv:2106.09685, whose section 4.1 asks for normal numbers).
+    Normal with `init_std`; projections back into the residual stream are scaled by 1/√(2·layers) (Radford et
+    al. 2019, GPT-2, section 2.3). In an adapter, B is 0, and A has the variance 1/(3·in) of the authors' code
+    (Hu et al. 2021, arXiv:2106.09685, whose section 4.1 specifies normal numbers).
     """
     if name.endswith(("bias", f"{ADAPTER}b")):
         return torch.zeros(size, device=device)

@@ -20,7 +20,7 @@ from nanoscale.models.transformer import Transformer
 
 
 class Adapter(nn.Module):
-    """`[…, in]` to `[…, out]`: what is added to a layer's result."""
+    """A low-rank adapter, `[…, in]` to `[…, out]`; its output is added to a layer's result."""
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def attach(model: Transformer, settings: Lora) -> None:
 
 
 def adapted(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
-    """The layers that have adapters, or are to have them."""
+    """Yield the layers that have adapters, or will have them."""
     for block in model.layers.values():
         for name in lora.modules(model.shape, settings).values():
             layer = block.get_submodule(name)

@@ -1,8 +1,9 @@
-"""A feed-forward block of many experts, of which each token takes a few. Code for one device, as `transformer`.
+"""A mixture of experts (MoE): a feed-forward block of which each token uses a few experts. Code for one
+device, like `transformer`.
 
-Routing is that of Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Qwen3: the softmax over all
-experts, of which the largest are kept and made to add up to 1; that is the softmax over the kept ones alone. No
-token is dropped: an expert takes as many as come.
+Routing follows Mixtral (Jiang et al. 2024, arXiv:2401.04088, section 2.1) and Qwen3: the softmax over all
+experts, of which the largest are kept and normalised to a sum of 1; that is the softmax over the kept ones
+alone. No token is dropped: an expert accepts every token that chooses it.
 
 Shapes: tokens `[tokens, hidden]`; a choice is a token with one of its experts, and there are tokens ·
 experts_per_token of them. load `[experts]` counts the choices of each expert.
@@ -23,7 +24,7 @@ from nanoscale.config.schema import Model
 
 
 class MixtureOfExperts(nn.Module):
-    """`[batch, seq, hidden]`, where a token's experts are mixed by the weights that its router gives them."""
+    """An MoE block, `[batch, seq, hidden]`: the outputs of a token's experts, weighted by its router."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -42,36 +43,37 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts a token takes, and with what weights."""
+    """A router: the experts of each token, and their weights."""
 
     load: Tensor
-    """`[experts]`: choices in forward passes of the training since it was last set to 0"""
+    """`[experts]`: choices in training's forward passes since the last reset to 0."""
     lean: Tensor
-    """`[experts]`: what the choice is biased by, in units of `balance_rate`"""
+    """`[experts]`: the bias of the choice, in units of `balance_rate`."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.experts, self.taken = shape.experts, shape.experts_per_token
         self.rate = shape.balance_rate if shape.balance == "bias" else 0.0
         self.penalty = 0.0
-        """what the balancing loss of a sequence counts in the loss that goes backward"""
+        """The weight of a sequence's balancing loss in the loss of the backward pass."""
         self.whole: Callable[[Tensor], Tensor] = _as_it_is
-        """counts of this rank's part of each sequence, to those of all of it"""
+        """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
-        # Whole numbers: no cast of the model to a narrow type touches them, and they add up in any order.
+        # Integers: no cast of the model to another dtype changes them, and they add up exactly in any order.
         for name in ("load", "lean"):
             zero = torch.zeros(shape.experts, dtype=torch.int64)
             self.register_buffer(name, zero, persistent=False)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """From `[batch, seq, hidden]` the weights and the numbers of the experts, `[tokens, taken]` both."""
+        """Route `[batch, seq, hidden]`: the weights and the numbers of the experts, `[tokens, taken]` both."""
         return self.choose(hidden, self.weight)
 
     def choose(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """In fp32 or better, whatever the model computes in (Fedus et al. 2021, arXiv:2101.03961, section 2.4).
+        """Choose in fp32 or better, whatever the compute dtype (Fedus et al. 2021, arXiv:2101.03961, section
+        2.4).
 
-        The bias decides which experts are taken and not with what weight, so that it has no gradient
-        (Wang et al. 2024, arXiv:2408.15664, eq. 3).
+        The bias affects the choice of experts and not their weights, so it has no gradient (Wang et al. 2024,
+        arXiv:2408.15664, eq. 3).
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -86,11 +88,12 @@ class Router(nn.Module):
         return weights / weights.sum(-1, keepdim=True), chosen
 
     def uneven(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
-        """How unevenly sequences use the experts, their sum: Σ f·P over experts, and 1 where all is even.
+        """Return the imbalance of experts, summed over sequences: Σ f·P over experts, which is 1 in perfect
+        balance.
 
-        P is the mean of an expert's scores and f its share of the choices, times the number of experts. Source:
-        Fedus et al. 2021, arXiv:2101.03961, eq. 4; by sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17 to
-        20. Of a sequence that is divided, each rank gives the part that its own scores have in it.
+        P is the mean of an expert's scores and f its share of the choices, times the number of experts.
+        Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4; by sequence as in DeepSeek-V3, arXiv:2412.19437,
+        eq. 17 to 20. If a sequence is divided over ranks, each rank returns the term of its own scores.
         """
         rows = torch.stack([count(part, self.experts) for part in chosen.chunk(batch)])
         counts = self.whole(rows).to(scores.dtype)
@@ -105,7 +108,7 @@ def _as_it_is(counts: Tensor) -> Tensor:
 
 
 def _add_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """`x`, and `loss` is added to whatever its backward pass begins with."""
+    """Return `x`; its backward pass adds `loss` to the loss."""
     same: Tensor = _AddLoss.apply(x, loss)
     return same
 
@@ -122,7 +125,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 def _recomputing() -> bool:
-    """Whether this forward pass is activation checkpointing's, within a backward pass."""
+    """True if this forward pass is a recomputation within a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -137,12 +140,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
 
     def forward(self, tokens: Tensor, load: Tensor) -> Tensor:
-        """Tokens `[choices, hidden]` in the order of their experts, to `[choices, hidden]`."""
+        """Apply the experts to tokens `[choices, hidden]`, which are sorted by expert; returns `[choices,
+        hidden]`."""
         return run_experts(tokens, load, self.gate, self.up, self.down)
 
 
 def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As `Experts`. Also an expert without a token takes part, so that every rank has a gradient of all."""
+    """Apply the experts like `Experts`. An expert without tokens takes part too, so that every rank has all
+    gradients."""
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind):
         narrow = torch.get_autocast_dtype(kind)
@@ -154,13 +159,13 @@ def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Te
 
 
 def _suits_the_kernel(tokens: Tensor, gate: Tensor) -> bool:
-    """It takes bf16 in rows of whole 16 bytes, and at least one of them."""
+    """True if the kernel supports the inputs: bf16, rows of whole 16 bytes, and at least one row."""
     aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
     return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
 
 
 def _run_grouped(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """All experts in one kernel, which learns on the device how many tokens each of them has."""
+    """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
     product = partial(_grouped, load.cumsum(0, dtype=torch.int32))
     return _swiglu(product, tokens, gate, up, down)
 
@@ -174,23 +179,23 @@ def _swiglu(product: Any, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert was chosen, int64 `[experts]`; the host is not waited for."""
+    """Count how often each expert was chosen, int64 `[experts]`, without a host synchronisation."""
     chosen = chosen.flatten()
     return chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The order in which `[rows]` keys rise, equal ones as they stand, and the order that undoes it."""
+    """Return the stable order that sorts `[rows]` keys, and the order that undoes it."""
     order = keys.argsort(stable=True)
     rows = torch.arange(len(keys), device=keys.device)
     return order, torch.empty_like(order).scatter_(0, order, rows)
 
 
 def take(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    """`x[rows]`, where every row of `x` is taken equally often.
+    """Return `x[rows]`, in which every row of `x` occurs equally often.
 
-    `back`: where in the result the takings of the first row of x stand, then those of the second, and so on.
-    With it the gradient is a sum in a fixed order, which PyTorch's own indexing does not promise on a GPU.
+    `back` holds the positions in the result of the first row of x, then those of the second, and so on. With
+    it the gradient is a sum in a fixed order, which PyTorch's own indexing does not guarantee on a GPU.
     """
     taken: Tensor = _Take.apply(x, rows, back)
     return taken

@@ -20,31 +20,32 @@ from nanoscale.models.initialization import Draw, draw
 from nanoscale.models.moe import MixtureOfExperts
 
 Rotation = tuple[Tensor, Tensor] | None
-"""cosine and sine of every position's angles: `[seq, head_dim / 2]`, and where rows differ `[batch, 1, seq,
-head_dim / 2]`; None where positions are learned"""
+"""Cosine and sine of every position's angles: `[seq, head_dim / 2]`, or `[batch, 1, seq, head_dim / 2]` if
+rows differ; None if positions are learned."""
 Mask = Tensor | None
-"""bool `[batch, 1, seq, seq]` over whole sequences: which keys a query sees; None: all before it"""
+"""Bool `[batch, 1, seq, seq]` over whole sequences: the keys that each query sees. None: all earlier ones."""
 RunLayers = Callable[[nn.ModuleDict, Tensor, Rotation, Mask], Tensor]
 
 
 class Transformer(nn.Module):
-    """Token ids `[batch, seq]` to logits `[batch, seq, vocab]` or to a loss, or one stage of that way.
+    """A transformer from token ids `[batch, seq]` to logits `[batch, seq, vocab]` or to a loss, or one stage
+    of it.
 
-    A stage takes and gives the residual stream `[batch, seq, hidden]` where the embedding or the head is not
-    among its parts.
+    A stage without the embedding takes the residual stream `[batch, seq, hidden]`, and one without the head
+    returns it.
     """
 
     def __init__(self, shape: Model, layers: Sequence[int] | None = None) -> None:
-        """`layers`: the numbers of the stage's blocks, neighbours of each other; None: all of them."""
+        """`layers`: the numbers of the stage's consecutive blocks; None: all of them."""
         super().__init__()
         numbers = range(shape.layers) if layers is None else layers
         self.shape = shape
         self.first = numbers[0] == 0
         self.last = numbers[-1] == shape.layers - 1
         self.sequence_shards = 1
-        """ranks that share the residual stream's sequence between the blocks"""
+        """Ranks that share the residual stream's sequence between the blocks."""
         self.place: Callable[[int, torch.device], Tensor] = whole_sequence
-        """the positions `[seq]` that the tokens of this rank's sequence have"""
+        """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
         self.run_layers: RunLayers = run_layers
         if self.first:
             self.embed = nn.Embedding(shape.vocab, shape.hidden)
@@ -61,10 +62,11 @@ class Transformer(nn.Module):
     def forward(
         self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
     ) -> Tensor:
-        """With `targets` `[batch, seq]` the last stage gives the sum of their losses, a scalar, else logits.
+        """Return logits; with `targets` `[batch, seq]` the last stage returns the sum of their losses, a
+        scalar.
 
-        `documents` `[batch, seq]`: which document each token of the whole sequence belongs to (`Batch`). With
-        it, attention stays within documents, and positions begin again with each.
+        `documents` `[batch, seq]` is the document number of each token of the whole sequence (`Batch`). With
+        it, attention stays within documents, and positions restart with each document.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
         position = self.place(seq, inputs.device)
@@ -81,22 +83,22 @@ class Transformer(nn.Module):
 
     @property
     def has_ends(self) -> bool:
-        """Whether embedding and head have parameters of their own, which can be gathered apart from others."""
+        """True if embedding and head have separate parameters, which can be gathered separately."""
         return not self.shape.tie_embeddings
 
     def materialise(self, device: torch.device) -> None:
-        """Give a model on the meta device memory; its parameters hold nothing yet."""
+        """Allocate memory for a model on the meta device; its parameters stay uninitialised."""
         self.to_empty(device=device)
         self.reset_buffers(device)
 
     @torch.no_grad()
     def reset_buffers(self, device: torch.device) -> None:
-        """Give what is no parameter the values with which it begins: counters 0."""
+        """Reset the buffers to their initial values: counters to 0."""
         for counter in self.buffers():
             counter.zero_()
 
     def drawer(self, seed: int, device: torch.device) -> Draw:
-        """Where its initial weights are from."""
+        """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
     def _embed(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -123,20 +125,21 @@ def whole_sequence(seq: int, device: torch.device) -> Tensor:
 
 
 def places_in_documents(documents: Tensor) -> Tensor:
-    """How far each token is from the beginning of its document within its row: `[batch, seq]`."""
+    """Return the position of each token within its document and row: `[batch, seq]`."""
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
 def within_documents(documents: Tensor) -> Tensor:
-    """The causal mask within each document: bool `[batch, 1, seq, seq]`."""
+    """Return the causal mask within each document: bool `[batch, 1, seq, seq]`."""
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same.tril().unsqueeze(1)
 
 
 class Block(nn.Module):
-    """Attention, then the feed-forward block, each normalised before and added to the stream."""
+    """A transformer block: attention, then the feed-forward block, each with a norm before it and added to the
+    stream."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
@@ -188,7 +191,7 @@ class Attention(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """`[batch, heads, seq, head_dim]` from queries, and keys and values with as many or fewer heads."""
+    """Causal attention, `[batch, heads, seq, head_dim]`; keys and values may have fewer heads than queries."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]
@@ -235,7 +238,8 @@ def make_norm(shape: Model) -> nn.Module:
 
 
 def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's rotary angles: `Rotation` for positions `[seq]` or `[batch, seq]`.
+    """Return cosine and sine of each position's rotary angles: `Rotation` for positions `[seq]` or `[batch,
+    seq]`.
 
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
     """
@@ -247,7 +251,7 @@ def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[T
         frequency = stretch_frequencies(frequency, shape.rope_scaling)
     angle = position.to(angle_dtype).unsqueeze(-1) * frequency
     if angle.ndim == 3:
-        angle = angle.unsqueeze(1)  # the heads of a row are alike
+        angle = angle.unsqueeze(1)  # all heads of a row share its angles
     return angle.cos(), angle.sin()
 
 

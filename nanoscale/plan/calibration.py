@@ -1,11 +1,11 @@
-"""What a machine reaches of its data sheet, from how long steps took on it.
+"""Calibration: a machine's efficiency relative to its data sheet, from measured step times.
 
 Every efficiency is the assumed one times a factor. Factors are added one at a time, first the one that the
-steps depend on most: as a rule one for all computing. A further one is added only where the runs spend so
-different shares of their time on it that they tell it apart, and never more than there are runs. They are fit
-to the logarithms of the times by Gauss and Newton's method; the further a run is off, the less it weighs (Huber
-1964, Robust Estimation of a Location Parameter), and the worse the runs agree, the more weighs what was assumed
-(ridge regression, Hoerl & Kennard 1970).
+steps depend on most, usually one for all computing. Another factor is added only if the runs spend such
+different shares of their time on it that they identify it, and there are never more factors than runs. They
+are fit to the logarithms of the times by Gauss and Newton's method; the further a run is off, the less it
+weighs (Huber 1964, Robust Estimation of a Location Parameter), and the worse the runs agree, the more the
+assumed values weigh (ridge regression, Hoerl & Kennard 1970).
 """
 
 from __future__ import annotations
@@ -21,58 +21,59 @@ from nanoscale.plan.predict import predicted_step
 from nanoscale.plan.time.step import step_time
 
 SLOWER = frozenset({"overlap", "eager_s", "compiled_s"})
-"""efficiencies of which more takes longer: they are divided by their factor"""
+"""Quantities of which more takes longer: they are divided by their factor."""
 KNOBS: Mapping[str, tuple[str, ...]] = {
     "computing": ("matmul", "matmul_fp8", "attention", "memory", "eager_s", "compiled_s"),
     "links": ("intra_host", "inter_host"),
     **{name: (name,) for name in ("matmul", "matmul_fp8", "attention", "memory")},
     **{name: (name,) for name in ("intra_host", "inter_host", "overlap", "eager_s", "compiled_s")},
 }
-"""what a factor may stand for. The scatter between hosts is not among it: it looks like slower computing"""
+"""The efficiencies that a factor may scale. The scatter between hosts is not among them: it looks like slower
+computing."""
 APART = 0.05
-"""a factor is told apart where a change of it changes the step times by a twentieth of that in a way that the
-others cannot imitate: with less, errors of a few percent in the times would decide it"""
+"""A factor is identified if a change of it changes the step times by at least a twentieth of itself in a way
+that the other factors cannot imitate; with less, errors of a few percent in the times would decide it."""
 _KNOWN = 0.2
-"""standard deviation of the logarithm of an efficiency around what was assumed, all computing's aside: the data
-sheets' figures are of measured single operations"""
+"""Standard deviation of the logarithm of an efficiency around the assumed one, except that of all computing:
+the data sheets' figures come from measured single operations."""
 _SCATTER = 0.01
-"""least standard deviation of the logarithm of a step's time around what is predicted"""
+"""The least standard deviation of the logarithm of a step's time around the prediction."""
 _FARTHEST = math.log(1000)
 _LONGEST_STEP = 0.7
 _MOST_STEPS = 30
 _PROBE = 0.1
-"""both ways: what is hidden behind something else shows in one of them"""
+"""Efficiencies are probed in both directions: an operation hidden behind another shows in one of them."""
 _USED = 0.002
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A run's steady step beside what it was planned on."""
+    """The steady step of a run, and the configuration and hardware of its plan."""
 
     name: str
     config: Config
     hardware: Hardware
-    """with the efficiencies that were assumed"""
+    """The hardware with the assumed efficiencies."""
     seconds: float
-    """measured"""
+    """The measured time of a step."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors on speed: above 1, the machine reaches more than was assumed."""
+    """Factors on speed: above 1, the machine is faster than assumed."""
 
     factors: dict[str, float]
-    """by knob"""
+    """Factors by knob."""
     unused: tuple[str, ...]
-    """efficiencies that none of the runs depends on"""
+    """Efficiencies that affect none of the runs."""
 
     def on(self, hardware: Hardware) -> Hardware:
-        """The hardware with what was learned."""
+        """Return the hardware with the calibrated efficiencies."""
         own = hardware.efficiency
         return replace(hardware, efficiency=replace(own, **self.values(own)))
 
     def values(self, assumed: Efficiency) -> dict[str, float]:
-        """Efficiencies that have changed, in the form of `cluster.efficiency`."""
+        """Return the changed efficiencies in the form of `cluster.efficiency`."""
         found: dict[str, float] = {}
         for knob, factor in self.factors.items():
             for name in KNOBS[knob]:
@@ -87,9 +88,9 @@ NOTHING = Calibration({}, ())
 
 
 def calibrate(runs: Sequence[Observation]) -> Calibration:
-    """The factors that the runs determine. There must be a run.
+    """Return the factors that the runs determine. There must be a run.
 
-    A pipeline is simulated once; how that compares to its closed form is taken to stay.
+    A pipeline is simulated once; its ratio to the closed form is assumed to be constant.
     """
     runs = [replace(run, seconds=run.seconds * _closed(run) / predicted(run)) for run in runs]
     unused = tuple(name for name in dict.fromkeys(sum(KNOBS.values(), ())) if _unused(runs, name))
@@ -103,7 +104,7 @@ def calibrate(runs: Sequence[Observation]) -> Calibration:
 
 
 def predicted(run: Observation, found: Calibration = NOTHING) -> float:
-    """Seconds of a run's step; as assumed where nothing was found."""
+    """Return the seconds of a run's step; with the assumed efficiencies by default."""
     return predicted_step(run.config, found.on(run.hardware))
 
 
@@ -112,13 +113,14 @@ def _closed(run: Observation) -> float:
 
 
 def _unused(runs: Sequence[Observation], name: str) -> bool:
-    """Whether every step would take as long with half of it."""
+    """True if halving this efficiency changes no step time."""
     before, after = _off(runs, NOTHING), _off(runs, Calibration({name: 0.5}, ()))
     return all(a - b < _USED for a, b in zip(after, before, strict=True))
 
 
 def _next(runs: Sequence[Observation], now: Calibration) -> str | None:
-    """The knob whose influence on the runs the chosen ones imitate least; None where all are imitated."""
+    """Return the knob whose influence on the runs is imitated least by the chosen ones; None if all are
+    imitated."""
     others = [name for name in KNOBS if name not in now.factors]
     columns = dict(zip([*now.factors, *others], _influences(runs, now, others), strict=True))
     taken = _orthonormal([columns[name] for name in now.factors])
@@ -130,7 +132,8 @@ def _next(runs: Sequence[Observation], now: Calibration) -> str | None:
 def _influences(
     runs: Sequence[Observation], now: Calibration, others: Sequence[str] = ()
 ) -> list[list[float]]:
-    """How the logarithm of each run's time changes with that of each factor, by knob."""
+    """Return the derivative of the logarithm of each run's time with respect to that of each factor, by
+    knob."""
     columns = []
     for name in [*now.factors, *others]:
         more, less = (
@@ -142,16 +145,16 @@ def _influences(
 
 
 def _off(runs: Sequence[Observation], now: Calibration) -> list[float]:
-    """Logarithms of predicted over measured."""
+    """Return the logarithms of predicted over measured times."""
     machines = {id(run.hardware): now.on(run.hardware) for run in runs}
     times = (step_time(run.config, machines[id(run.hardware)]).seconds for run in runs)
     return [math.log(time / run.seconds) for time, run in zip(times, runs, strict=True)]
 
 
 def _fit(runs: Sequence[Observation], now: Calibration) -> Calibration:
-    """The factors that are likeliest, given what was assumed: it holds the harder, the worse the runs agree.
+    """Return the likeliest factors given the assumed values, which weigh more the worse the runs agree.
 
-    How well they do shows where nothing holds. The first factor is free.
+    A fit without this prior shows how well the runs agree. The first factor is free.
     """
     count = len(now.factors)
     free = _off(runs, _descend(runs, now, [0.0] * count))
@@ -195,7 +198,7 @@ def _descend(runs: Sequence[Observation], now: Calibration, holds: Sequence[floa
 
 
 def _edge(off: Sequence[float]) -> float:
-    """Beyond the usual scatter, 1.48 times the median, an error counts once, not squared."""
+    """Return the error, 1.48 times the median, beyond which an error counts linearly and not squared."""
     return max(0.05, 1.345 * 1.483 * median(map(abs, off)))
 
 
@@ -217,7 +220,7 @@ def _length(a: Sequence[float]) -> float:
 
 
 def _without(a: Sequence[float], axes: Sequence[Sequence[float]]) -> list[float]:
-    """What of `a` is at right angles to all of the axes."""
+    """Return the component of `a` that is orthogonal to all of the axes."""
     rest = list(a)
     for axis in axes:
         along = _dot(rest, axis)
@@ -235,7 +238,7 @@ def _orthonormal(columns: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def solve(sides: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """x of A · x = b for a small positive definite A, by elimination."""
+    """Return x of A · x = b for a small positive definite A, by elimination."""
     rows = [[*row, b] for row, b in zip(sides, right, strict=True)]
     size = len(rows)
     for i in range(size):

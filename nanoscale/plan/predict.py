@@ -1,4 +1,4 @@
-"""What a launch would come to: whether it fits, how fast it is, how long it takes and what it costs."""
+"""The prediction of a job: whether it fits, its speed, its duration and its cost."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from nanoscale.plan.pipeline import Costs, Timeline
 from nanoscale.plan.time.step import StageCost, StepTime, Training, stage_costs, step_time, training
 
 SPREAD = 0.04
-"""standard deviation of the memory in use around what is predicted, as a share of it"""
+"""Standard deviation of the memory in use around the prediction, as a share of it."""
 ENOUGH = 0.5
-"""the least probability with which a layout is said to fit"""
+"""The least probability with which a layout counts as fitting."""
 
 
 Memory = tuple[RankMemory, ...]
-"""of every pipeline rank"""
+"""The memory of every pipeline rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Prediction:
     memory: Memory
     time: StepTime
     timeline: Timeline | None
-    """of the pipeline's step, if there is one and it was simulated"""
+    """The pipeline's step, if there is one and it was simulated."""
 
     @property
     def worst(self) -> RankMemory:
@@ -64,10 +64,10 @@ def predict(config: Config, hardware: Hardware | None = None) -> Prediction:
     """Predict a configuration that `rules.check` has resolved; a pipeline's schedule is simulated.
 
     Args:
-        hardware: None: what `config.cluster` describes.
+        hardware: None: the hardware that `config.cluster` describes.
 
     Raises:
-        UserError: the hardware is unknown or cannot compute what is asked.
+        UserError: the hardware is unknown or does not support the precision.
     """
     hardware = hardware or hardware_of(config)
     if config.parallel.pp == 1:
@@ -89,7 +89,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
 
 
 def predicted_step(config: Config, hardware: Hardware) -> float:
-    """Seconds of a step as `predict` has them, without what else it works out."""
+    """Return the seconds of a step in `predict`, without the rest of the prediction."""
     if config.parallel.pp == 1:
         return step_time(config, hardware).seconds
     return step_time(
@@ -98,9 +98,10 @@ def predicted_step(config: Config, hardware: Hardware) -> float:
 
 
 def estimate_memory(config: Config, hardware: Hardware) -> Memory:
-    """In closed form, for a search through thousands of layouts.
+    """Return the memory in closed form, for a search through thousands of layouts.
 
-    Of the first ranks, which have most micro batches under way, and of the last, which has the logits.
+    Only the first ranks, which have the most in-flight micro batches, and the last, which has the logits, are
+    counted.
     """
     layout = config.parallel
     if layout.pp == 1:
@@ -112,12 +113,12 @@ def estimate_memory(config: Config, hardware: Hardware) -> Memory:
 
 
 def with_time(config: Config, hardware: Hardware, memory: Memory) -> Prediction:
-    """A prediction in closed form, of which the memory is known already."""
+    """Return a prediction in closed form whose memory is known already."""
     return Prediction(config, hardware, memory, step_time(config, hardware), None)
 
 
 def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
-    """A step of the pipeline, action by action."""
+    """Simulate a step of the pipeline, action by action."""
     layout = config.parallel
     assert isinstance(layout.virtual_stages, int)
     count = derive(config).accumulation
@@ -127,7 +128,7 @@ def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
 
 
 def costs(stages: Sequence[StageCost]) -> Costs:
-    """What stages cost, as the simulation wants it."""
+    """Return the costs of stages in the form of the simulation."""
     return Costs(
         [stage.forward for stage in stages],
         [stage.backward - stage.weights for stage in stages],
@@ -137,17 +138,17 @@ def costs(stages: Sequence[StageCost]) -> Costs:
 
 
 def capacity(hardware: Hardware) -> int:
-    """Bytes of a device."""
+    """Return the bytes of a device."""
     return int(hardware.memory_gib * GIB)
 
 
 def fits_probability(needed: int, capacity: int) -> float:
-    """That a device of `capacity` bytes is enough where `needed` are predicted; the error is normal."""
+    """Return the probability that `capacity` bytes suffice if `needed` are predicted; the error is normal."""
     return 0.5 * math.erfc((needed - capacity) / (SPREAD * needed) / math.sqrt(2))
 
 
 def highest(memory: Memory) -> RankMemory:
-    """The rank that uses most."""
+    """Return the rank that uses most."""
     return max(memory, key=lambda rank: rank.total)
 
 

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, how large they are, and whether the disk holds them."""
+"""The plan of a job's checkpoints: their times, their sizes, and the disk space they need."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from nanoscale.config.schema import Checkpoint, Config
 from nanoscale.plan.memory.states import BYTES, moments
 
 _EIGHT_BIT_MOMENTS = 8.0
-"""bytes a parameter of two moments of 8 bits, which a checkpoint holds in fp32"""
+"""Bytes per parameter of two 8-bit moments, which a checkpoint holds in fp32."""
 
 
 @dataclass(frozen=True)
 class SavingPlan:
-    """When a job saves checkpoints, and what they need on the disk."""
+    """The checkpoints of a job, and their need of disk space."""
 
     config: Checkpoint
     restarts: int
-    """launcher.max_restarts"""
+    """Launcher.max_restarts."""
     steps: int
-    """of the whole training"""
+    """Steps of the whole training."""
     minutes_in_steps: int | None
-    """checkpoint.every_minutes in steps, by the predicted time of one; None: unknown, or not saved by time"""
+    """Checkpoint.every_minutes in steps, by the predicted time of one; None: unknown, or not saved by time."""
     bytes: int
-    """size of one checkpoint; 0: unknown"""
+    """The size of one checkpoint; 0: unknown."""
     root: str
-    """folder of runs"""
+    """The folder of runs."""
     free: int | None
-    """free bytes of its disk, seen from this machine; None: unknown"""
+    """Free bytes of its disk, seen from this machine; None: unknown."""
     present: int = 0
-    """checkpoints that the run has already"""
+    """Existing checkpoints of the run."""
 
     @property
     def during(self) -> bool:
@@ -46,7 +46,8 @@ class SavingPlan:
 
     @property
     def most(self) -> int:
-        """Checkpoints of the run that lie on the disk at the same time, one that is being written included."""
+        """The most checkpoints of the run on the disk at the same time, including one that is being
+        written."""
         saving = self.config
         by_number = self.steps // saving.every if saving.every else 0
         if saving.keep_last is None:
@@ -60,16 +61,17 @@ class SavingPlan:
 
     @property
     def needed(self) -> int:
-        """Bytes that checkpoints take up beside those that the run has already."""
+        """Bytes of checkpoints beyond the existing ones of the run."""
         return max(1, self.most - self.present) * self.bytes
 
     @property
     def saves(self) -> bool:
-        """True if anything is saved at all, a stop by the user included."""
+        """True if anything is saved at all, including a stop by the user."""
         return self.during or self.config.at_end or self.config.at_stop
 
     def sentences(self) -> list[str]:
-        """When they are saved, how large one is and how many are kept; what the disk has."""
+        """List the times, the size and the number of kept checkpoints, and the free disk space, in
+        sentences."""
         saving = self.config
         when = [f"every {saving.every:,} steps"] if saving.every else []
         when += [self._by_time()] if saving.every_minutes else []
@@ -85,7 +87,7 @@ class SavingPlan:
         ]
 
     def warnings(self) -> list[str]:
-        """What may cost somebody a night."""
+        """List the warnings about a full disk or restarts without a checkpoint."""
         return [*self._full_disk(), *self._restarts_from_the_beginning()]
 
     def require_disk(self) -> None:
@@ -99,7 +101,7 @@ class SavingPlan:
         raise UserError("plan", f"{message}. Go on with --force", [found])
 
     def document(self) -> dict[str, Any]:
-        """The entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
+        """Return the entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
         return {
             **asdict(self.config),
             "every_minutes_in_steps": self.minutes_in_steps,
@@ -159,7 +161,7 @@ def plan_saving(config: Config, step_s: float | None, present: int = 0) -> Savin
 
     Args:
         step_s: seconds of a step; None: unknown.
-        present: checkpoints that the run has already.
+        present: existing checkpoints of the run.
     """
     minutes = config.checkpoint.every_minutes
     root = Path(config.run.root).absolute()
@@ -176,7 +178,8 @@ def plan_saving(config: Config, step_s: float | None, present: int = 0) -> Savin
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the bytes of what is trained and of its moments, in any layout; 0 if nobody counted them."""
+    """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
+    unknown."""
     trained = lora.parameters(config) if config.lora.rank else parameters(config.model)
     width = BYTES[config.precision.params]
     narrow = config.optimizer.name == "adamw8bit"
@@ -191,9 +194,9 @@ def _free_bytes(root: Path) -> int | None:
         usage = shutil.disk_usage(existing)
     except OSError:
         return None
-    return usage.free if usage.total else None  # /proc and its like are no disks
+    return usage.free if usage.total else None  # /proc and the like are no disks
 
 
 def _listed(parts: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join names: `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

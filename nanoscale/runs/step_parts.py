@@ -1,4 +1,4 @@
-"""The parts of a training step in words; `metrics.trace.Parts` says what each of them is."""
+"""The parts of a training step in words; `metrics.trace.Parts` defines each of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PARTS = {
     "communication": "communication, not hidden",
     "idle": "idle",
 }
-"""what a step is made of, by its name in `Parts`"""
+"""The parts of a step, by their names in `Parts`."""
 
 
 def in_words(parts: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of a table; parts that are not there are left out."""
+    """Yield the lines of a table; missing parts are left out."""
     for name, words in PARTS.items():
         seconds = parts[f"{name}_s"]
         if seconds > 0:

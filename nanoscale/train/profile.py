@@ -1,4 +1,4 @@
-"""Recording the steps that `profile.steps` chooses: a trace, a summary, and on a GPU its memory."""
+"""Recording of the steps that `profile.steps` selects: a trace, a summary, and on a GPU its memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from nanoscale.parallel import process_group
 from nanoscale.runs.step_parts import in_words
 
 _MOST_ALLOCATIONS = 1_000_000
-"""that a snapshot of memory remembers, the last ones"""
+"""The most allocations in a memory snapshot; the last ones are kept."""
 _DEAREST = 25
 
 
 def recording(device: torch.device, first: int, last: int, begin: int) -> profile:
-    """A profiler of the steps `first` to `last` that begins at step `begin`, before which it is started.
+    """Create a profiler of the steps `first` to `last`, which is started before step `begin`.
 
-    What it does first takes long, so that it should begin a step earlier than it records.
+    Its first actions are slow, so it should begin a step before the first recorded one.
     """
 
     def action(number: int) -> ProfilerAction:
@@ -46,7 +46,7 @@ def recording(device: torch.device, first: int, last: int, begin: int) -> profil
 
 
 class Recorder:
-    """What a rank records of its training. Every rank has one, and calls it at the same steps."""
+    """A rank's recorder of its training. Every rank has one, and calls it at the same steps."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Recorder:
         device: torch.device,
         note: Callable[..., None],
     ) -> None:
-        """`folder`: where the files go; it is made when there is something to write."""
+        """`folder` receives the files; it is created when there is something to write."""
         self._folder = folder
         self._series = profile_steps.series_of(settings.steps)
         self._is_recorded = rank in settings.ranks
@@ -66,14 +66,14 @@ class Recorder:
         self._now: Steps | None = None
         self._begun = 0
         self.profiler: profile | None = None
-        """what records at the moment"""
+        """The profiler that records at present."""
 
     @classmethod
     def of_nothing(cls) -> Recorder:
         return cls(Path(), Profile(), 0, torch.device("cpu"), lambda *_, **__: None)
 
     def before(self, step: int) -> None:
-        """To be called before each step."""
+        """Prepare for a step; call it before each one."""
         if not self._series:
             return
         if self._now is not None and step > self._now[1]:
@@ -81,17 +81,17 @@ class Recorder:
         if self._now is None:
             self._begin(step)
         if self._now is not None and step == self._now[0]:
-            wait_for(self._device)  # what is queued is of other steps
+            wait_for(self._device)  # queued operations belong to other steps
             self._remember_memory()
         if self.profiler is not None and step > self._begun:
             self.profiler.step()
 
     def marked(self, name: str) -> AbstractContextManager[Any]:
-        """What goes on within is called so in the trace."""
+        """Return a context whose content has this name in the trace."""
         return nullcontext() if self.profiler is None else record_function(name)
 
     def end(self, step: int) -> None:
-        """Write what was recorded before this step, if anything was. All ranks call it."""
+        """Write the recording that ends before this step, if there is one. All ranks call it."""
         if self._now is None:
             return
         (first, last), self._now = self._now, None
@@ -101,7 +101,7 @@ class Recorder:
             wait_for(self._device)
             profiler.stop()
         if last < first:
-            return  # it was stopped in the step that comes before
+            return  # it was stopped in the previous step
         problem = None
         try:
             if profiler is not None:
@@ -114,7 +114,7 @@ class Recorder:
         self._note("profile", said, first=first, last=last)
 
     def _begin(self, step: int) -> None:
-        """Where a series begins after this step, or is under way; the step before it warms up."""
+        """Start a recording whose series begins after this step or has begun; the step before it warms up."""
         found = next((it for it in self._series if it[0] - 1 <= step <= it[1]), None)
         if found is None:
             return
@@ -146,7 +146,7 @@ class Recorder:
 
 
 def dearest(profiler: profile, device: torch.device) -> str:
-    """A table of the operations that take most of the device's time, of which a CPU has none but the host's."""
+    """Return a table of the operations that take most of the device's time; on a CPU, of the host's time."""
     of = "device" if device.type == "cuda" else "cpu"
     table: str = profiler.key_averages().table(
         sort_by=f"self_{of}_time_total", row_limit=_DEAREST, max_name_column_width=70

@@ -1,4 +1,4 @@
-"""What the pages of plans and of runs share: their frame, their style and their tables."""
+"""The frame, the style and the tables of the pages of plans and of runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ pre { overflow-x: auto; font-size: .85rem; border-left: 3px solid var(--rule); p
 
 
 def wide(svg: str) -> str:
-    """A picture that a narrow window shows a part of, rather than all of it too small to read."""
+    """Wrap a picture so that a narrow window scrolls it instead of shrinking it."""
     return f'<div class="wide">{svg}</div>'
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is of words, and so is one that says how; the others are of numbers."""
+    """Return a table; the first column, and a column of arithmetic, hold text, the others numbers."""
     kinds = ["how" if name == "how" else "n" if place else "" for place, name in enumerate(names)]
     head = "".join(f'<th class="{k}">{escape(n)}</th>' for k, n in zip(kinds, names, strict=True))
     body = [
@@ -51,7 +51,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """The whole of it."""
+    """Return the whole page."""
     return "\n".join(
         [
             "<!doctype html>",

@@ -1,4 +1,4 @@
-"""What the pictures of a plan share. Their colours are the page's, see `html`."""
+"""Shared elements of the pictures of a plan. Their colours are the page's, see `html`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from html import escape
 
 TICKS = 4
-"""on an axis, about"""
+"""The approximate number of ticks on an axis."""
 
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """One `<svg>` element."""
+    """Return one `<svg>` element."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" role="img" {size}>'
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
 
 
 def text(x: float, y: float, words: str, anchor: str = "start") -> str:
-    """Words at a point; `anchor` is which end of them stands there."""
+    """Return a text at a point; `anchor` is the end of the text that is at the point."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
@@ -27,7 +27,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, hint: str = "") -> str:
-    """A rectangle; a mouse over it shows the hint."""
+    """Return a rectangle with a hover text."""
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
     return f'<rect {place} fill="{colour}"><title>{escape(hint)}</title></rect>'
 
@@ -38,14 +38,15 @@ def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About `TICKS` round values around the span; the first is at most `low`, the last at least `high`."""
+    """Return about `TICKS` round values around the range; the first is at most `low`, the last at least
+    `high`."""
     step = round_step((high - low) or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [step * place for place in range(first, max(last, first + 1) + 1)]
 
 
 def round_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, about a part of the span."""
+    """Return 1, 2 or 5 times a power of ten, about a `TICKS`-th of the range."""
     rough = span / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)

@@ -57,15 +57,15 @@ class DeepSpeedEngine(Engine):
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
             self.engine.timers = pipeline.no_timers()
-        self.model.reset_buffers(device)  # DeepSpeed casts them as it casts parameters
+        self.model.reset_buffers(device)  # DeepSpeed casts them like parameters
         self.balance = self._make_balance()
         self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
-        begun = config.model.init_from is not None  # then all weights but adapters are read
+        begun = config.model.init_from is not None  # then all weights but adapters are loaded
         if not begun or config.lora.rank:
             self._initialise(frozen=not begun)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What is trained."""
+        """List the trained parameters."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -121,7 +121,7 @@ class DeepSpeedEngine(Engine):
         pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
 
     def _tensors(self, mine: list[pieces.Piece]) -> Iterator[tuple[str, Tensor]]:
-        """What a checkpoint holds of some pieces."""
+        """Yield the checkpoint's tensors of some pieces."""
         optimizer = self._stepped_optimizer()
         for piece in mine:
             yield f"model.{piece.name}", self._shard(piece, piece.master)
@@ -130,7 +130,8 @@ class DeepSpeedEngine(Engine):
                 yield f"optimizer.{piece.name}.{name}", shard
 
     def _build(self, library: Any, settings: dict[str, Any]) -> Transformer:
-        """This rank's stage without values; with stage 3 every module is taken apart as soon as it is made."""
+        """Build this rank's stage without values; with stage 3 every module is sharded as soon as it is
+        created."""
         parallel = self.config.parallel
         apart = self.stage == 3 and parallel.tp == 1
         context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
@@ -153,9 +154,9 @@ class DeepSpeedEngine(Engine):
 
     @torch.no_grad()
     def _initialise(self, frozen: bool) -> None:
-        """Write the initial weights, which depend on names and shapes alone, where they are updated.
+        """Write the initial weights, which depend on names and shapes alone, to the tensors that are updated.
 
-        `frozen`: those that are not updated too.
+        With `frozen`, also write those that are not updated.
         """
         draw = self.model.drawer(self.config.train.seed, self.device)
         for mine in pieces.by_home(self.pieces):
@@ -179,7 +180,7 @@ class DeepSpeedEngine(Engine):
         return FlatShard(local, tuple(shape), piece.start, window)
 
     def _window(self, name: str) -> tuple[torch.Size, Box]:
-        """The shape of a whole parameter, and the part of it that this rank of tp has."""
+        """Return the shape of a whole parameter, and this rank of tp's box of it."""
         parameter = self.model.get_parameter(name)
         sizes = list(getattr(parameter, "ds_shape", parameter.shape))
         offsets, whole = [0] * len(sizes), list(sizes)
@@ -190,7 +191,7 @@ class DeepSpeedEngine(Engine):
         return torch.Size(whole), Box(tuple(offsets), tuple(sizes))
 
     def _stepped_optimizer(self) -> torch.optim.Optimizer:
-        """PyTorch's, inside of DeepSpeed's."""
+        """Return PyTorch's optimizer, inside DeepSpeed's."""
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
 
@@ -203,16 +204,16 @@ class DeepSpeedEngine(Engine):
         return found
 
     def _share(self, loss_sum: Tensor) -> Tensor:
-        """A micro batch's loss, of which DeepSpeed takes the mean over micro batches and ranks."""
+        """Return a micro batch's loss, scaled for DeepSpeed's mean over micro batches and ranks."""
         self._loss_sum += loss_sum.detach()
         parts = self.sizes.accumulation * self.sizes.dp * self.config.parallel.cp
         return self._mean(loss_sum, parts)
 
     def _set_scale(self) -> None:
-        """Give DeepSpeed this step's loss scale; an overflow makes it leave the step out."""
+        """Set this step's loss scale in DeepSpeed; it skips the step on an overflow."""
         if self.scaling is None:
             return
-        if self.stage == 0:  # PyTorch's scaler, which would like to move by itself
+        if self.stage == 0:  # PyTorch's scaler, which would adapt by itself
             about = {"scale": self.scaling.scale, "_growth_tracker": 0, "growth_interval": 2}
             factors = {"growth_factor": 2.0, "backoff_factor": 0.5}
             self.engine.torch_autocast_z0_gradscaler.load_state_dict(about | factors)
@@ -220,9 +221,10 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.loss_scale = self.scaling.scale
 
     def _clip(self) -> None:
-        """Stage 0, before the update: its own would forget the norm, and clip by one pipeline stage's."""
+        """Clip before the update in stage 0: DeepSpeed would lose the norm, and clip by one pipeline
+        stage's."""
         grads = [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
-        # What tp has not divided is the same on all its ranks, and counts once.
+        # Parameters that tp does not divide are the same on all its ranks, and count once.
         counted = [grad for name, grad in grads if self.place.tp == 0 or name in self.divided]
         square = gradients.square_norm(counted)
         dist.all_reduce(square)

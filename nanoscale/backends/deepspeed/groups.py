@@ -1,4 +1,4 @@
-"""Who works with whom, in the terms in which DeepSpeed asks for it."""
+"""Process groups in the form that DeepSpeed's engine asks for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from nanoscale.config.schema import Config
 
 
 class Groups:
-    """The model-parallel unit of DeepSpeed's documentation; the method names are its.
+    """The model-parallel unit of DeepSpeed's documentation; the method names are DeepSpeed's.
 
-    Ranks of cp are data-parallel to it: they hold the same parameters for other tokens. Its own sequence
-    parallelism would average gradients by different divisors in different stages of ZeRO.
+    Ranks of cp are data-parallel to it: they hold the same parameters for other tokens. DeepSpeed's own
+    sequence parallelism would average gradients by different divisors in different stages of ZeRO.
     """
 
     def __init__(self, config: Config, device_type: str) -> None:

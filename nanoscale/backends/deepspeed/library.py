@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 
 def load_deepspeed(device: torch.device) -> Any:
-    """The package, ready to be initialised. The rank must have joined the others, if there are any."""
+    """Return the package, ready to be initialised. The rank must have joined the process group, if there are
+    others."""
     deepspeed = load_quietly(device)
-    if not dist.is_initialized():  # it asks for a group of one
+    if not dist.is_initialized():  # it needs a process group, even of one rank
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
@@ -23,16 +24,16 @@ def load_deepspeed(device: torch.device) -> Any:
 
 
 def load_quietly(device: torch.device) -> Any:
-    """The package, without a look for other devices and without compiling what is not used."""
+    """Import the package without probing for other devices and without compiling unused code."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     if device.type == "cpu":
-        # It asks whether the CPU is fast in fp16; PyTorch computes it on every one.
+        # It checks whether the CPU is fast in fp16; PyTorch supports fp16 on every CPU.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    # It calls some collectives by names that PyTorch has renamed, and there is nothing that a user could do.
+    # It calls some collectives by names that PyTorch has renamed, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # An all-reduce for inference on CPUs, which it would compile before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,12 +1,12 @@
-"""Where DeepSpeed keeps the fp32 weights and the optimizer's moments of each parameter on this rank.
+"""The location of each parameter's fp32 weights and moments on this rank, in DeepSpeed.
 
 | stage | updated by the optimizer |
 |---|---|
 | 0 | the parameters themselves |
-| 1, 2 | one flat tensor a parameter group: this rank's share of all its parameters, one after another |
-| 3 | one flat tensor a sub group: this rank's share of each of its parameters |
+| 1, 2 | one flat tensor per parameter group: this rank's shards of its parameters, one after another |
+| 3 | one flat tensor per sub-group: this rank's shard of each of its parameters |
 
-From stage 1 on these are fp32 masters, and what the model computes with are copies in another type.
+From stage 1 on these are fp32 master weights, and the model computes with copies in another dtype.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Named = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that this rank updates: a range of its elements in row-major order."""
+    """The range of one parameter's elements, in row-major order, that this rank updates."""
 
     name: str
     start: int
-    """the first of them in the parameter"""
+    """Its first element in the parameter."""
     numel: int
     home: Tensor
-    """what the optimizer steps, and has its state by"""
+    """The tensor that the optimizer updates, which is the key of its state."""
     offset: int
-    """the first of them in the flattened home"""
+    """Its first element in the flattened home."""
     group: int | None = None
-    """stage 3: the sub group whose shares make the home"""
+    """Stage 3: the sub-group whose shards make the home."""
 
     @property
     def master(self) -> Tensor:
-        """`[numel]`, a view."""
+        """A view of the elements, `[numel]`."""
         return self._of(self.home)
 
     def moments(self, state: dict[Tensor, Any]) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's tensors by name: `[numel]` views, and scalars that the whole home shares."""
+        """Yield the optimizer's tensors by name: `[numel]` views, and scalars that the whole home shares."""
         for name, value in state.get(self.home, {}).items():
             if isinstance(value, Tensor):
                 yield name, self._of(value) if value.numel() == self.home.numel() else value
@@ -53,7 +53,7 @@ class Piece:
 
 
 def find(parameters: Named, optimizer: Any, stage: int) -> list[Piece]:
-    """The pieces of this rank. `optimizer`: DeepSpeed's, around ours from stage 1 on."""
+    """List the pieces of this rank. `optimizer` is DeepSpeed's, which wraps ours from stage 1 on."""
     if stage == 0:
         return [Piece(name, 0, p.numel(), p, 0) for name, p in parameters]
     if stage == 3:
@@ -65,7 +65,7 @@ def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
     homes = [group["params"][0] for group in optimizer.param_groups]
     for name, parameter in parameters:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if mapping is None:  # all of it is other ranks'
+        if mapping is None:  # all of it belongs to other ranks
             continue
         here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
         home = homes[mapping.param_group_index]
@@ -77,14 +77,15 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
         zero: Any = parameter
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = optimizer._get_param_partition_rank(parameter) * size
-        numel = min(size, max(0, zero.ds_numel - start))  # the last shares are padded
+        numel = min(size, max(0, zero.ds_numel - start))  # the last shards are padded
         if numel:
             home = optimizer.fp32_partitioned_groups_flat[group]
             yield Piece(name, start, numel, home, offset, group)
 
 
 def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
-    """Stage 3: this rank's share of what no optimizer updates: its first element's number, and its elements."""
+    """Return, in stage 3, this rank's shard of a frozen parameter: its first element's number, and its
+    elements."""
     zero: Any = frozen
     size = zero.ds_tensor.ds_numel
     start = optimizer._get_param_partition_rank(frozen) * size
@@ -94,9 +95,9 @@ def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
 
 @contextmanager
 def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
-    """Bring what belongs to one home into memory, where it waits on a disk, and put it back afterwards.
+    """Bring the tensors of one home into memory if they are on a disk, and put them back afterwards.
 
-    Yields whether it does.
+    Yields True if they were on a disk.
     """
     group = pieces[0].group
     swapped = group is not None and optimizer._swappable_optimizer_subgroup(group)
@@ -108,7 +109,7 @@ def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
 
 
 def by_home(pieces: list[Piece]) -> list[list[Piece]]:
-    """The pieces of each tensor that the optimizer steps."""
+    """Group pieces by the tensor that the optimizer updates."""
     homes: dict[int, list[Piece]] = {}
     for piece in pieces:
         homes.setdefault(id(piece.home), []).append(piece)
@@ -117,12 +118,12 @@ def by_home(pieces: list[Piece]) -> list[list[Piece]]:
 
 @torch.no_grad()
 def refresh_weights(optimizer: Any, stage: int, pieces: list[Piece]) -> None:
-    """Let what the model computes with follow the masters. All ranks call it."""
+    """Copy the fp32 master weights to the compute copies. All ranks call it."""
     if stage in (1, 2):
         optimizer.update_lp_params()
     if stage == 3:
         kept = optimizer.persistent_parameters
-        if kept:  # small ones that are never taken apart
+        if kept:  # small parameters that are always gathered
             kept[0].partition(kept)
         for mine in by_home(pieces):
             with in_memory(mine, optimizer):

@@ -1,4 +1,4 @@
-"""Pipelines by DeepSpeed's PipelineModule, one of its layers a whole stage of ours."""
+"""Pipelines by DeepSpeed's PipelineModule, in which one layer is a whole stage of ours."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
 Named = tuple[Tensor | None, Tensor]
-"""a micro batch's documents, if it tells them apart, and its targets"""
+"""A micro batch's documents, or None, and its targets."""
 
 
 class FromQueue(nn.Module):
-    """A stage that takes documents and targets from a queue: its pipeline gives it the stage before alone.
+    """A stage that reads documents and targets from a queue: the pipeline passes it only the previous stage's
+    output.
 
-    Every rank has the batches, and forward passes follow each other in their order.
+    Every rank has the batches, and forward passes run in their order.
     """
 
     def __init__(self, stage: Transformer, waiting: deque[Named]) -> None:
@@ -40,9 +41,9 @@ def make_module(
     loss: Loss,
     waiting: deque[Named],
 ) -> Any:
-    """The pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
+    """Create the pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
 
-    `waiting`: to be filled before each step with what its micro batches have.
+    Fill `waiting` before each step with the documents and targets of its micro batches.
     """
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
@@ -67,9 +68,9 @@ def forward(
     targets: Tensor | None,
     group: ProcessGroup,
 ) -> Tensor | None:
-    """Forward alone, of `[batch, seq]`: what the last stage gives on its rank, None on others.
+    """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None.
 
-    Sent by hand, since DeepSpeed's evaluation remembers the shape of a batch.
+    Tensors are sent explicitly, since DeepSpeed's evaluation caches the shape of a batch.
     """
     here = group.rank()
     hidden = tokens
@@ -86,7 +87,7 @@ def forward(
 
 
 def no_timers() -> Any:
-    """Timers that keep nothing: those of its pipeline keep a record of every step for ever."""
+    """Return timers that keep nothing: those of DeepSpeed's pipeline record every step for ever."""
     from deepspeed.utils.timer import NoopTimer
 
     return NoopTimer()

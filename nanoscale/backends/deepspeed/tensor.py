@@ -1,6 +1,6 @@
 """Tensor parallelism by DeepSpeed's own layers: matrices of the blocks split by column, then by row.
 
-Embedding, norms and head stay whole on every rank, as DeepSpeed's AutoTP leaves them.
+Embedding, norms and head stay whole on every rank, as in DeepSpeed's AutoTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from nanoscale.models.transformer import Transformer
 
 Divided = dict[str, int]
-"""the dimension along which a parameter is divided, by name; others are whole on every rank"""
+"""The dimension along which a parameter is divided, by name; others are whole on every rank."""
 
 _COLUMNS = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
 _ROWS = ("attention.wo", "mlp.down")
@@ -45,7 +45,7 @@ def _replace(modules: dict[str, nn.Module], name: str, layer: Any) -> None:
 
 
 def materialise(model: Transformer, device: Any) -> None:
-    """Give a model on the meta device memory; what DeepSpeed has noted on its parameters stays."""
+    """Allocate memory for a model on the meta device, and keep DeepSpeed's attributes of its parameters."""
     notes = {name: dict(parameter.__dict__) for name, parameter in model.named_parameters()}
     model.materialise(device)
     for name, parameter in model.named_parameters():

@@ -1,8 +1,8 @@
-"""Hold a configuration for DeepSpeed against DeepSpeed's own class, in a process of its own.
+"""Validation of DeepSpeed settings by DeepSpeed's own class, in a separate process.
 
-`python -m nanoscale.backends.deepspeed.validate < settings.json` prints a JSON list of what is wrong, each a
-`[path, message, names that were known there]`. The launcher calls it for `backend.extra`, since it never
-imports torch itself.
+`python -m nanoscale.backends.deepspeed.validate < settings.json` prints a JSON list of problems, each a
+`[path, message, names known at this path]`. The launcher calls it for `backend.extra`, since it never imports
+torch itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 
 class Asked(dict[str, Any]):
-    """A configuration that remembers which of its keys were asked for: DeepSpeed ignores all others."""
+    """A configuration that records which of its keys were read: DeepSpeed ignores all others."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Read by `deepspeed.initialize` before the class is made.
+        # `deepspeed.initialize` reads these before the class is created.
         self.names = {"sequence_parallel_size", "data_parallel_size", "tensor_parallel"}
 
     def get(self, key: str, default: Any = None) -> Any:

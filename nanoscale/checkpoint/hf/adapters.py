@@ -1,4 +1,5 @@
-"""Checkpoints of a training with `lora`: they hold the adapters, and the weights lie in `model.init_from`."""
+"""Checkpoints of a training with `lora`: they hold the adapters; the frozen weights are in
+`model.init_from`."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Read = Callable[[str, tuple[int, ...]], "Tensor"]
-"""a tensor of a checkpoint, whole, by its name in `Engine.state` and its shape"""
+"""A function that reads a whole tensor of a checkpoint, by its name in `Engine.state` and its shape."""
 
 
 _KEY = "model.init_from"
 
 
 def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]) -> None:
-    """Raise a UserError unless `base` is the fingerprint of the weights that the adapters are for."""
+    """Raise a UserError unless `base` is the fingerprint of the weights that the adapters belong to."""
     if manifest.get("base") != base:
         folder = config.model.init_from
         found = "has other weights than those that the adapters of this run were trained for"
@@ -34,19 +35,20 @@ def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]
 
 
 def require_base(config: Config, checkpoints: Path) -> None:
-    """Hold the folder of the frozen weights against a run's newest checkpoint, if it has any.
+    """Compare the folder of the frozen weights with a run's newest checkpoint, if it has any.
 
     Raises:
         UserError: files are missing, damaged, or of another model.
     """
     for stored in reversed(list_checkpoints(checkpoints)):
-        with suppress(DamagedCheckpointError):  # it will be passed over
+        with suppress(DamagedCheckpointError):  # it will be skipped
             require_base_of(config, stored.manifest, f"{_KEY}=/where/it/is/now")
             return
 
 
 def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> None:
-    """The same of one checkpoint. `instead`: what to type if the folder is elsewhere now."""
+    """Compare the folder of the frozen weights with one checkpoint; `instead` is the advice if it has
+    moved."""
     folder = str(config.model.init_from)
     try:
         if not Path(folder).is_dir():
@@ -60,7 +62,7 @@ def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> N
 
 
 class Merged:
-    """W + alpha/rank · B·A of every weight, computed in fp32 or better, one at a time."""
+    """The weights W + alpha/rank · B·A, computed in fp32 or better, one at a time."""
 
     def __init__(self, config: Config, read: Read) -> None:
         self._config, self._read = config, read
@@ -69,7 +71,7 @@ class Merged:
         self._adapted = set(lora.modules(config.model, config.lora).values())
 
     def __call__(self, name: str) -> Tensor:
-        """One of our parameters, whole."""
+        """Return one of our parameters, whole."""
         import torch
 
         weight = self._frozen(name)

@@ -1,6 +1,6 @@
-"""A checkpoint of any layout and backend as the folder of a Hugging Face model, tensor by tensor.
+"""The export of a checkpoint of any layout and backend to a Hugging Face folder, tensor by tensor.
 
-It is written beside its place and appears there by one rename, when all of it is on disk.
+The folder is written next to its destination and renamed to it when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Tensors = dict[str, tuple[Shape, tuple[Place, ...]]]
-"""parameters of ours by name, each with its shape and where it stands in theirs"""
+"""Our parameters by name, each with its shape and its positions in the Hugging Face tensors."""
 Note = Callable[[str, int, int], None]
-"""called before each tensor: its name, its number from 1, and how many there are"""
+"""A function called before each tensor with its name, its number from 1, and the number of tensors."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     folder: Path
     step: int
@@ -51,7 +51,7 @@ class Exported:
     bytes: int
     tokenizer: bool
     dropped_bias: float
-    """the largest preference of an expert that was left out, in units of the router's softmax; mostly 0"""
+    """The largest dropped preference of an expert, in units of the router's softmax; mostly 0."""
 
 
 def export(
@@ -63,16 +63,16 @@ def export(
     note: Note,
     drop_bias: bool = False,
 ) -> Exported:
-    """Write a checkpoint that `require_whole` has found whole.
+    """Write a checkpoint that `require_whole` has verified.
 
     Args:
         dtype: fp32, bf16, fp16 or fp64.
-        largest: bytes of a file, at most, unless one tensor has more.
-        drop_bias: leave out what `model.balance=bias` has made of the choice of experts.
+        largest: the most bytes of a file, unless one tensor has more.
+        drop_bias: drop the bias that `model.balance=bias` adds to the choice of experts.
 
     Raises:
-        UserError: no family of transformers has this shape or a bias of its experts, `out` is there, or the
-            disk is full; with lora, the weights that the adapters are for are not what they were.
+        UserError: no family of transformers has this shape or a bias of its experts, `out` exists, or the disk
+            is full; with lora, the weights that the adapters belong to have changed.
     """
     if out.exists():
         raise UserError("usage", f"{out} exists already; name another folder with --out")
@@ -111,14 +111,14 @@ def export(
 
 
 def require_whole(stored: StoredCheckpoint) -> None:
-    """Read every byte of it. Raises UserError where one is not what was written."""
+    """Read every byte of the checkpoint. Raises UserError if one differs from the recorded sums."""
     damage = store.find_damage(stored.path)
     if damage:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
 
 
 def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
-    """Our parameters."""
+    """Return our parameters and their positions."""
     if model.source == "own":
         where = places(model)
         return {name: (shape, where[name]) for name, shape in shapes(model).items()}
@@ -131,14 +131,14 @@ def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
 
 
 def _with_special(about: dict[str, Any], special: dict[str, Any], model: Model) -> dict[str, Any]:
-    """With the numbers of special tokens; what the data leave open is as `model=hf` had it."""
+    """Add the numbers of special tokens; those that the data leave open stay as in `model=hf`."""
     if model.source == "hf":
         special = {name: number for name, number in special.items() if number is not None}
     return about | special
 
 
 def _copy_code(model: Model, folder: Path) -> None:
-    """The Python files that a model has come with."""
+    """Copy the Python files that came with a model."""
     if model.trust_remote_code and Path(model.name).is_dir():
         for file in sorted(Path(model.name).glob("*.py")):
             shutil.copyfile(file, folder / file.name)
@@ -155,7 +155,7 @@ def _config(model: Model, kind: str) -> dict[str, Any]:
 
 
 def _require_accepted(about: dict[str, Any], model: Model) -> None:
-    """Raise a UserError if the transformers that is installed, if any, refuses this config.json.
+    """Raise a UserError if an installed transformers refuses this config.json.
 
     That of `model=hf` has been read by it before.
     """
@@ -173,7 +173,7 @@ def _require_accepted(about: dict[str, Any], model: Model) -> None:
 
 
 def _largest_bias(path: Path, model: Model) -> float:
-    """How far, at most, the run has moved the preference for an expert."""
+    """Return the largest change of an expert's preference by the training."""
     reader, largest = Reader(path), 0
     for name, about in reader.read_metadata().state_dict_metadata.items():
         if name.startswith("balance.") and model.balance == "bias":
@@ -207,7 +207,7 @@ def _write_json(file: Path, document: dict[str, Any]) -> None:
 
 
 class _Source:
-    """Their tensors, made of those of a checkpoint one after another."""
+    """The Hugging Face tensors, made from those of a checkpoint one after another."""
 
     def __init__(self, path: Path, config: Config, tensors: Tensors, kind: str, note: Note) -> None:
         self.kind = kind
@@ -233,7 +233,7 @@ class _Source:
                 yield memoryview(numbers)
 
     def _whole(self, name: str) -> Iterator[Tensor]:
-        """One of theirs; several of ours side by side make one, along its last dimension."""
+        """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
         made = []
         for ours, place in self._parts[name]:
             value = self._one(ours, place).to(_DTYPES[self.kind])
@@ -241,7 +241,8 @@ class _Source:
         yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
 
     def _one(self, ours: str, place: Place) -> Tensor:
-        """The experts of a matrix follow each other: it is read once, and held for all of them."""
+        """Return one part; the experts of a matrix follow each other, so it is read once and kept for all of
+        them."""
         if self._held is None or self._held[0] != ours:
             self._held = None
             self._held = ours, self._weight(ours)

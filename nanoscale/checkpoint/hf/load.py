@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder: held against a shape from their headers, and read into shards.
+"""The weights of a Hugging Face folder: headers compared with a shape, and tensors read into shards.
 
-A rank reads the part of each tensor that it has, one tensor after another, whatever its layout and backend:
-to it they are the tensors of a checkpoint.
+A rank reads its shard of each tensor, one tensor after another, for any layout and backend: to the rank they
+are the tensors of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 _SHOWN = 4
 _SAMPLED = 4096
-"""bytes of a tensor that its model's fingerprint is made from"""
+"""Bytes of a tensor that enter its model's fingerprint."""
 
 
 Found = dict[str, list[tuple[Place, Stored]]]
-"""parameters of ours by name, each with its places and the tensors of files that hold them"""
+"""Our parameters by name, each with its positions and the file tensors that hold them."""
 
 
 def find(folder: Path, model: Model) -> Found:
-    """Where each parameter of the shape is. Reads headers only, and imports no torch.
+    """Locate each parameter of the shape. Reads headers only, and imports no torch.
 
     Raises:
-        BadFileError: files or tensors are missing, of other shapes, or more than the shape has places for.
+        BadFileError: files or tensors are missing, of other shapes, or not part of the shape.
     """
     held = read_folder(folder)
     ours, where = shapes(model), places(model, merged=is_merged(held))
@@ -67,7 +67,7 @@ def find(folder: Path, model: Model) -> Found:
 
 
 def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
-    """Tensors of other shapes, and of types that are not read, in words."""
+    """Describe tensors of other shapes or of unsupported dtypes."""
     problems = [
         f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
         for name, there in stored.items()
@@ -81,17 +81,17 @@ def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
 
 
 def refuse_all(problems: list[str]) -> None:
-    """Raise a BadFileError of the first of them, if there are any."""
+    """Raise a BadFileError of the first problem, if there are any."""
     if problems:
         more = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
         raise BadFileError("; ".join(problems[:_SHOWN]) + more)
 
 
 def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
-    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's part of a tensor.
+    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's shard of a tensor.
 
     Raises:
-        BadFileError: as `find`, or a file is damaged otherwise.
+        BadFileError: see `find`, or a file is damaged otherwise.
     """
     whole = shapes(model)
     read_parts(
@@ -105,7 +105,7 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
 
 
 def read_parts(wanted: list[tuple[Stored, Place, Shape, Tensor]]) -> None:
-    """Fill each tensor, in place, from where it is: its place there, and its shape as a whole.
+    """Fill each tensor in place from a file tensor, its position there, and its whole shape.
 
     Raises:
         BadFileError: a file is damaged.
@@ -130,13 +130,14 @@ def read_parts(wanted: list[tuple[Stored, Place, Shape, Tensor]]) -> None:
 
 
 def fingerprint(folder: Path, model: Model) -> str:
-    """Tells one model's weights from another's: type, shape and first bytes of every tensor; imports no torch.
+    """Return a fingerprint of a model's weights: dtype, shape and first bytes of every tensor; imports no
+    torch.
 
-    Training changes all of a tensor, so that the first of its bytes are enough; how the tensors are shared out
-    over files does not count.
+    Training changes all of a tensor, so its first bytes suffice; the division of tensors into files does not
+    matter.
 
     Raises:
-        BadFileError: as `find`.
+        BadFileError: see `find`.
     """
     sum_ = hashlib.blake2b(digest_size=16)
     stored = {it.name: there for parts in find(folder, model).values() for it, there in parts}
@@ -149,13 +150,13 @@ def fingerprint(folder: Path, model: Model) -> str:
 
 
 def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
-    """These elements of a tensor, and no others, from an open file."""
+    """Read these elements of a tensor, and no others, from an open file."""
     part: Tensor = opened.get_slice(name)[slices]
     return part
 
 
 def _parts(target: Tensor, place: Place) -> Iterator[tuple[Box, Tensor]]:
-    """As `boxes`; of one expert, the boxes that have something of it, with the memory of that."""
+    """Yield the boxes of `boxes`; for one expert, those that contain it, with the memory of its row."""
     for box, memory in boxes(target):
         if place.expert is None:
             yield box, memory
@@ -164,7 +165,7 @@ def _parts(target: Tensor, place: Place) -> Iterator[tuple[Box, Tensor]]:
 
 
 def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The parts of a whole tensor that are this rank's, each with the memory to fill."""
+    """Yield this rank's boxes of a whole tensor, each with the memory to fill."""
     from torch.distributed.tensor import DTensor
 
     from nanoscale.checkpoint.flat import Box, FlatShard
@@ -179,7 +180,7 @@ def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _named(held: dict[str, Stored], name: str) -> Stored | None:
-    """Files of a model without its head lack the prefix that its trunk has."""
+    """Return a file tensor; files of a model without its head lack the prefix of its trunk."""
     for prefix in ("", *PREFIXES):
         if name.startswith(prefix) and name.removeprefix(prefix) in held:
             return held[name.removeprefix(prefix)]

@@ -1,9 +1,9 @@
-"""The files of a model that is transformers', held against the model that transformers builds.
+"""The files of a transformers model, compared with the model that transformers builds.
 
-`python -m nanoscale.checkpoint.hf.load_any_model < request.json` says whether it can be trained, in a process
-of its own: the launcher calls it, which never imports torch itself. A request is the keys of `model` and the
-`folder` of its weights or null; the answer, the last line, is the `problem` or null, whether it is one `of` the
-files or of the model, and the number of `parameters`.
+`python -m nanoscale.checkpoint.hf.load_any_model < request.json` answers whether it can be trained, in a
+process of its own: the launcher calls it, since it never imports torch itself. A request is the keys of
+`model` and the `folder` of its weights or null; the answer, the last line, is the `problem` or null, whether
+it is one `of` the files or of the model, and the number of `parameters`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 300
-"""letters of another program's message"""
+"""The most characters of another program's message."""
 
 
 def find(folder: Path, model: Any) -> dict[str, Stored]:
-    """Where each parameter of transformers' model is, by its name there.
+    """Locate each parameter of transformers' model, by its name there.
 
     Raises:
-        BadFileError: files or tensors are missing, of other shapes, stored otherwise than transformers has
-            them, or more than there are parameters.
+        BadFileError: files or tensors are missing, of other shapes, stored in another form than in
+            transformers, or more than there are parameters.
     """
     held = read_folder(folder)
     stored, left, second = _placed(held, model)
@@ -51,10 +51,10 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
 
 
 def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
-    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's part of a tensor.
+    """Fill the parameters among the tensors of `Engine.state`, in place; memory: one rank's shard of a tensor.
 
     Raises:
-        BadFileError: what this rank needs is not there, or a file is damaged.
+        BadFileError: a tensor that this rank needs is missing, or a file is damaged.
     """
     stored, *_ = _placed(read_folder(folder), model)
     mine = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
@@ -72,12 +72,13 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
 def _placed(
     held: dict[str, Stored], model: Any
 ) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
-    """The file's tensors by the names of the parameters that they are, and the names of those that are none.
+    """Return the file's tensors by the names of their parameters, and the names of those that are no
+    parameters.
 
-    Third come tensors of tied parameters, each with the parameter's first name.
+    The third value lists tensors of tied parameters, each with the parameter's first name.
 
     Raises:
-        BadFileError: transformers makes parameters of several tensors, or several of one.
+        BadFileError: transformers makes a parameter of several tensors, or several parameters of one.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
@@ -115,7 +116,7 @@ def _names(model: Any) -> set[str]:
 
 
 def _ignored(name: str, model: Any) -> bool:
-    """Whether transformers passes a tensor over in silence."""
+    """True if transformers ignores a tensor without a warning."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -124,7 +125,7 @@ def _ignored(name: str, model: Any) -> bool:
 
 
 def judge(request: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request."""
+    """Answer a request."""
     from nanoscale.config.schema import Model
 
     shape = Model(**request["model"])
@@ -135,7 +136,8 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
             find(Path(request["folder"]), model)
     except BadFileError as error:
         return {"problem": str(error), "of": "files"}
-    except Exception as error:  # transformers', the model's own code's, a missing package's
+    # errors of transformers, of the model's own code, or of a missing package
+    except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
         return {"problem": f"transformers does not build it: {why[:_LONGEST]}", "of": "model"}
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -143,7 +145,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained_otherwise(model: Any) -> str | None:
-    """Why predicting the next token would teach it nothing."""
+    """Return the reason why predicting the next token would not train it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     family = model.config.model_type

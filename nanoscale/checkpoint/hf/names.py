@@ -1,6 +1,6 @@
 """The tensors of a shape, by our names and by Hugging Face's. Imports no torch.
 
-| ours | theirs |
+| ours | Hugging Face's |
 |---|---|
 | a matrix `[out, in]` of a linear layer | the same; in GPT-2 `[in, out]` |
 | queries, keys, values | the same; in GPT-2 side by side in one matrix `[in, 3 · out]` |
@@ -20,33 +20,34 @@ from nanoscale.config.schema import Model
 
 Shape = tuple[int, ...]
 PREFIXES = ("model.", "transformer.")
-"""which files written without the head leave out"""
+"""Prefixes that files written without the head lack."""
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""no parameters: old versions of transformers saved them too"""
+"""Tensors that are no parameters: old versions of transformers saved them too."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of our tensors, or one expert's part of it, stands in theirs."""
+    """The position of one of our tensors, or of one expert's part of it, in a Hugging Face tensor."""
 
     name: str
     transposed: bool = False
     part: int = 0
-    """which of the `parts` equal ones, along `axis` of theirs"""
+    """The index among `parts` equal parts, along `axis` of the Hugging Face tensor."""
     parts: int = 1
     axis: int = -1
     expert: int | None = None
-    """which one of our first dimension; None: that is no dimension of experts"""
+    """The index in our first dimension; None if that is no dimension of experts."""
 
     def shape(self, ours: Shape) -> Shape:
-        """Of their tensor as a whole."""
+        """Return the shape of the whole Hugging Face tensor."""
         ours = self._within(ours)
         theirs = list(ours[::-1] if self.transposed else ours)
         theirs[self.axis] *= self.parts
         return tuple(theirs)
 
     def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
-        """Where a box of our tensor, or what it has of the expert, lies in theirs."""
+        """Return the slices of a box of our tensor, or of its part for the expert, in the Hugging Face
+        tensor."""
         ours, offsets, sizes = map(self._within, (ours, offsets, sizes))
         order = range(len(ours))[:: -1 if self.transposed else 1]
         start = [offsets[axis] for axis in order]
@@ -55,7 +56,7 @@ class Place:
         return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
 
     def row(self, offsets: Shape, sizes: Shape) -> int | None:
-        """Which row of a box of our tensor is the expert's; None: the box has nothing of it."""
+        """Return the expert's row in a box of our tensor; None if the box does not contain it."""
         assert self.expert is not None
         row = self.expert - offsets[0]
         return row if 0 <= row < sizes[0] else None
@@ -65,7 +66,7 @@ class Place:
 
 
 def shapes(model: Model) -> dict[str, Shape]:
-    """Every parameter of `models.transformer.Transformer`, in its order."""
+    """Return the shape of every parameter of `models.transformer.Transformer`, in its order."""
     found: dict[str, Shape] = {"embed.weight": (model.vocab, model.hidden)}
     if model.position == "learned":
         found["positions.weight"] = (model.max_seq_len, model.hidden)
@@ -78,9 +79,9 @@ def shapes(model: Model) -> dict[str, Shape]:
 
 
 def places(model: Model, *, merged: bool = False) -> dict[str, tuple[Place, ...]]:
-    """Where each parameter stands in a file of the model's family: in one place, or in one for each expert.
+    """Return the positions of each parameter in a file of the model's family: one, or one for each expert.
 
-    `merged`: experts are merged, as `is_merged` finds them, and every parameter is in one place.
+    With `merged`, experts are merged, as `is_merged` detects, and every parameter has one position.
     """
     if model.position == "learned":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
@@ -92,20 +93,20 @@ def places(model: Model, *, merged: bool = False) -> dict[str, tuple[Place, ...]
 
 
 def is_merged(names: Iterable[str]) -> bool:
-    """True if a file has the experts of a block in one tensor, as transformers 5 computes with them.
+    """True if a file has the experts of a block in one tensor, as in transformers 5.
 
-    `save_pretrained` takes them apart again, unless it is called with save_original_format=False.
+    `save_pretrained` separates them, unless it is called with save_original_format=False.
     """
     return any(name.endswith(_MERGED["mlp.experts.gate"].name) for name in names)
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a file is no parameter, but one that old versions of transformers saved too."""
+    """True if a tensor of a file is no parameter, but one that old versions of transformers saved too."""
     return name.endswith(_BUFFERS)
 
 
 def is_needless(name: str, model: Model) -> bool:
-    """Whether a tensor of a file is none that the model lacks a place for."""
+    """True if the model does not need a tensor of a file."""
     return is_buffer(name) or (model.tie_embeddings and name == HEAD)
 
 

@@ -13,7 +13,7 @@ from nanoscale.config.hf.safetensors_headers import SINGLE, WIDTH, Shapes
 
 
 def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
-    """The tensors of each file, in their order: at most `largest` bytes, or one tensor that has more."""
+    """Divide tensors into files, in their order: at most `largest` bytes each, or one tensor that has more."""
     files: list[Shapes] = [{}]
     held = 0
     for name, shape in shapes.items():
@@ -33,7 +33,8 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of one type as their bytes come, in the order of `shapes`; on disk when this returns."""
+    """Write tensors of one dtype as their bytes come, in the order of `shapes`; they are on disk when this
+    returns."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Text in files to tokens on disk: what `nanoscale data prepare` does."""
+"""Tokenizing text files to disk: the work of `nanoscale data prepare`."""
 
 from nanoscale.data.prepare.run import Request, prepare
 

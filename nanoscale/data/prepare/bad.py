@@ -1,4 +1,4 @@
-"""Records that cannot be prepared, and where they stand."""
+"""Records that cannot be prepared, and their positions."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nanoscale.common.errors import UserError, Violation
 
 @dataclass(frozen=True)
 class Bad:
-    """One record, or the rest of a file, that is no document."""
+    """A record, or the rest of a file, that is no document."""
 
     place: str
-    """`corpus/a.jsonl:17`, or `corpus/b.parquet, row 3`"""
+    """`corpus/a.jsonl:17`, or `corpus/b.parquet, row 3`."""
     what: str
 
 
 def refused(found: Sequence[Bad], kept: str = "") -> UserError:
-    """The error for bad records, of which `found` are the first."""
+    """Return the error for bad records, of which `found` are the first."""
     remedy = "mend what is named, or leave such records out with --bad skip"
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if more else f"{remedy}{kept}")

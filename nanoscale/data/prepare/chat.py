@@ -1,7 +1,7 @@
-"""Chats to tokens by a model's own template, and which of the tokens are answers.
+"""Tokenizing chats by a model's own template, with marks for the tokens of answers.
 
-An answer is what the template adds to the conversation before it, with the header that asks for an answer, when
-its message is appended: the message and the token that ends the turn, without white space after that token.
+An answer is the text that the template adds when its message is appended to the conversation and its request
+for an answer: the message and the token that ends the turn, without white space after that token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
-"""for tokenizers that have none: `User: …`, then `Assistant: …` and the token that ends a document"""
+"""The template for tokenizers that have none: `User: …`, then `Assistant: …` and the end-of-document token."""
 
 _NAMED = (
     "bos_token",
@@ -40,9 +40,9 @@ _BATCH = 64
 
 
 def find_template(tokenizer: Path | None, chosen: Path | None, eos: str = END) -> Template:
-    """The template in the file `chosen`, else the tokenizer's own, else PLAIN.
+    """Return the template in the file `chosen`, else the tokenizer's own, else PLAIN.
 
-    `tokenizer`: its tokenizer.json; None for bytes. Raises UserError where the template is none.
+    `tokenizer` is its tokenizer.json; None for bytes. Raises UserError for an invalid template.
     """
     config = _document(tokenizer.with_name(CONFIG)) if tokenizer else {}
     source = _chosen(chosen) or _own(tokenizer, config) or PLAIN
@@ -57,16 +57,16 @@ def find_template(tokenizer: Path | None, chosen: Path | None, eos: str = END) -
 
 
 class ChatTokenizer:
-    """Rendered chats to tokens, in which special tokens are what they say."""
+    """A tokenizer of rendered chats, in which special tokens keep their meaning."""
 
     def __init__(self, path: Path | None, renderer: Renderer) -> None:
-        """`path`: a tokenizer.json; None for bytes."""
+        """`path` is a tokenizer.json; None for bytes."""
         self._native = _native(path)
         self.renderer = renderer
-        """makes texts of the chats"""
+        """The renderer that turns chats into texts."""
 
     def encode(self, chats: Sequence[Chat]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each chat the ids and, uint8, which of them are of an answer, both `[tokens]`."""
+        """Yield, for each chat, its ids and the marks of its answers (uint8), both `[tokens]`."""
         for start in range(0, len(chats), _BATCH):
             batch = chats[start : start + _BATCH]
             texts = [chat.text for chat in batch]
@@ -107,7 +107,7 @@ def _own(tokenizer: Path | None, config: dict[str, Any]) -> str | None:
     if beside.is_file():
         return beside.read_text(encoding="utf-8")
     found = config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # several templates, by name
         found = {one.get("name"): one.get("template") for one in found}.get("default")
     return found if isinstance(found, str) else None
 
@@ -136,7 +136,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token, which a configuration writes as a text or as an object."""
+    """Return the text of a special token, which a configuration writes as a text or as an object."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,7 +1,7 @@
-"""Sources read in pieces of whole records, from any place on, in memory that does not grow.
+"""Reading sources in chunks of whole records, from any position, in constant memory.
 
-Records are not looked into here: that is the workers' part. Where pieces begin does not matter to what
-is prepared, for every document is tokenized alone.
+This module does not parse records: workers do. The borders of chunks do not change the result, for every
+document is tokenized alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.sources import Source, dataset, first_line, problem
 
 CHUNK = 1 << 19
-"""bytes of text that a worker gets at a time, at least"""
+"""The least bytes of text that a worker gets at a time."""
 LONGEST = 32 << 20
-"""bytes of one record, at most: its tokens must fit into memory, many times over"""
+"""The most bytes of one record: its tokens must fit into memory, many times over."""
 
 _ROWS = 128
 _BOM = b"\xef\xbb\xbf"
@@ -27,13 +27,13 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the sources, between two records."""
+    """A position in the sources, between two records."""
 
     source: int = 0
     offset: int = 0
-    """bytes of the uncompressed text, or rows of a table"""
+    """Bytes of the uncompressed text, or rows of a table."""
     record: int = 1
-    """the line, or row, that follows"""
+    """The number of the next line or row."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class Chunk:
 
     source: int
     record: int
-    """line, or row, of the first"""
+    """The line or row of the first record."""
     content: bytes | list[bytes | None]
-    """text with its separators, or the cells of a column"""
+    """Text with its separators, or the cells of a column."""
     after: Cursor
     read: int
-    """how much of the source's bytes is read now"""
+    """The source's bytes that are read so far."""
     bad: tuple[Bad, ...] = ()
-    """what could not be read here"""
+    """Records that could not be read."""
 
 
 def separator_of(source: Source, separator: str | None) -> bytes | None:
-    """What stands between two records; None where a file is one record."""
+    """Return the separator of records; None if a file is one record."""
     if source.kind == "jsonl":
         return b"\n"
     return separator.encode() if separator is not None else None
@@ -66,7 +66,7 @@ def read_chunks(
     start: Cursor,
     chat: bool = False,
 ) -> Generator[Chunk, None, None]:
-    """All records of the sources from `start` on; with `chat`, a column may hold lists of messages."""
+    """Yield all records of the sources from `start` on; with `chat`, a column may hold lists of messages."""
     for number in range(start.source, len(sources)):
         source = sources[number]
         cursor = start if number == start.source else Cursor(number)
@@ -96,7 +96,7 @@ class _DamageError(Exception):
 
 
 def _nothing(number: int, source: Source, bad: Bad) -> Chunk:
-    """In place of what cannot be read."""
+    """Return an empty chunk that reports an unreadable record."""
     return Chunk(number, 1, b"", Cursor(number + 1), source.bytes, (bad,))
 
 
@@ -117,9 +117,9 @@ def _text_chunks(source: Source, start: Cursor, separator: bytes | None) -> Iter
 
 
 def _pieces(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
-    """Whole records with their separators, their bytes and their ends of lines.
+    """Yield whole records with their separators, their bytes and their numbers of line ends.
 
-    Of a record that is too long there is nothing but the two numbers.
+    For a record that is too long the text is empty; the two numbers are right.
     """
     rest = b""
     while block := stream.read(CHUNK):
@@ -136,7 +136,8 @@ def _pieces(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, 
 
 
 def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, int, bytes]:
-    """Read to the end of the record that `rest` begins: its bytes, its ends of lines, what follows."""
+    """Read to the end of the record that starts with `rest`; return its bytes, its line ends, and the text
+    after it."""
     length = lines = 0
     kept = len(separator) - 1 if separator else 0
     while separator is None or separator not in rest:
@@ -151,14 +152,14 @@ def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, 
 
 
 def too_long(separated: bool) -> str:
-    """What is said of a record longer than LONGEST."""
+    """Describe a record longer than LONGEST."""
     what = f"this document is longer than {byte_size(LONGEST)}"
     return what if separated else f"{what}; --separator TEXT says what stands between documents"
 
 
 @contextmanager
 def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
-    """The uncompressed text, and the file itself."""
+    """Open the uncompressed text, and the file itself."""
     import pyarrow as pa
 
     with pa.OSFile(source.name) as raw:
@@ -178,7 +179,7 @@ def _skip(stream: Any, offset: int) -> None:
 
 
 def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
-    """Cells of a column in pieces of about CHUNK bytes."""
+    """Yield cells of a column in chunks of about CHUNK bytes."""
     row, cells, size = start.offset, [], 0
     if source.kind == "parquet":
         rows, batches = _parquet_batches(source, row, field)
@@ -187,7 +188,7 @@ def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
     for batch in batches:
         found = _bytes_of(batch)
         cells += found
-        # Cells that share a text of a dictionary are longer together than their column is.
+        # Cells that share a dictionary's text are longer together than their column.
         size += max(batch.nbytes, sum(len(cell) for cell in found if cell))
         if size >= CHUNK:
             yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
@@ -197,7 +198,8 @@ def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
 
 
 def _bytes_of(column: Any) -> list[bytes | None]:
-    """The cells as bytes, since a file may hold a text that is not UTF-8; what is no text as JSON."""
+    """Return the cells as bytes, since a file may hold text that is not UTF-8; values other than text as
+    JSON."""
     import pyarrow as pa
 
     if pa.types.is_nested(column.type):
@@ -214,7 +216,7 @@ def _cells(source: Source, at: Cursor, cells: list[bytes | None], rows: int) -> 
 
 
 def _parquet_batches(source: Source, start: int, field: str) -> tuple[int, Iterator[Any]]:
-    """All rows, and the cells from row `start` on; pages are read one after the other."""
+    """Return the number of rows, and the cells from row `start` on; pages are read one after the other."""
     from pyarrow import parquet
 
     file = parquet.ParquetFile(

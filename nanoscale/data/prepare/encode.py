@@ -1,4 +1,4 @@
-"""One piece of text to tokens: what a worker does."""
+"""Tokenizing one chunk of text: the work of a worker."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _BATCH = 64
 
 @dataclass(frozen=True)
 class Reading:
-    """How records become documents."""
+    """The way records become documents."""
 
     sources: tuple[Source, ...]
     field: str
     separator: str | None
     validation: float
-    """share of the documents that is held out"""
+    """The share of the documents that is held out."""
     template: Template | None = None
-    """how chats become texts; None: records are texts"""
+    """The template that renders chats; None: records are texts."""
 
 
 class Document(NamedTuple):
@@ -40,7 +40,7 @@ class Document(NamedTuple):
     text: str
     is_held_out: bool
     answers: tuple[tuple[int, int], ...] = ()
-    """of a chat: where answers begin and end"""
+    """For chats: the begin and end of each answer."""
 
 
 @dataclass(frozen=True)
@@ -49,29 +49,29 @@ class Tokens:
 
     tokens: bytes
     lengths: bytes
-    """int32, tokens of each document"""
+    """int32, tokens of each document."""
     answers: bytes = b""
-    """of chats: one byte a token, 1 where it is of an answer"""
+    """For chats: one byte per token, 1 for tokens of an answer."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What became of one chunk."""
+    """The result of one chunk."""
 
     train: Tokens
     valid: Tokens
     text_bytes: int
-    """of the documents, as UTF-8"""
+    """Bytes of the documents, as UTF-8."""
     empty: int
-    """records that hold no text"""
+    """Records that hold no text."""
     bad: tuple[Bad, ...]
 
 
 class Documents:
-    """The texts of a chunk, and what could not be one."""
+    """The documents of a chunk, and its bad records."""
 
     def __init__(self, chunk: Chunk, reading: Reading, renderer: Renderer | None = None) -> None:
-        """`renderer`: where records are chats."""
+        """`renderer` is needed if records are chats."""
         self._chunk = chunk
         self._reading = reading
         self._renderer = renderer
@@ -96,7 +96,7 @@ class Documents:
                 self.empty += 1
                 continue
             self.text_bytes += len(encoded)
-            # by the text alone, so that a copy of a document is never in the other split
+            # The text alone decides, so that a copy of a document is never in the other split.
             held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
             yield Document(result.text, held_out, result.answers)
 
@@ -112,7 +112,7 @@ class Documents:
             record += raw.count(b"\n") + (separator.count(b"\n") if separator else 0)
 
     def _read(self) -> Iterator[tuple[int, Outcome]]:
-        """Each record's text, and of a chat where its answers are; or why it has none."""
+        """Yield each record's text, for chats with the positions of answers, or its error."""
         if self._renderer is None:
             for record, raw in self._records():
                 yield record, self._plain(raw)
@@ -134,7 +134,7 @@ class Documents:
             return error
 
     def _problem(self, raw: bytes | None) -> RecordError | None:
-        """Why these bytes are no text; None: they are."""
+        """Return the reason why these bytes are no text; None if they are."""
         if raw is None:
             return RecordError("is null, not text")
         if len(raw) > LONGEST:
@@ -170,7 +170,7 @@ def encode(
     tokenizer: Tokenizer | ChatTokenizer,
     dtype: np.dtype[Any],
 ) -> Encoded:
-    """The tokens of a chunk's documents in their order; texts with the end token, chats as they are."""
+    """Tokenize a chunk's documents in order; texts get the end token, chats stay as rendered."""
     renderer = tokenizer.renderer if isinstance(tokenizer, ChatTokenizer) else None
     documents = Documents(chunk, reading, renderer)
     both = list(documents)
@@ -199,7 +199,7 @@ def _tokens(
 
 
 def _leading_lines(raw: bytes, source: Source) -> int:
-    """Empty lines before a document: its place is where its text begins."""
+    """Count the empty lines before a document, whose position is that of its text."""
     return raw[: len(raw) - len(raw.lstrip())].count(b"\n") if source.kind == "text" else 0
 
 

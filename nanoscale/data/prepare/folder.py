@@ -1,10 +1,10 @@
-"""The folder that is being prepared: what is committed stays, and it becomes visible in one step.
+"""The folder of an unfinished preparation: commits are durable, and the result appears in one step.
 
     OUT.part/        lock  request.json  progress.json  tokens.lengths  valid.lengths
     OUT.part/whole/  tokens.bin  valid.bin  tokenizer.json …  becomes OUT by one rename
 
-A commit makes the tokens durable and then replaces progress.json, which says how long the files are.
-Whatever was written after it is cut off when the work goes on.
+A commit makes the tokens durable and then replaces progress.json, which holds the lengths of the files. Bytes
+written after the last commit are cut off when the work resumes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from nanoscale.data.prepare.chunks import Chunk, Cursor
 from nanoscale.data.prepare.encode import Encoded, Tokens
 
 SHOWN = 20
-"""bad records that are kept with their places"""
+"""Bad records that are kept with their positions."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """What a split holds."""
+    """The size of a split."""
 
     documents: int = 0
     tokens: int = 0
     answers: int = 0
-    """of chats: tokens of answers"""
+    """For chats: tokens of answers."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What is prepared so far."""
+    """The progress of a preparation."""
 
     cursor: Cursor = field(default_factory=Cursor)
     train: Count = field(default_factory=Count)
@@ -54,9 +54,9 @@ class Progress:
     empty: int = 0
     bad: int = 0
     shown: tuple[Bad, ...] = ()
-    """the first bad records"""
+    """The first bad records."""
     read: int = 0
-    """bytes of the sources"""
+    """Bytes of the sources that are read."""
 
     @property
     def documents(self) -> int:
@@ -82,7 +82,7 @@ class Part:
         }
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Append the documents of the chunk that follows."""
+        """Append the documents of the next chunk."""
         train = self._splits[TOKENS].append(encoded.train)
         valid = self._splits[VALID].append(encoded.valid)
         now = self.progress
@@ -99,13 +99,13 @@ class Part:
         )
 
     def commit(self) -> None:
-        """Make durable what was added."""
+        """Make the appended documents durable."""
         for split in self._splits.values():
             split.sync()
         write_document(self._path / "progress.json", asdict(self.progress))
 
     def publish(self, out: Path, manifest: dict[str, Any]) -> None:
-        """Let the folder appear at `out`, whole."""
+        """Rename the complete folder to `out`."""
         self.commit()
         kept = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
         for name, split in self._splits.items():
@@ -124,7 +124,7 @@ class Part:
 
 
 class _Split:
-    """The tokens and the lengths of one split, open for more."""
+    """The tokens and the lengths of one split, open for appending."""
 
     def __init__(
         self, whole: Path, part: Path, name: str, count: Count, itemsize: int, chat: bool
@@ -179,10 +179,10 @@ def _reopened(path: Path, size: int) -> Any:
 
 @contextmanager
 def opened(out: Path, identity: dict[str, Any]) -> Iterator[Path]:
-    """The folder OUT.part of this request, new or left by an earlier attempt, which nobody else has.
+    """Lock the folder OUT.part of this request, which is new or left by an earlier attempt.
 
-    It is removed where the body fails before anything was committed. Raises UserError where another
-    process has it, or it was left by another request.
+    It is removed if the body fails before the first commit. Raises UserError if another process holds it, or
+    another request left it.
     """
     part = out.with_name(f"{out.name}.part")
     try:
@@ -224,7 +224,7 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
 
 
 def committed(part: Path) -> Progress | None:
-    """What the last commit says; None before the first."""
+    """Return the progress of the last commit; None before the first."""
     try:
         found = json.loads((part / "progress.json").read_bytes())
     except FileNotFoundError:
@@ -237,12 +237,12 @@ def committed(part: Path) -> Progress | None:
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON document as `write_whole` does."""
+    """Write a JSON document durably, as `write_whole` does."""
     write_whole(path, json.dumps(document, indent=1, ensure_ascii=False).encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that is durable, and never seen in part."""
+    """Write a file durably and atomically."""
     aside = path.with_name(f"{path.name}.new")
     with aside.open("wb") as stream:
         stream.write(content)

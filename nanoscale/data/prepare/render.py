@@ -1,11 +1,11 @@
-"""Chats to texts by a model's own template, in a process that may use little memory and time.
+"""Rendering chats by a model's own template, in a process with bounded memory and time.
 
 A template is a program that comes with a model. Jinja's sandbox keeps it from files and from the interpreter,
 but not from `{{ 'a' * 10**10 }}` or from nested loops. So `renderer` runs this file as a process of its own,
 which imports the standard library and Jinja alone, and the kernel bounds its memory and its processor time.
 
-What goes in and out is data: the template as a line of JSON, then batches of records as they stand in the
-source; for each record one answer, a line of JSON and the text.
+The protocol: the template as a line of JSON, then batches of records as they are in the source; for each
+record one answer, a line of JSON and the text.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SECONDS, SECONDS_A_MIB = 10.0, 10.0
-"""processor time that one record may take, and more for each MiB of it"""
+"""Processor time of one record in seconds, and the addition for each MiB of it."""
 MEMORY_MIB, MEMORY_A_BYTE = 256, 40
-"""memory that the process may take, and more for each byte of the records that it is given at a time"""
+"""Memory of the process, and the addition for each byte of a batch of records."""
 LONGEST, LONGEST_A_BYTE = 1 << 16, 32
-"""characters of a text, at most, and more for each byte of its record"""
+"""The most characters of a text, and the addition for each byte of its record."""
 OUT_OF_MEMORY = 3
-"""exit code"""
+"""The exit code."""
 _MOST_SAID = 500
 _STARTED_WITH = 0
-"""bytes of address space that the process had before it was given anything"""
+"""Bytes of address space of the process before its first batch."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
@@ -48,22 +48,25 @@ class Chat:
 
     text: str
     answers: tuple[tuple[int, int], ...]
-    """where in the text each answer begins and ends"""
+    """The begin and end of each answer in the text."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a conversation becomes a text."""
+    """A chat template and the tokens that it may use."""
 
     source: str
-    """Jinja"""
+    """Jinja."""
     named: tuple[tuple[str, str], ...]
-    """`eos_token` and other names that the template may use, with their tokens"""
+    """`eos_token` and other names that the template may use, with their tokens."""
     special: tuple[str, ...]
-    """the special tokens"""
+    """The special tokens."""
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> Chat:
-        """Raises RecordError where the template refuses the messages, or has no place for their answers."""
+        """Render a conversation.
+
+        Raises RecordError if the template refuses the messages, or does not render their answers.
+        """
         forged = {token for m in messages for token in self.special if token in m["content"]}
         if forged:
             raise RecordError(f"has the special token {min(forged)} in a message's text")
@@ -99,15 +102,16 @@ class Template:
 
 @lru_cache(8)
 def compiled(source: str) -> Any:
-    """A template in a sandbox, with what transformers' templates may use, but the date.
+    """Compile a template in a sandbox, with the functions of transformers' templates except the date.
 
-    The date would make other tokens every day; templates that know a date to fall back on take that.
+    The date would give other tokens every day; templates with a default date use that.
     """
     from jinja2 import ext, nodes, parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
-        """`{% generation %}` … `{% endgeneration %}`, which are around an answer: only what is within."""
+        """The block `{% generation %}` … `{% endgeneration %}` around an answer: only its content is
+        rendered."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -134,7 +138,7 @@ def _refuse(message: str) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """An exception's own text in one line, or its name."""
+    """Return an exception's own text in one line, or its name."""
     return " ".join(str(error).split())[:_MOST_SAID] or type(error).__name__
 
 
@@ -150,9 +154,9 @@ def parsed(text: str) -> Any:
 
 
 def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
-    """The messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
+    """Return the messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
 
-    ShareGPT's `conversations` of `from` and `value` are taken too. Raises RecordError.
+    ShareGPT's `conversations` of `from` and `value` are accepted too. Raises RecordError.
     """
     found = record
     if isinstance(record, dict):
@@ -188,7 +192,7 @@ def _message(number: int, one: Any) -> dict[str, Any]:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until there are no more requests: first whether the template can be compiled, then records."""
+    """Answer requests until the input ends: first whether the template compiles, then records."""
     first = json.loads(requests.readline())
     named = tuple((name, token) for name, token in first["named"])
     template = Template(first["source"], named, tuple(first["special"]))
@@ -233,14 +237,14 @@ def _write(answers: BinaryIO, document: dict[str, Any]) -> None:
 
 
 def _limit_memory(given: int) -> None:
-    """Let an allocation fail that goes beyond what this process had, and what `given` bytes of records need."""
+    """Limit the process to the memory that it had, and the need of `given` bytes of records."""
     most = _STARTED_WITH + (MEMORY_MIB << 20) + MEMORY_A_BYTE * given
-    with suppress(ValueError, OSError):  # not every system can
+    with suppress(ValueError, OSError):  # not every system supports it
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _limit_time(given: int) -> None:
-    """Let the kernel end this process after so much processor time from now on."""
+    """Let the kernel end this process after this much more processor time."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_A_MIB * given / 2**20)
 
 

@@ -1,4 +1,4 @@
-"""The process that renders chats, seen from the one that needs their texts; see `render`."""
+"""The client of the process that renders chats; see `render`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from nanoscale.data.prepare import render
 from nanoscale.data.prepare.render import Chat, RecordError, Template
 
 _MOST_RECORDS, _MOST_BYTES = 64, 1 << 20
-"""of a batch, unless a single record is larger"""
+"""The limits of a batch; a single record may be larger."""
 
 Outcome = Chat | RecordError
 
 
 class TemplateProblem(Exception):  # noqa: N818
-    """The template itself is wrong, or takes too much to be compiled."""
+    """An error of the template itself, or of its compilation, which takes too much."""
 
 
 class Renderer:
-    """Renders chats in a process of its own, which is started when it is needed, and again after its end."""
+    """A renderer of chats in a process of its own, which is started on demand and restarted after its end."""
 
     def __init__(self, template: Template, field: str) -> None:
-        """`field`: the one of a record that has the messages."""
+        """`field` is the field of a record that holds the messages."""
         self._first = {
             "source": template.source,
             "named": template.named,
@@ -43,7 +43,7 @@ class Renderer:
             self._start()
 
     def render(self, records: Sequence[bytes]) -> Iterator[Outcome]:
-        """Each record, a JSON document, as a text, or why that is none."""
+        """Yield each record, a JSON document, as a text, or its error."""
         for batch in _batches(records):
             try:
                 yield from self._ask(batch)
@@ -57,7 +57,7 @@ class Renderer:
             self._end()
 
     def _render_alone(self, record: bytes) -> Outcome:
-        """In a new process if the one that is there cannot: it may still hold memory of other records."""
+        """Retry a failed record in a new process: the old one may still hold memory of other records."""
         try:
             if self._process is not None:
                 return self._ask([record])[0]
@@ -84,7 +84,7 @@ class Renderer:
             raise _EndedError(self._end()) from error
 
     def _start(self) -> None:
-        # The file and not the module, whose package would import much more; Ctrl-C is the parent's to handle.
+        # The file and not the module, whose package would import much more. The parent handles Ctrl-C.
         command = [sys.executable, "-P", render.__file__]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, **pipes, start_new_session=True)
@@ -101,11 +101,11 @@ class Renderer:
             raise TemplateProblem(f"is no Jinja template: {problem}")
 
     def _end(self) -> int:
-        """Wait for the end of the process; its exit code."""
+        """Wait for the end of the process and return its exit code."""
         assert self._process is not None and self._process.stdin and self._process.stdout
         process, self._process = self._process, None
         process.stdout.close()  # type: ignore[union-attr]
-        with suppress(OSError):  # what waits in the buffer has no reader any more
+        with suppress(OSError):  # nobody reads the rest of the buffer
             process.stdin.close()  # type: ignore[union-attr]
         return process.wait()
 
@@ -149,7 +149,7 @@ def _line(answers: IO[bytes]) -> bytes:
 
 
 def _why(code: int, given: Sequence[bytes]) -> str:
-    """What the process was ended for, as a phrase about the template."""
+    """Return the reason why the process ended, as a phrase about the template."""
     size = sum(map(len, given))
     if code == render.OUT_OF_MEMORY:
         most = (render.MEMORY_MIB << 20) + render.MEMORY_A_BYTE * size

@@ -1,4 +1,4 @@
-"""From a request to a folder of tokens."""
+"""Preparing a folder of tokens from a request."""
 
 from __future__ import annotations
 
@@ -39,55 +39,55 @@ from nanoscale.data.tokenizer import (
 )
 
 FORMAT = 1
-"""raised whenever the same request would give other bytes"""
+"""Raised whenever the same request would give other bytes."""
 
 COMMIT_S = 5.0
-"""between two commits, at least"""
+"""The least time between two commits."""
 _SAMPLE = 256 << 20
 _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be prepared."""
+    """A request to prepare data."""
 
     sources: tuple[str, ...]
-    """files, folders, patterns, hf:NAME"""
+    """Files, folders, patterns, hf:NAME."""
     out: Path
     tokenizer: str | None
-    """byte, a tokenizer.json, its folder or a name of the hub; None: a BPE is trained"""
+    """byte, a tokenizer.json, its folder or a name of the hub; None: a BPE is trained."""
     vocab_size: int = 32768
-    """tokens of a BPE that is trained, at most"""
+    """The most tokens of a BPE that is trained."""
     eos: str | None = None
-    """the token that ends a document, where the tokenizer does not say"""
+    """The end-of-document token, if the tokenizer does not name one."""
     field: str = "text"
     separator: str | None = None
-    """what stands between the documents of a .txt; None: each file is one"""
+    """The separator of documents in a .txt; None: each file is one document."""
     validation: float = 0.0
-    """share of the documents that is held out"""
+    """The share of the documents that is held out."""
     skip_bad: bool = False
     chat: bool = False
-    """whether records are chats, whose messages are in `field`"""
+    """True if records are chats, whose messages are in `field`."""
     chat_template: Path | None = None
-    """a file, in place of the tokenizer's own template"""
+    """A file that replaces the tokenizer's own template."""
     workers: int = 1
 
 
 class Watcher(Protocol):
-    """Who is told how it goes."""
+    """A receiver of progress reports."""
 
     def note(self, sentence: str) -> None: ...
 
     def progress(self, progress: Progress, total: int) -> None:
-        """`total`: bytes of all sources, of which `progress.read` are read."""
+        """`total` is the bytes of all sources, of which `progress.read` are read."""
 
 
 def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
-    """Tokenize the sources into the folder `request.out`; its manifest.
+    """Tokenize the sources into the folder `request.out` and return its manifest.
 
     The bytes depend on sources, tokenizer and settings alone, not on the number of workers nor on
-    how often the work was cut off: the same request goes on where it was. Memory is bounded by the
-    longest document times the workers.
+    interruptions: the same request resumes at its last commit. Memory is bounded by the longest document times
+    the workers.
 
     Raises:
         UserError: the request is wrong, or a record is bad and `skip_bad` is false.
@@ -136,7 +136,7 @@ def _fill(
     watcher: Watcher,
     stop: threading.Event,
 ) -> None:
-    """Tokenize what is not committed yet."""
+    """Tokenize everything after the last commit."""
     total = sum(source.bytes for source in reading.sources)
     file = path / "whole" / TOKENIZER
     setup = Setup(reading, file if file.exists() else None, part.dtype)
@@ -165,7 +165,7 @@ def _fill(
 def _encoding(
     workers: int, chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
 ) -> Iterator[Iterator[tuple[Chunk, Encoded]]]:
-    """Every chunk with its tokens, in order."""
+    """Provide every chunk with its tokens, in order."""
     if workers == 1:
         with closing(encode_here(chunks, setup, stop)) as results:
             yield results
@@ -182,7 +182,7 @@ def _refuse_bad(part: Part, request: Request, path: Path) -> None:
 
 
 def _refuse_unreadable(sources: list[Source], request: Request) -> None:
-    """Look at every file's frame before anything is written."""
+    """Check the frame of every file before anything is written."""
     looks = (problem(source, request.field, request.chat) for source in sources)
     found = [bad for bad in looks if bad is not None]
     if found:
@@ -208,10 +208,10 @@ def _refuse_nothing(progress: Progress, request: Request) -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """A tokenizer that is there already."""
+    """An existing tokenizer."""
 
     path: Path | None
-    """its tokenizer.json; None for bytes"""
+    """Its tokenizer.json; None for bytes."""
     tokenizer: Tokenizer
 
     def document(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class _Given:
         return {"tokenizer": kind, "eos": self.tokenizer.eos}
 
     def copied_to(self, whole: Path) -> Tokenizer:
-        """The same, when its files are in this folder too, with the name of the end token."""
+        """Copy the tokenizer's files to this folder and return it, with the name of the end token."""
         if not isinstance(self.tokenizer, FileTokenizer) or self.path is None:
             return self.tokenizer
         config = self.path.with_name(CONFIG)
@@ -242,7 +242,7 @@ def _given(request: Request) -> _Given | None:
 def _trained(
     request: Request, reading: Reading, whole: Path, watcher: Watcher, stop: threading.Event
 ) -> Tokenizer:
-    """A BPE of the sources, which an earlier attempt may have trained."""
+    """Return a BPE of the sources; an earlier attempt may have trained it."""
     target = whole / TOKENIZER
     if not target.exists():
         watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
@@ -254,7 +254,7 @@ def _trained(
 
 
 def _sample(request: Request, reading: Reading, stop: threading.Event) -> Iterator[str]:
-    """Texts to train a tokenizer on: the beginning of every source, none that is held out."""
+    """Yield texts to train a tokenizer on: the beginning of every source, without held-out documents."""
     sources = reading.sources
     share = min(1.0, _SAMPLE / sum(source.bytes for source in sources))
     for number, source in enumerate(sources):
@@ -282,7 +282,7 @@ def _template(request: Request, given: _Given | None) -> Template | None:
 def _identity(
     request: Request, sources: list[Source], given: _Given | None, template: Template | None
 ) -> dict[str, Any]:
-    """What the bytes depend on."""
+    """Return the settings and inputs that determine the bytes."""
     return {
         "format": FORMAT,
         **(
@@ -329,7 +329,8 @@ def _counts(count: folder.Count, chat: bool) -> dict[str, int]:
 
 @contextmanager
 def _interrupted() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one ends at once, without a commit."""
+    """Provide an event that the first Ctrl-C sets; the second one ends the process at once, without a
+    commit."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop

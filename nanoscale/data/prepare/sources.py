@@ -1,4 +1,4 @@
-"""What is prepared: files of text, found by name, folder or pattern, and Hugging Face datasets."""
+"""Sources of text: files, given by name, folder or pattern, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parque
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
-"""what `save_to_disk` writes into the folder of several splits, and of one"""
+"""Files that `save_to_disk` writes into the folder of several splits, and of one."""
 
 _KNOWN = ".txt, .jsonl (both also .gz and .zst), .parquet"
 
@@ -34,17 +34,17 @@ class Source:
     """One file, or one split of a dataset."""
 
     name: str
-    """its absolute path, or hf:NAME…"""
+    """Its absolute path, or hf:NAME…."""
     kind: Kind
     compression: str
-    """gzip, zstd or nothing"""
+    """gzip, zstd or nothing."""
     bytes: int
-    """on disk; of a dataset in memory"""
+    """Size on disk, or in memory for a dataset."""
     version: str
-    """changes when the content does: the time of the file's last change, the dataset's fingerprint"""
+    """Changes with the content: the time of the file's last change, the dataset's fingerprint."""
 
     def place(self, record: int) -> str:
-        """Where a record is: a line of text or a row of a table, from 1."""
+        """Return the position of a record: a line of text or a row of a table, from 1."""
         return f"{self.name}{':' if self.kind in ('text', 'jsonl') else ', row '}{record}"
 
     def document(self) -> dict[str, Any]:
@@ -52,9 +52,9 @@ class Source:
 
 
 def find_sources(words: Sequence[str]) -> list[Source]:
-    """The files that are meant, in the order given; those of a pattern or a folder by name.
+    """List the sources in the order given; the files of a pattern or a folder are sorted by name.
 
-    Raises UserError for what does not exist, is of no known kind or is named twice.
+    Raises UserError for a source that does not exist, has no known kind or is named twice.
     """
     found: list[Source] = []
     problems = []
@@ -74,7 +74,7 @@ def find_sources(words: Sequence[str]) -> list[Source]:
 
 
 def problem(source: Source, field: str, chat: bool = False) -> Bad | None:
-    """What is wrong with a whole file, as far as a look at its frame tells."""
+    """Return a problem of a whole file, as far as its frame shows one."""
     if source.bytes == 0:
         return Bad(source.name, "is empty")
     if source.kind == "parquet":
@@ -88,9 +88,9 @@ def problem(source: Source, field: str, chat: bool = False) -> Bad | None:
 
 @lru_cache
 def dataset(name: str) -> Any:
-    """The dataset that hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT means, mapped into memory.
+    """Open the dataset hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, mapped into memory.
 
-    Raises _UnusableError where a folder of `save_to_disk` lacks the split or configuration that was asked for.
+    Raises _UnusableError if a folder of `save_to_disk` lacks the requested split or configuration.
     """
     from datasets import load_dataset, load_from_disk
 
@@ -114,7 +114,7 @@ def dataset(name: str) -> Any:
 
 @contextmanager
 def _looking_in_cache(alone: bool) -> Iterator[None]:
-    """Let the datasets library look at nothing but its cache within, if `alone`."""
+    """Restrict the datasets library to its cache within the body, if `alone`."""
     from datasets import config
     from huggingface_hub import constants
 
@@ -133,7 +133,7 @@ def _saved(folder: Path) -> bool:
 
 
 def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
-    """The folder of a split, which a folder of `save_to_disk` holds or is itself."""
+    """Return the folder of a split, which a folder of `save_to_disk` contains or is itself."""
     named = f"{DATASET}{folder}"
     if config is not None:
         what = f"has no configuration {config}: it was written by save_to_disk, which keeps none"
@@ -156,7 +156,7 @@ class _UnusableError(Exception):
     def __init__(self, what: str, *instead: str) -> None:
         super().__init__(what)
         self.instead = instead
-        """words for the command line, quoted where the shell needs it"""
+        """Overrides for the command line, quoted if the shell needs it."""
 
 
 def _named(word: str) -> Iterator[Source]:
@@ -169,7 +169,7 @@ def _named(word: str) -> Iterator[Source]:
     elif path.is_dir():
         yield from _several(word, (p for p in path.rglob("*") if _kind(p) is not None))
     elif glob.has_magic(word):
-        # Path.glob takes no absolute pattern
+        # Path.glob accepts no absolute pattern.
         matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
         yield from _several(word, matches)
     else:
@@ -211,7 +211,7 @@ def _dataset(word: str) -> Source:
         found = dataset(word)
     except _UnusableError:
         raise
-    except Exception as error:  # whatever a hub, a network and a cache can raise
+    except Exception as error:  # a hub, a network and a cache can raise anything
         raise _UnusableError(f"cannot be loaded: {why_not(error)}") from error
     return Source(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
 

@@ -1,7 +1,7 @@
-"""Processes that tokenize pieces of text, whose results come back in the order of the pieces.
+"""Processes that tokenize chunks of text; results come back in the order of the chunks.
 
-Processes and not the threads of the tokenizers library: reading JSON, and taking the tokens over into
-Python, then happens on all cores too, and no cache is shared between them.
+Processes and not the threads of the tokenizers library: parsing JSON and copying the tokens into Python then
+run on all cores too, and no cache is shared between them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 _LOOK_S = 0.2
 _THREADS = "TOKENIZERS_PARALLELISM"
 _QUEUED = 2
-"""pieces that a worker has at a time: one in work, one to go on with"""
+"""Chunks that a worker has at a time: one at work, and the next."""
 _AHEAD = 4
-"""pieces for each worker that may be read before the first of them is written"""
+"""Chunks per worker that may be read before the first of them is written."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every worker is given once."""
+    """The settings that every worker gets once."""
 
     reading: Reading
     tokenizer: Path | None
-    """a tokenizer.json; None for bytes"""
+    """A tokenizer.json; None for bytes."""
     dtype: np.dtype[Any]
 
     def load(self) -> Tokenizer | ChatTokenizer:
@@ -57,7 +57,7 @@ class Setup:
 def encode_here(
     chunks: Iterator[Chunk], setup: Setup, stop: threading.Event
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """What `Workers` does, in this process alone."""
+    """Tokenize in this process alone, with the results of `Workers`."""
     tokenizer = setup.load()
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "false"
@@ -76,7 +76,7 @@ def encode_here(
 
 
 class LostWorkerError(Exception):
-    """A worker was killed, by the system where memory ran out."""
+    """A worker was killed, for example by the system when memory ran out."""
 
 
 @dataclass
@@ -87,14 +87,14 @@ class _Piece:
 
 @dataclass
 class Workers:
-    """A number of processes, ended with the context and with this process, however that ends."""
+    """A pool of processes; they end with the context, and with this process however it ends."""
 
     count: int
     setup: Setup
     stop: threading.Event
-    """once it is set, `encoded` ends by KeyboardInterrupt"""
+    """Once it is set, `encoded` raises KeyboardInterrupt."""
     _free: deque[Connection] = field(default_factory=deque)
-    """workers that take another piece, once for each that they take"""
+    """Workers that can take another chunk, listed once for each chunk that they can take."""
     _processes: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Workers:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_work, args=(theirs, self.setup), daemon=True)
                 process.start()
-                theirs.close()  # so that the end of either side is seen by the other
+                theirs.close()  # so that each side sees the end of the other
                 self._free.append(ours)
                 self._processes.append(process)
         self._free *= _QUEUED
@@ -117,11 +117,11 @@ class Workers:
         trace: TracebackType | None,
     ) -> None:
         for process in self._processes:
-            process.kill()  # they hold nothing that is not here
+            process.kill()  # they hold nothing that this process lacks
             process.join()
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
-        """Every chunk with its tokens, in order; at most a few chunks a worker are in memory."""
+        """Yield every chunk with its tokens, in order; at most a few chunks per worker are in memory."""
         pending: deque[_Piece] = deque()
         busy: dict[Connection, deque[_Piece]] = defaultdict(deque)
         following = next(chunks, None)
@@ -185,16 +185,16 @@ def _work(connection: Connection, setup: Setup) -> None:
 
 
 def _receive(connection: Connection, chunks: queue.SimpleQueue[Chunk]) -> None:
-    """Take pieces as they come, so that the next one is here when one is done."""
+    """Receive chunks as they come, so that the next one is present when one is done."""
     try:
         while True:
             chunks.put(connection.recv())
     except (EOFError, OSError):
-        os._exit(1)  # whoever asked is gone
+        os._exit(1)  # the parent is dead
 
 
 class _uninterruptible:  # noqa: N801
-    """Processes that start meanwhile ignore Ctrl-C, from their first moment on: it is ours to mind."""
+    """A context in which new processes ignore Ctrl-C from their start; the parent handles it."""
 
     def __enter__(self) -> None:
         self._main = threading.current_thread() is threading.main_thread()

@@ -1,4 +1,5 @@
-"""What a block keeps for its backward pass, tensor by tensor, and what its backward pass needs beyond that.
+"""The activations that a block keeps for its backward pass, tensor by tensor, and the working memory of that
+pass.
 
 The tensors are those that autograd saves for `models.transformer.Block`; sizes are of one micro batch on one
 rank. With dropout, stored attention scores and no gathered inputs the same list is that of Korthikanti et al.
@@ -17,7 +18,7 @@ from nanoscale.plan.memory.moe import saved_by_mixture, working_of_mixture
 from nanoscale.plan.memory.shape import Execution, Shape, Sizes
 
 STATISTIC = 4
-"""bytes of a norm's mean or root, and of the log-sum of an attention's row: fp32, whatever is computed in"""
+"""Bytes of a norm's mean or root, and of the log-sum of an attention row: fp32, whatever the compute dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,11 @@ class BlockMemory:
     """Bytes of one block and one micro batch."""
 
     kept: int
-    """from the forward to the backward pass"""
+    """Bytes kept from the forward to the backward pass."""
     whole: int
-    """once it has been computed again: kept, and all that autograd saves"""
+    """After recomputation: kept, and all that autograd saves."""
     working: int
-    """more than `whole`, at the highest point of the backward pass"""
+    """Beyond `whole`, at the peak of the backward pass."""
 
 
 def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -> Shape:
@@ -55,13 +56,14 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
 
 
 def saved(shape: Shape, run: Execution) -> Sizes:
-    """Bytes of every tensor that autograd saves in a block where nothing is computed again."""
+    """Return the bytes of every tensor that autograd saves in a block without recomputation."""
     tokens, e = shape.tokens, run.compute
     part = tokens // shape.shares
     stream = part * shape.hidden * run.stream
     sizes = {"input": stream, "middle": stream}
     if run.composed_norm and not shape.layernorm:
-        sizes = {} if run.stream < 4 else sizes  # narrow inputs are cast, and the cast ones saved
+        # inputs in the compute dtype are cast, and the results saved
+        sizes = {} if run.stream < 4 else sizes
         wide = 2 * part * shape.hidden * max(4, run.stream)
         sizes |= {"normalised": wide} | ({"widened": wide} if run.stream < 4 else {})
     sizes["statistics"] = 2 * part * STATISTIC * (2 if shape.layernorm else 1)
@@ -103,13 +105,14 @@ def _attention(shape: Shape, run: Execution) -> Sizes:
             sizes["raw scores"] = scores * e
     if run.turned or run.exchanged:
         sizes["turned"] = queries
-    if shape.rotary and run.compute != 4:  # cast from fp32, once or where it is used
+    if shape.rotary and run.compute != 4:  # cast from fp32, once or at each use
         sizes["rotation"] = shape.rotary * e * (2 if run.autocast else 1)
     return sizes
 
 
 def _head_norms(shape: Shape, run: Execution) -> Sizes:
-    """What the norms of queries and keys go in with, the products' results, and what they save beside it."""
+    """Return the inputs of the norms of queries and keys, which are product results, and what the norms save
+    beside them."""
     queries, keys = shape.tokens * shape.q, shape.tokens * shape.kv
     sizes = {"wq": queries * run.compute, "wk": keys * run.compute}
     if run.composed_norm:
@@ -120,7 +123,8 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
 
 
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
-    """What `activation.Keeps` keeps besides the input: attention, reduced results, and some products."""
+    """Return what `activation.Keeps` keeps besides the input: attention, reduced results, and some
+    products."""
     sizes, names = saved(shape, run), set(products(shape.gated, shape.experts > 0))
     if isinstance(keep, frozenset):
         names = set(keep)
@@ -137,26 +141,26 @@ def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) 
     made["gate"] = made["up"] = shape.tokens * shape.taken * shape.ffn * run.compute
     if shape.experts:
         made |= {"router": sizes["scores of experts"], "down": sizes["found"]}
-        if shape.own < shape.experts:  # what has travelled to an expert, and back
+        if shape.own < shape.experts:  # sent to an expert, and back
             kept["exchanged"] = 2 * sizes["found"]
     if run.tensor_parallel:
         kept["reduced"] = 2 * whole // shape.shares
     if run.exchanged:
         kept["received"] = 2 * (made["wq"] + made["v"])
     for name in names:
-        # Without rotation what attention saves is the product itself.
+        # Without rotation attention saves the product itself.
         kept[name if shape.rotary else {"wq": "q", "wk": "k"}.get(name, name)] = made[name]
     return kept
 
 
 def products(gated: bool, router: bool = False) -> tuple[str, ...]:
-    """The matrix products of a block in their order, by what their results are called here."""
+    """Return the names of a block's matrix products in their order."""
     first = ("wq", "wk", "v", "wo", *(("router",) if router else ()))
     return (*first, *(("gate",) if gated else ()), "up", "down")
 
 
 def entry(shape: Shape, run: Execution) -> int:
-    """Bytes of the residual stream before a block."""
+    """Return the bytes of the residual stream before a block."""
     return shape.tokens // shape.shares * shape.hidden * run.stream
 
 
@@ -164,7 +168,10 @@ def entry(shape: Shape, run: Execution) -> int:
 def block_memory(
     shape: Shape, run: Execution, mode: str = "none", keep: str | frozenset[str] = "matmuls"
 ) -> BlockMemory:
-    """`mode`: none, full or selective. A group of blocks (sqrt) is made of blocks of mode none."""
+    """Return the bytes of a block in `mode`: none, full or selective.
+
+    A group of blocks (sqrt) consists of blocks of mode none.
+    """
     sizes = saved(shape, run)
     whole = sum(sizes.values())
     if mode == "none":
@@ -174,24 +181,24 @@ def block_memory(
         again = sum((sizes | kept).values())
         return BlockMemory(sum(kept.values()), again, working_memory(shape, run))
     held = kept_by_selective(shape, run, keep)
-    # What is kept is taken out where the second pass comes by: what then nobody saves is gone. That pass ends
-    # before the last product, whose result stays.
+    # The second pass takes kept tensors out of the cache: those that autograd does not save then are freed.
+    # The pass ends before the last product, whose result stays.
     taken = sum(held.get(name, 0) for name in ("wq", "wk", "wo", "received"))
     taken += held.get("reduced", 0) // 2
-    if shape.experts:  # whose second pass ends later
+    if shape.experts:  # with experts the second pass ends later
         taken += sum(held.get(name, 0) for name in ("router", "down", "exchanged"))
     whole = sum((sizes | held).values()) - taken
     return BlockMemory(sum(held.values()), whole, working_memory(shape, run))
 
 
 def working_memory(shape: Shape, run: Execution) -> int:
-    """Gradients at the highest point of the feed-forward's backward pass, less what has been freed by then.
+    """Return gradients at the peak of the feed-forward's backward pass, less the tensors freed by then.
 
-    There is always that of the residual stream. At the last product those of its result, which sequence
-    parallelism has gathered, and of its input. At the activation those of its output and of its inputs; the
-    input of the last product has gone, unless it was computed again only now. At the first products those of
-    their results and, once for each of them, of what they had in common; what the activation read has gone too.
-    Beside these there are a product's copies in 8 bits.
+    The residual stream's gradient is always among them. At the last product there are also those of its
+    result, which sequence parallelism has gathered, and of its input. At the activation there are those of its
+    output and of its inputs; the input of the last product has been freed, unless it was only recomputed now.
+    At the first products there are those of their results and, once for each product, of their common input;
+    the inputs of the activation have been freed too. The 8-bit copies of a product are added to these.
     """
     if shape.experts:
         return working_of_mixture(shape, run)
@@ -211,11 +218,11 @@ def working_memory(shape: Shape, run: Execution) -> int:
 
 
 def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
-    """Bytes of a product's operands in 8 bits at the pass for its weights' gradients.
+    """Return the bytes of a product's 8-bit operands during the pass for its weights' gradients.
 
-    The gradient of its result by rows and by columns, and its input by columns; not compiled, what is to be by
-    columns is there by rows too (torchao.float8: `matmul_with_hp_or_float8_args.backward`, and the copies of
-    `preprocess_addmm`).
+    The gradient of its result by rows and by columns, and its input by columns; if not compiled, each
+    column-wise copy also exists by rows (torchao.float8: `matmul_with_hp_or_float8_args.backward`, and the
+    copies of `preprocess_addmm`).
     """
     if not run.narrow:
         return 0
@@ -224,10 +231,10 @@ def _copies(outputs: int, inputs: int, shape: Shape, run: Execution) -> int:
 
 
 def between_passes(shape: Shape, run: Execution) -> int:
-    """Bytes of a block's gradients that wait from the pass for inputs to that for weights.
+    """Return the bytes of a block's gradients that wait from the pass for inputs to the pass for weights.
 
-    They are those of the results of all its products and norms: torch keeps what reaches the operation that a
-    weight takes part in (torch.distributed.pipelining._backward).
+    They are the gradients of the results of all its products and norms: torch keeps the gradients that reach
+    the operations with weights (torch.distributed.pipelining._backward).
     """
     inner = (2 if shape.gated else 1) * shape.ffn + shape.hidden
     products = shape.q + 2 * shape.kv + shape.hidden + shape.taken * inner
@@ -237,7 +244,8 @@ def between_passes(shape: Shape, run: Execution) -> int:
 
 
 def norm_working(shape: Shape, run: Execution) -> int:
-    """Bytes that the backward pass of a norm needs beside the gradients of its result and of the stream."""
+    """Return the bytes that a norm's backward pass needs beside the gradients of its result and of the
+    stream."""
     part = shape.tokens // shape.shares * shape.hidden
     return 4 * part * max(4, run.stream) if run.composed_norm and not shape.layernorm else 0
 
@@ -247,19 +255,19 @@ class StageActivations:
     """Bytes of the blocks of one stage for one micro batch."""
 
     kept: int
-    """on the device, from the forward to the backward pass"""
+    """On the device, from the forward to the backward pass."""
     extra: int
-    """more than that where the backward pass of the last block is highest"""
+    """Beyond `kept`, at the peak of the last block's backward pass."""
     last: int
-    """kept for the last block or group alone"""
+    """Kept for the last block or group alone."""
     host: int
-    """kept in host memory"""
+    """Kept in host memory."""
     between: int
-    """of gradients, where the pass for inputs is done and that for weights is to come"""
+    """Gradients between the pass for inputs and the pass for weights."""
     for_inputs: int
-    """as `extra`, of a pass for the gradients of inputs alone"""
+    """Like `extra`, for a pass that computes the gradients of inputs alone."""
     for_weights: int
-    """the same for those of weights"""
+    """Like `extra`, for a pass that computes the gradients of weights alone."""
 
 
 def stage_activations(
@@ -269,7 +277,7 @@ def stage_activations(
     parallel: Parallel,
     keep: frozenset[str] | None = None,
 ) -> StageActivations:
-    """`keep` stands in for `parallel.selective_keep`."""
+    """Return the bytes of a stage's blocks; `keep` replaces `parallel.selective_keep`."""
     mode = parallel.activation_checkpointing
     plain = block_memory(shape, run)
     again = 0
@@ -290,7 +298,7 @@ def stage_activations(
         extra = block.working + again
         last = block.kept if recomputed else plain.kept
     one = between_passes(shape, run)
-    # The pass for inputs frees nothing, and the gradients of a block are all there when it comes to its end.
+    # The pass for inputs frees nothing, and at its end it holds all gradients of a block.
     inner = shape.tokens * shape.taken * shape.ffn * run.compute
     held = 0 if again or run.fused else inner
     for_inputs = (layers - 1) * one + max(extra + held, one + norm_working(shape, run))
@@ -302,6 +310,6 @@ def stage_activations(
 
 
 def describe(shape: Shape, run: Execution) -> str:
-    """The tensors of a block with their sizes, largest first."""
+    """List the tensors of a block with their sizes, largest first."""
     sizes = sorted(saved(shape, run).items(), key=lambda item: -item[1])
     return " + ".join(f"{name} {byte_size(size)}" for name, size in sizes)

@@ -1,13 +1,13 @@
-"""DeepSpeed's memory around our model: flat buffers, buckets, masters and what waits in host memory.
+"""DeepSpeed's memory around our model: flat buffers, buckets, fp32 master weights and offloaded tensors.
 
 It follows deepspeed.runtime.zero (`stage_1_and_2`, `stage3`, `partitioned_param_coordinator`) as of 0.19:
 
-* stages 1 and 2 keep one flat buffer of all weights in the type of computation, and fp32 masters of this
-  rank's share, in fp32 too, where they are a second copy;
-* stage 1 sums whole gradients, stage 2 this rank's share; either reduces through a bucket of `reduce_bucket`
-  elements, of which there are two where communication overlaps;
-* stage 3 keeps its share of weights, masters, gradients and a bucket all the time, and leaves parameters
-  whole that are used again within 10⁹ elements.
+* * stages 1 and 2 keep one flat buffer of all weights in the compute dtype, and fp32 master weights of this
+  rank's shard, also if the weights are fp32 themselves;
+* * stage 1 sums whole gradients, stage 2 this rank's shard; both reduce through a bucket of `reduce_bucket`
+  elements, or two buckets if communication overlaps;
+* * stage 3 keeps its shards of weights, master weights and gradients and a bucket all the time, and keeps
+  parameters gathered that are used again within 10⁹ elements.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from nanoscale.plan.memory.setting import Setting
 from nanoscale.plan.memory.shards import Holding
 
 REUSED_WITHIN = 10**9
-"""elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters"""
+"""Elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters."""
 ALL_REDUCED = 5 * 10**8
-"""elements that stage 0 copies into one buffer to reduce them"""
+"""Elements that stage 0 copies into one buffer to reduce them."""
 
 
 def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
@@ -50,8 +50,11 @@ def _phases(
     buffers: int,
     step: int,
 ) -> tuple[Phase, ...]:
-    """`static`: weights, copies, states; `gradients`: before, in and after the backward pass; `step`: more at
-    the update."""
+    """Return the phases of a step.
+
+    `static` holds weights, copies and states; `gradients` those before, in and after the backward pass; `step`
+    the addition during the update.
+    """
     weights, copies, optimizer = static
     before, during, after = gradients
     acts, buffers_all = fly.activations, buffers + fly.received
@@ -112,7 +115,8 @@ def _phases(
 def _replicated(
     setting: Setting, fly: Flying, numel: int, _share: int, _block: int
 ) -> tuple[tuple[Phase, ...], int]:
-    """Stage 0: plain weights, gradients copied into buckets to be reduced; narrow types by autocast."""
+    """Return stage 0: plain weights, gradients copied into buckets for reduction; autocast to the compute
+    dtype."""
     states = setting.states
     copies = setting.compute * numel if setting.run.autocast else 0
     gradients = int(states.gradients * numel)
@@ -125,7 +129,7 @@ def _replicated(
 def _flat(
     setting: Setting, fly: Flying, numel: int, share: int, block: int
 ) -> tuple[tuple[Phase, ...], int]:
-    """Stages 1 and 2."""
+    """Return stages 1 and 2."""
     config, states = setting.config, setting.states
     offloaded = config.zero.offload_optimizer != "none"
     waiting = setting.reduce
@@ -136,7 +140,7 @@ def _flat(
     first = setting.stage == 1
     several = setting.micro_batches > 1 or setting.keeps_gradients
     before = (whole if first else own) if several else 0
-    # Where sums are no wider than what is computed, stage 2 has a buffer of its own for every micro batch.
+    # If sums have the width of the compute dtype, stage 2 has a separate buffer for every micro batch.
     apart = not first and waiting == setting.compute
     added = own if apart and several else 0
     after = whole if first else own + added
@@ -144,12 +148,13 @@ def _flat(
     if offloaded:
         host = masters + optimizer + own + setting.compute * share
         masters = optimizer = 0
-        if apart:  # else sums stay where they are reduced, and only their result goes to the host
+        # else sums stay in the buffer of their reduction, and only the result goes to the host
+        if apart:
             before = after = added = 0
     bucket = config.backend.reduce_bucket * (waiting if first else setting.compute)
     buckets = bucket * (2 if _overlaps(config) else 1)
     static = masters, setting.compute * numel, optimizer
-    # The optimizer is handed one flat copy of this rank's gradients.
+    # The optimizer gets one flat copy of this rank's gradients.
     step = own if first and not offloaded and setting.copies_gradients else 0
     units = setting.compute * block if setting.placeholders else 0
     return _phases(fly, static, (before, before + added, after), units, buckets, step), host
@@ -158,7 +163,7 @@ def _flat(
 def _taken_apart(
     setting: Setting, fly: Flying, numel: int, share: int, block: int
 ) -> tuple[tuple[Phase, ...], int]:
-    """Stage 3."""
+    """Return stage 3."""
     config, states = setting.config, setting.states
     waiting = setting.reduce
     own = waiting * share
@@ -167,7 +172,7 @@ def _taken_apart(
     weights = setting.compute * share
     host = 0
     if config.zero.offload_optimizer != "none":
-        host += masters + optimizer + own  # of gradients the device keeps its buffer too
+        host += masters + optimizer + own  # the device keeps its gradient buffer too
         masters = optimizer = 0
     if config.zero.offload_param != "none":
         host += weights
@@ -178,7 +183,7 @@ def _taken_apart(
     live = min(numel, max(block + ahead, min(REUSED_WITHIN, REUSED_WITHIN // 2 + block + ahead)))
     bucket = config.backend.reduce_bucket * waiting
     static = masters, weights, optimizer
-    # One sub group of at most 10⁹ elements is updated at a time, from a flat copy of its gradients.
+    # Sub-groups of at most 10⁹ elements are updated one at a time, each from a flat copy of its gradients.
     step = min(own, waiting * REUSED_WITHIN) + bucket
     phases = _phases(fly, static, (own, own, own), setting.compute * live, bucket, step)
     return phases, host

@@ -1,5 +1,5 @@
-"""The micro batches that are under way on a pipeline rank: what they keep, and what the highest needs beyond
-that."""
+"""In-flight activations: the memory of the micro batches between their passes on a pipeline rank, and its
+peak."""
 
 from __future__ import annotations
 
@@ -15,40 +15,41 @@ from nanoscale.plan.pipeline.boundaries import NONE, Boundary, boundaries
 from nanoscale.plan.pipeline.residents import Moment, moments
 
 IN_FLIGHT = Boundary(0, 0, 0, 0, False)
-"""a stage whose outputs are kept until their gradients arrive"""
+"""A stage whose outputs are kept until their gradients arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flying:
-    """Bytes of all micro batches under way on a rank."""
+    """Bytes of all in-flight micro batches of a rank."""
 
     held: tuple[int, ...]
-    """of each stage, how many those are"""
+    """The number of in-flight micro batches of each stage."""
     activations: int
     extra: int
-    """of the block whose backward pass is highest"""
+    """The addition of the block at the peak of its backward pass."""
     last: int
-    """of the last block or group of one micro batch"""
+    """Bytes of the last block or group of one micro batch."""
     ends: int
-    """of those, what one micro batch keeps outside of the blocks and frees before the backward pass is there"""
+    """Among the activations: those of one micro batch outside of the blocks that are freed before the backward
+    pass reaches the blocks."""
     loss_kept: int
-    """by the loss, of every micro batch of the last stage"""
+    """Kept by the loss, for every micro batch of the last stage."""
     gone: int
-    """of those, what is freed before the backward pass comes to the blocks"""
+    """Among these: freed before the backward pass reaches the blocks."""
     loss: int
-    """more than that, where the loss holds most"""
+    """Beyond that, at the peak of the loss."""
     stranded: int
-    """see `LossMemory`"""
+    """See `LossMemory`."""
     received: int
-    """buffers of a pipeline's boundaries beyond the micro batches under way"""
+    """Buffers of a pipeline's boundaries beyond the in-flight micro batches."""
     offloaded: int
 
 
 def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> list[Flying]:
-    """The moments of a step at which a rank may hold most, all its stages added up.
+    """Return the moments of a step at which a rank's memory may peak, summed over its stages.
 
-    `in_flight`: micro batches under way in each stage at its highest; where passes are divided, the schedule
-    itself says more.
+    `in_flight` is the number of in-flight micro batches of each stage at its peak; with split backward passes
+    the schedule itself gives the moments.
     """
     layout, rank = setting.config.parallel, _rank(setting, stages)
     edges = _edges(setting, stages)
@@ -62,7 +63,7 @@ def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int])
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Bytes of a stage that one micro batch keeps, whatever the moment."""
+    """Bytes of a stage that one micro batch keeps at any moment."""
 
     stage: Stage
     edge: Boundary
@@ -81,7 +82,8 @@ def _kept(setting: Setting, stage: Stage, edge: Boundary) -> _Kept:
 def _fly(
     setting: Setting, keeps: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
 ) -> Flying:
-    """`moment`: which pass is computed; None: any full backward pass."""
+    """Return the in-flight activations at a moment, which is the pass that is computed; None: any full
+    backward pass."""
     shape, run = setting.shape, setting.run
     activations = extra = last = freed = kept = gone = loss = stranded = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
@@ -92,7 +94,7 @@ def _fly(
         waiting = moment.between[place] if moment else 0
         activations += flying * (blocks.kept + held + ends) + waiting * waits
         offloaded += flying * blocks.host
-        # Of the first stage torch divides nothing: what is for its weights is all.
+        # torch does not split the first stage's backward pass: its pass for weights is all of it.
         whole = moment is None or moment.kind == "B" or (moment.kind == "W" and stage.first)
         if moment is None or moment.place == place:
             highest = blocks.extra
@@ -111,7 +113,7 @@ def _fly(
                 # A pass for inputs alone frees nothing before its end.
                 freed, gone = (ends, of_loss.kept) if whole else (0, 0)
             stranded = of_loss.stranded
-        # Elsewhere most is held as long as there are micro batches to come.
+        # In other stages the peak holds while more micro batches are to come.
         forward = moment.forward[place] if moment else setting.micro_batches
         backward = moment.backward[place] if moment else setting.micro_batches - flying
         received += edge.tensors(flying, forward, backward) * boundary
@@ -131,10 +133,10 @@ def _fly(
 
 
 def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
-    """Bytes of a micro batch's gradients from the pass for inputs to that for weights.
+    """Return the bytes of a micro batch's gradients from the pass for inputs to the pass for weights.
 
-    The head's norm has its own, and its product what it has kept; the gradient of the last block's result is in
-    a buffer elsewhere.
+    The head's norm keeps its own, and the head's product what it saved; the gradient of the last block's
+    result is in a buffer that is counted elsewhere.
     """
     shape, compute = setting.shape, setting.compute
     boundary = shape.tokens // shape.shares * shape.hidden * compute
@@ -149,7 +151,8 @@ def _rank(setting: Setting, stages: Sequence[Stage]) -> int:
 
 
 def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
-    """DeepSpeed's pipelines have a buffer for each micro batch under way and no more."""
+    """Return the boundaries of a rank's stages; DeepSpeed's pipelines have one buffer per in-flight micro
+    batch."""
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
         return [NONE if stage.last else IN_FLIGHT for stage in stages]
@@ -159,10 +162,10 @@ def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
 
 
 def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:
-    """Bytes that a micro batch keeps outside of the blocks: to the end of its backward pass, and until that
-    comes to the blocks.
+    """Return the bytes that a micro batch keeps outside of the blocks, in two sums.
 
-    The former are token ids, the latter what the last norm has saved and the head's input or its gradient.
+    The first is kept to the end of its backward pass: token ids. The second is freed when that reaches the
+    blocks: what the last norm saved, and the head's input or its gradient.
     """
     shape, run = setting.shape, setting.run
     part = shape.tokens // shape.shares

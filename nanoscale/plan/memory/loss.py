@@ -1,5 +1,5 @@
-"""What the head and the loss hold: for us gradients and a piece of the logits (`models.head`), elsewhere all of
-them."""
+"""Memory of the head and the loss: ours holds gradients and a chunk of the logits (`models.head`), others all
+logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil
 from nanoscale.plan.memory.setting import Setting
 
 LOGITS_AT_ONCE = 2**28
-"""as in `models.head`; a test holds them against each other"""
+"""The same number as in `models.head`; a test compares the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,12 @@ class LossMemory:
     """Bytes of one micro batch of the last stage."""
 
     kept: int
-    """from the forward pass to the head's backward pass, beside the gradient of its input"""
+    """Bytes from the forward pass to the head's backward pass, beside the gradient of its input."""
     more: int
-    """where most is held"""
+    """The addition at the peak."""
     stranded: int = 0
-    """the logits, which the loss frees: smaller than any of its own tensors, they leave a hole"""
+    """Fragmented memory of the logits, which the loss frees: smaller than any of its own tensors, they leave a
+    hole."""
 
 
 def loss_memory(setting: Setting) -> LossMemory:
@@ -34,7 +35,7 @@ def loss_memory(setting: Setting) -> LossMemory:
     piece = ceil(shape.tokens / pieces) * setting.vocabulary
     weights = setting.vocabulary * shape.hidden
     kept = weights * (wide if pieces > 1 else compute)
-    # Its input, and what the products take where that is another tensor.
+    # Its input, and the operand of the products if that is another tensor.
     hidden = shape.tokens // shape.shares * shape.hidden * run.stream
     if run.autocast or setting.vocabulary_parallel:
         hidden += shape.tokens * shape.hidden * compute
@@ -42,7 +43,7 @@ def loss_memory(setting: Setting) -> LossMemory:
     if wide > compute and not setting.gpu and not run.fused:
         softmax += piece * wide
     product = piece * compute + weights * compute
-    # The gradient of the weights is there from the first piece's product on.
+    # The gradient of the weights exists from the first chunk's product on.
     forward = hidden + max(softmax, product) - (kept if pieces == 1 else 0)
     backward = weights * compute + shape.tokens * shape.hidden * compute
     return LossMemory(kept, max(forward, backward))

@@ -1,7 +1,8 @@
-"""What a mixture of experts (`models.moe`, `parallel.expert`) keeps for its backward pass, and what that needs.
+"""Memory of an MoE block (`models.moe`, `parallel.expert`): saved tensors and working memory of the backward
+pass.
 
-Every expert is taken to be chosen as often as every other: so many choices arrive at a rank as leave it. A rank
-whose experts are chosen more often by a share has the tensors of their width larger by it.
+All experts are assumed to be chosen equally often: as many choices arrive at a rank as leave it. If a rank's
+experts are chosen more often, its tensors of that width grow by the same share.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ if TYPE_CHECKING:
     from nanoscale.plan.memory.shape import Execution, Shape, Sizes
 
 INDEX = 8
-"""bytes of a number of a row or of an expert"""
+"""Bytes of the number of a row or of an expert."""
 
 
 def saved_by_mixture(shape: Shape, run: Execution) -> Sizes:
-    """Bytes of every tensor that autograd saves in the feed-forward block."""
+    """Return the bytes of every tensor that autograd saves in the feed-forward block."""
     choices, e = shape.tokens * shape.taken, run.compute
     wide = max(4, e)
     inner = choices * shape.ffn * e
@@ -35,11 +36,12 @@ def saved_by_mixture(shape: Shape, run: Execution) -> Sizes:
 
 
 def working_of_mixture(shape: Shape, run: Execution) -> int:
-    """As `activations.working_memory`, of a block of experts.
+    """Return `activations.working_memory` of an MoE block.
 
-    First gradients of what the experts have found, beside a product of the same size, or of their other order.
-    Then, in one kernel for all experts, as in a dense block; one after another, all gradients of weights come
-    before the first matrix of them is put together, and by then what the experts have saved has gone.
+    First come the gradients of the experts' outputs, beside a product of the same size, or their reordered
+    copy. Then, with one kernel for all experts, the order is that of a dense block; with separate experts, all
+    gradients of weights are computed before the first matrix of them is assembled, and by then the experts'
+    saved tensors are freed.
     """
     choices, e = shape.tokens * shape.taken, run.compute
     found, inner = choices * shape.hidden * e, choices * shape.ffn * e

@@ -1,14 +1,14 @@
 """The native backend's memory: FSDP2 in every stage of ZeRO, PyTorch's pipelines, our loss.
 
-What FSDP2 holds follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`,
+The memory of FSDP2 follows from torch.distributed.fsdp._fully_shard as of 2.13 (`_fsdp_param_group`,
 `_fsdp_collectives`):
 
-* gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the
-  backward pass is the next unit's, fetched ahead;
-* a unit's gradients are copied into one buffer in the type of the reduction, which is held until the next
+* * gathering a unit needs its whole parameters and, for a while, a flat buffer of the same size, which in the
+  backward pass is the next unit's, prefetched;
+* * a unit's gradients are copied into one buffer in the dtype of the reduction, which is held until the next
   unit's;
-* without sharding it gathers from itself: a copy of all weights in the type of computation;
-* gradients that wait for the last micro batch wait whole, in the type of the reduction.
+* * without sharding it gathers from itself: a copy of all weights in the compute dtype;
+* * gradients that wait for the last micro batch are unsharded, in the dtype of the reduction.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> 
 
 
 def _gather_pool(setting: Setting, held: Holding) -> int:
-    """Elements of two flat buffers of neighbouring units."""
+    """Return the elements of two flat buffers of neighbouring units."""
     if setting.shards == 1:
         return 0
     return held.block + max(held.block, held.head, held.embedding)
@@ -52,9 +52,9 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 
 
 def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """One process: narrow copies of all weights all the time, and gradients in the width of the masters.
+    """Return the phases of one process: compute copies of all weights all the time, and fp32 gradients.
 
-    Of several each with the whole model, gradients are copied into the bucket that they are sent in.
+    With several processes that each have the whole model, gradients are copied into communication buckets.
     """
     states = setting.states
     weights, optimizer = int(states.weights * held.numel), int(states.optimizer * held.numel)
@@ -105,7 +105,8 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
 
 
 def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """FSDP2 without a pipeline: gradients leave a unit as soon as it has them."""
+    """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced as soon as they are
+    complete."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
     sharded = int(states.gradients * held.shard)
@@ -121,14 +122,16 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     gathered = compute * (2 * held.block + held.rest) if apart else 0
     ahead = compute * held.block if apart else 0
     needed = compute * (held.block + max(held.embedding, held.rest))
-    # A step's last backward pass frees each unit's copy, and is all that reduces where gradients wait whole.
+    # A step's last backward pass frees each unit's copy; with waiting gradients it is the only one that
+    # reduces.
     several = setting.micro_batches > 1
     left = copies if several else min(copies, needed)
     sent_now = not several or setting.stage >= 2
     sent = reduce * held.block if sent_now else 0
-    # The first block is the last but the embedding to have its gradients; the block before is being reduced.
+    # The first block is the last unit but the embedding to get its gradients; the block before is being
+    # reduced.
     done = sharded * (held.numel - held.block - held.embedding) // held.numel
-    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays whole beside the blocks.
+    # FSDP2 keeps the input of the embedding's reduction. A tied embedding stays gathered beside the blocks.
     first_gathers = compute * (2 * held.embedding + (2 * held.block if tied else 0))
     later = Phase(
         "forward of a later micro batch",
@@ -214,9 +217,10 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
 
 
 def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
-    """Bytes of the head's whole weights that the last backward pass has freed when it reduces the head.
+    """Return the bytes of the head's gathered weights that the last backward pass frees before it reduces the
+    head.
 
-    The backward pass before it has them all, but where it is the first, no gradients that wait.
+    The previous backward pass has all of them; in the first one there are no waiting gradients.
     """
     whole = setting.compute * held.head
     if setting.micro_batches == 1 or setting.stage < 2:
@@ -225,8 +229,8 @@ def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
 
 
 def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """FSDP2 in a pipeline: whole from the first micro batch to the last, gradients too, and reduced at the
-    end."""
+    """Return the phases of FSDP2 in a pipeline: weights and gradients are unsharded from the first micro batch
+    to the last, and reduced at the end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
     copies = compute * held.numel
@@ -234,7 +238,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
     sharded = int(states.gradients * held.shard)
     deepest = max(fly.held)
     one = fly.activations // max(1, deepest)
-    # Where every micro batch is under way before the first goes backward, no gradient is there yet.
+    # If every micro batch is in flight before the first backward pass, there is no gradient yet.
     before = waiting if setting.micro_batches > deepest else 0
     phases = [
         Phase(
@@ -288,14 +292,16 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
 
 
 def _product(setting: Setting, held: Holding) -> int:
-    """Elements of a block's first gradient of weights; experts one after another have none before the others
-    (`experts.working_of_mixture`)."""
+    """Return the elements of a block's first gradient of weights.
+
+    Experts that run one after another have none before the others (`experts.working_of_mixture`).
+    """
     one_by_one = setting.shape.experts and not setting.run.grouped
     return 0 if one_by_one else held.largest_product
 
 
 def _waiting(setting: Setting) -> int:
-    """Bytes of a whole gradient that waits for the last micro batch."""
+    """Return the bytes of a whole gradient that waits for the last micro batch."""
     return setting.reduce if setting.reduce != setting.compute else setting.compute
 
 
@@ -307,7 +313,8 @@ def _update(
     received: int = 0,
     copies: int = 0,
 ) -> Phase:
-    """SGD on a GPU decays its gradients in a copy; the fused AdamW needs nothing."""
+    """Return the phase of the update: SGD on a GPU decays its gradients in a copy; the fused AdamW needs
+    nothing."""
     optim = setting.config.optimizer
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:

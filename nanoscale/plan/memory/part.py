@@ -1,4 +1,4 @@
-"""One figure of a plan and where it comes from."""
+"""One figure of a plan and its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A named number of bytes. `why` writes its arithmetic down, and is called only where someone asks."""
+    """A named number of bytes. `why` writes its arithmetic down, and is called only on request."""
 
     name: str
     bytes: int
@@ -16,5 +16,5 @@ class Part:
 
     @property
     def how(self) -> str:
-        """The formula as symbols and numbers, with its source."""
+        """Return the formula as symbols and numbers, with its source."""
         return self.why()

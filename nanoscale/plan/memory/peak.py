@@ -1,9 +1,9 @@
-"""Memory of every pipeline rank at its highest point, part by part; of its dp, cp and tp peers the worst.
+"""The peak memory of every pipeline rank, part by part; of its dp, cp and tp peers the worst.
 
 A step goes through phases (the loss, the backward pass of the last block, the end of the backward pass, the
-update), each with its own sum; the highest counts, and its parts are what is shown. What a GPU reserves is
-more than what is allocated: PyTorch's allocator keeps a pool for every stream, and no pool ever lends to
-another, so that reserved memory is the sum of what each of them once needed, and of the holes between.
+update), each with its own sum; the highest counts, and its parts are shown. A GPU reserves more than it
+allocates: PyTorch's allocator keeps a pool for every stream, and no pool ever lends to another, so reserved
+memory is the sum of the peaks of the pools, and of the holes between allocations.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from nanoscale.plan.memory.setting import Setting, setting_of
 from nanoscale.plan.memory.shards import Holding, rank_holdings
 
 HOLES = 0.05
-"""assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
-sizes are rounded up (2 MiB for large ones) and what is left of a block that was freed fits nothing else"""
+"""Assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
+sizes are rounded up (2 MiB for large ones) and the remainder of a freed block is too small for other tensors.
+"""
 CONTEXT = int(1.5 * 2**30)
-"""bytes of the CUDA context with cuBLAS, cuDNN and NCCL's channels, where the hardware's description says
-nothing"""
+"""Bytes of the CUDA context with cuBLAS, cuDNN and NCCL's channels, if the hardware's description has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One pipeline rank at its highest point."""
+    """A pipeline rank at its peak."""
 
     rank: int
     stages: tuple[int, ...]
     peak: str
-    """the phase of the step in which it is reached"""
+    """The phase of the peak."""
     allocated: int
-    """bytes, as torch.cuda.max_memory_allocated counts"""
+    """Bytes, as in torch.cuda.max_memory_allocated."""
     reserved: int
-    """bytes, as torch.cuda.max_memory_reserved counts"""
+    """Bytes, as in torch.cuda.max_memory_reserved."""
     context: int
-    """bytes that the device holds besides PyTorch's memory"""
+    """Bytes that the device holds besides PyTorch's memory."""
     phase: Phase
     found: RankPhases
 
     @property
     def total(self) -> int:
-        """Bytes in use on the device, as nvidia-smi counts."""
+        """Bytes in use on the device, as in nvidia-smi."""
         return self.reserved + self.context
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is allocated, then fragmentation and context: together the total."""
+        """The allocated parts, then fragmentation and context: together the total."""
         parts = [
             Part(name, size, partial(self._explain, name, size))
             for name, size in self.phase.parts.items()
@@ -70,7 +70,7 @@ class RankMemory:
 
     @property
     def host(self) -> tuple[Part, ...]:
-        """What waits in host memory."""
+        """The parts in host memory."""
         return tuple(
             Part(name, size, partial("{} of this rank that wait in host memory".format, name))
             for name, size in self.found.host
@@ -88,14 +88,14 @@ def rank_memory(
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
-    """Every pipeline rank's memory.
+    """Return every pipeline rank's memory.
 
     Args:
         config: resolved by `rules.check`.
-        in_flight: for each pipeline rank and each of its stages, how many micro batches hold activations
+        in_flight: for each pipeline rank and each of its stages, the number of micro batches with activations
             at the peak; None: one, as without a pipeline.
-        ranks: the pipeline ranks that are asked for; None: all.
-        context_bytes: what the device holds besides PyTorch's memory; None: on a GPU `CONTEXT`, on a CPU
+        ranks: the pipeline ranks to return; None: all.
+        context_bytes: bytes that the device holds besides PyTorch's memory; None: on a GPU `CONTEXT`, on a CPU
             nothing.
     """
     setting = setting_of(config)
@@ -109,7 +109,7 @@ def setting_memory(
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
-    """The same for another software's way of doing things."""
+    """Return every pipeline rank's memory for a setting, which may be another software's."""
     phases_of = deepspeed_phases if setting.flat else native_phases
     if context_bytes is None:
         context_bytes = CONTEXT if setting.gpu else 0
@@ -138,7 +138,7 @@ def _highest(
 
 
 def _staged(setting: Setting, held: Holding) -> int:
-    """Bytes of the copy that checkpoints are written from beside the training."""
+    """Return the bytes of the copy from which checkpoints are written beside the training."""
     saving = setting.config.checkpoint
     if not (saving.asynchronous and (saving.every or saving.every_minutes)):
         return 0

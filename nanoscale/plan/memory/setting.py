@@ -1,4 +1,4 @@
-"""What of a configuration decides about memory, in the form in which the arithmetic needs it."""
+"""The settings of a configuration that determine memory, in the form that the arithmetic needs."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ class Setting:
     shape: Shape
     run: Execution
     compute: int
-    """bytes of a number in products"""
+    """Bytes of a number in products."""
     reduce: int
-    """bytes of a gradient on its way across ranks"""
+    """Bytes of a gradient in a reduction across ranks."""
     flat: bool
-    """DeepSpeed's flat buffers, in place of FSDP2"""
+    """True for DeepSpeed's flat buffers, in place of FSDP2."""
     whole_ends: bool
-    """tp leaves embedding and head whole"""
+    """True if tp leaves embedding and head whole."""
     single: bool
-    """one process, or one of several that each have the whole model: without FSDP2 and its copies"""
+    """True for one process, or several that each have the whole model: without FSDP2 and its copies."""
     shards: int
-    """ranks that share the weights, the states and, from stage 2 on, the gradients"""
+    """Ranks that share the weights, the states and, from stage 2 on, the gradients."""
     peers: int
-    """ranks that train the same parameters: dp · cp"""
+    """Ranks that train the same parameters: dp · cp."""
     stage: int
     pp: int
     micro_batches: int
     gpu: bool
     vocabulary: int
-    """logits of a token on a rank"""
+    """Logits of a token on a rank."""
     vocabulary_parallel: bool
     loss: int
-    """bytes of a number in the loss"""
+    """Bytes of a number in the loss."""
     keep: frozenset[str] | None = None
-    """other software: which products selective recomputation keeps"""
+    """Other software: the products that selective recomputation keeps."""
     copies_gradients: bool = True
-    """flat buffers: the optimizer is handed a copy of this rank's gradients"""
+    """Flat buffers: True if the optimizer gets a copy of this rank's gradients."""
     keeps_gradients: bool = False
-    """flat buffers: gradients have theirs all the time, not only from one micro batch to the next"""
+    """Flat buffers: True if gradients have theirs all the time, not only between micro batches."""
     placeholders: bool = False
-    """flat buffers: an unread gradient of every matrix of a block stays allocated (Transformer Engine's, where
-    gradients are summed by the products themselves)"""
+    """Flat buffers: True if an unread gradient of every matrix of a block stays allocated (Transformer
+    Engine's, if the products themselves accumulate gradients)."""
     whole_logits: tuple[int, int] | None = None
-    """other software: bytes of a logit from the forward pass on, and more of them where the loss's backward
-    pass begins; None: never all of them"""
+    """Other software: bytes of a logit from the forward pass on, and the addition when the loss's backward
+    pass begins; None: the logits are never complete."""
 
 
 def setting_of(config: Config) -> Setting:
-    """Of a configuration that `rules.check` has resolved."""
+    """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision = config.parallel, config.precision
     sizes = derive(config)
     deepspeed = config.backend.name == "deepspeed"
@@ -105,16 +105,16 @@ def setting_of(config: Config) -> Setting:
 
 
 def _one_kernel(config: Config) -> bool:
-    """Whether a kernel takes all experts at once (`models.moe.run_experts`)."""
+    """True if one kernel computes all experts (`models.moe.run_experts`)."""
     ffn = config.model.ffn // config.parallel.tp
     return config.precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0
 
 
 def _unfused(config: Config, compute: int) -> bool:
-    """Whether PyTorch has no fused attention for this on a GPU, and writes the scores down.
+    """True if PyTorch has no fused attention for this on a GPU, and writes the scores to memory.
 
-    Its memory-efficient kernel, which fp32 needs, takes no grouped heads, and none takes fp64. Our ring has
-    kernels of its own.
+    Its memory-efficient kernel, the only one for fp32, supports no grouped heads, and none supports fp64. Our
+    ring has its own kernels.
     """
     model, layout = config.model, config.parallel
     grouped = model.kv_heads not in (None, model.heads)

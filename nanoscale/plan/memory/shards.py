@@ -1,4 +1,5 @@
-"""The parameters of every pipeline rank: its stages, and in each what is gathered at once, after tp."""
+"""The parameters of every pipeline rank: its stages, and in each the units that are gathered together, after
+tp."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from nanoscale.config.schema import Config, Model
 from nanoscale.config.stages import stage_layers, stages_of
 
 EXPERT_MATRICES = 3
-"""gate, up and down"""
+"""Gate, up and down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Those of a block that a rank of ep has."""
+    """The experts of a block on a rank of ep."""
 
     count: int
     each: int
-    """elements of one, on a rank of tp"""
+    """Elements of one expert, on a rank of tp."""
     hidden: int
     ep: int
 
@@ -28,9 +29,9 @@ class Experts:
         return self.count * self.each
 
     def shard(self, ranks: int) -> int:
-        """Elements on the rank that has most, of `ranks` of which every ep-th has the same experts.
+        """Return the elements on the rank that has most, of `ranks` of which every ep-th has the same experts.
 
-        Whole experts, or parts of all where they are too few (`parallel.expert.shard_dimension`).
+        Shards are whole experts, or parts of all if there are too few (`parallel.expert.shard_dimension`).
         """
         same = ranks // self.ep
         if self.count % same and self.hidden % same == 0:
@@ -44,11 +45,11 @@ class Unit:
 
     name: str
     count: int
-    """of them in the stage, all alike"""
+    """The number of equal units in the stage."""
     matrices: tuple[tuple[int, int], ...]
-    """rows and width of each, on a rank of tp"""
+    """Rows and width of each, on a rank of tp."""
     vectors: tuple[int, ...]
-    """lengths of norms and biases, on a rank of tp"""
+    """Lengths of norms and biases, on a rank of tp."""
     experts: Experts | None = None
 
     @property
@@ -66,7 +67,8 @@ class Unit:
         return rows * width
 
     def shard(self, ranks: int) -> int:
-        """Elements of one unit on the rank that has most: rows are dealt out whole, the last ones padded."""
+        """Return the elements of one unit on the rank that has most: rows are dealt out whole, the last ones
+        padded."""
         if ranks == 1:
             return self.numel
         matrices = sum(-(-rows // ranks) * width for rows, width in self.matrices)
@@ -83,12 +85,12 @@ class Stage:
     first: bool
     last: bool
     units: tuple[Unit, ...]
-    """block, then embedding and head, or what is left to the root"""
+    """The block, then embedding and head, or the root's remaining parameters."""
     numel: int
-    """elements of all units, whole"""
+    """Elements of all units, whole."""
 
     def shard(self, ranks: int) -> int:
-        """Elements of all units on the rank that has most."""
+        """Return the elements of all units on the rank that has most."""
         return sum(unit.count * unit.shard(ranks) for unit in self.units)
 
     def unit(self, name: str) -> Unit | None:
@@ -97,52 +99,53 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a pipeline rank holds of the model, in elements."""
+    """The parameters of a pipeline rank, in elements."""
 
     stages: tuple[Stage, ...]
     blocks: int
     first: bool
-    """it has the model's first stage, and with it the embedding"""
+    """True for the rank of the model's first stage, which has the embedding."""
     last: bool
-    """it has the last one, and with it the head"""
+    """True for the rank of the last stage, which has the head."""
     numel: int
-    """whole, after tp"""
+    """Whole, after tp."""
     shard: int
-    """on the rank that has most of them"""
+    """On the rank that has most of them."""
     block: int
-    """the largest unit of that kind, whole, as the others"""
+    """The largest unit of that kind, whole; so are the others below."""
     head: int
-    """what is gathered for the loss: head and norm, or the tied embedding"""
+    """Parameters gathered for the loss: head and norm, or the tied embedding."""
     embedding: int
     rest: int
-    """the root's own: gathered as long as any micro batch is under way"""
+    """The root's own parameters: gathered while any micro batch is in flight."""
     largest_product: int
-    """the last matrix of a block, whose gradient is the first to come"""
+    """The last matrix of a block, whose gradient is the first to come."""
     head_shard: int
 
 
 def rank_holdings(
     config: Config, shards: int, whole_ends: bool | None = None
 ) -> tuple[Holding, ...]:
-    """Of every pipeline rank, where `shards` ranks share the weights; `whole_ends` as in `rank_stages`."""
+    """Return the parameters of every pipeline rank if `shards` ranks share the weights; `whole_ends` as in
+    `rank_stages`."""
     return _rank_holdings(_key(config, whole_ends), shards)
 
 
 def kinds_of_ranks(config: Config, shards: int) -> tuple[Holding, ...]:
-    """One rank of each kind: ranks of a kind have as much to compute as each other."""
+    """Return one rank of each kind: all ranks of a kind compute equally much."""
     return _kinds(_key(config, None), shards)
 
 
 def all_stages(config: Config) -> list[Stage]:
-    """In the model's order."""
+    """Return the stages in the model's order."""
     stages = [stage for rank in rank_stages(config) for stage in rank]
     return sorted(stages, key=lambda stage: stage.number)
 
 
 def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of every pipeline rank, in the order in which tokens pass through them.
+    """Return the stages of every pipeline rank, in the order in which tokens pass through them.
 
-    `whole_ends`: tp leaves embedding and head whole; None: as the backend does.
+    `whole_ends`: True if tp leaves embedding and head whole; None: as in the backend.
     """
     return _rank_stages(*_key(config, whole_ends))
 
@@ -222,7 +225,7 @@ def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
 def _stage(
     model: Model, number: int, layers: int, stages: int, tp: int, ep: int, whole_ends: bool
 ) -> Stage:
-    """`whole_ends`: embedding and head are not divided by tp, as with DeepSpeed's layers."""
+    """Return a stage; with `whole_ends` tp does not divide embedding and head, as with DeepSpeed's layers."""
     first, last = number == 0, number == stages - 1
     rows = model.vocab if whole_ends else model.vocab // tp
     positions = [(model.max_seq_len // (1 if whole_ends else tp), model.hidden)]
@@ -244,7 +247,8 @@ def _stage(
 
 
 def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
-    """Columns first, then rows: biases of the former are divided, of the latter and of norms not."""
+    """Return a block's unit. Column-split matrices come first, then row-split ones; tp divides the biases of
+    the former only, and no norms."""
     head_dim = model.head_dim or model.hidden // model.heads
     q = model.heads * head_dim // tp
     kv = (model.kv_heads or model.heads) * head_dim // tp

@@ -1,6 +1,6 @@
-"""Bytes a parameter: weights, the copy that is computed with, gradients, optimizer states.
+"""Bytes per parameter: weights, compute copy, gradients, optimizer states.
 
-This one arithmetic serves the textbook's cases and every rank of a real layout. Source of the accounting:
+The same arithmetic serves the textbook's cases and every rank of a real layout. Source of the accounting:
 Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054), section 3.1; 8-bit states: Dettmers et al. 2022,
 arXiv:2110.02861.
 """
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from nanoscale.config.schema import Optimizer, Precision
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""of one number of a type"""
+"""Bytes of one number of a dtype."""
 QUANTISED = 2 * (1 + 4 / 256)
-"""two moments of 8 bits, each with an fp32 scale for every 256 of them"""
+"""Bytes of two 8-bit moments, each with an fp32 scale for every 256 of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BytesPerParameter:
-    """What one parameter costs where nothing is sharded, in bytes."""
+    """The memory of one parameter without sharding, in bytes."""
 
     weights: float
-    """what the optimizer updates: masters, where a narrower copy is computed with"""
+    """The weights that the optimizer updates: fp32 master weights if there is a compute copy."""
     copy: float
-    """what is computed with, where that is not the weights themselves"""
+    """The compute copy, if the weights themselves have another dtype."""
     gradients: float
     optimizer: float
-    """moments; masters are among the weights"""
+    """Moments; master weights count as weights."""
 
     @property
     def training(self) -> float:
@@ -35,13 +35,15 @@ class BytesPerParameter:
 
     @property
     def inference(self) -> float:
-        """Of the same model, loaded as it is trained."""
+        """Bytes per parameter of the same model for inference, loaded as it is trained."""
         return self.weights + self.copy
 
     def zero(self, stage: int, ranks: int) -> float:
-        """Bytes a parameter of one of `ranks` under a stage of ZeRO, as the paper defines it (its figure 1).
+        """Return the bytes per parameter on one of `ranks` in a stage of ZeRO, as the paper defines it (its
+        figure 1).
 
-        Masters count as optimizer states there; weights that are computed with are taken apart in stage 3.
+        There, fp32 master weights count as optimizer states, and stage 3 shards the weights that are computed
+        with.
         """
         computed, updated = (self.copy, self.weights) if self.copy else (self.weights, 0.0)
         states = (updated + self.optimizer) / (ranks if stage >= 1 else 1)
@@ -50,14 +52,15 @@ class BytesPerParameter:
 
 
 def moments(optimizer: Optimizer, params: int) -> float:
-    """Bytes a parameter of the optimizer's states, where parameters have `params` bytes."""
+    """Return the bytes per parameter of the optimizer's states, if a parameter has `params` bytes."""
     if optimizer.name == "sgd":
         return float(params if optimizer.momentum else 0)
     return QUANTISED if optimizer.name == "adamw8bit" else 2.0 * params
 
 
 def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerParameter:
-    """Of a job of ours: gradients end in the type of the weights, in either backend."""
+    """Return the bytes per parameter of one of our jobs: gradients end in the dtype of the weights, in either
+    backend."""
     params, compute = BYTES[precision.params], BYTES[precision.compute]
     return BytesPerParameter(
         weights=params,
@@ -70,7 +73,7 @@ def bytes_per_parameter(precision: Precision, optimizer: Optimizer) -> BytesPerP
 def textbook(
     *, weights: float, masters: float = 0, gradients: float, optimizer: float
 ) -> BytesPerParameter:
-    """A textbook's case: `weights` are computed with, `masters` are what is updated where they differ."""
+    """Return a textbook's case: `weights` are computed with; `masters` are updated if they differ."""
     if masters:
         return BytesPerParameter(masters, weights, gradients, optimizer)
     return BytesPerParameter(weights, 0, gradients, optimizer)

@@ -1,12 +1,12 @@
-"""Tensors between stages that torch keeps beside the activations in flight, however few of those there are.
+"""Tensors between stages that torch keeps beside the in-flight activations, however few of those there are.
 
 `PipelineStage` makes a buffer for the input of every micro batch of a step, and one for the gradient of its
 result, when the first step begins, and keeps them (torch 2.11 to 2.13, `_setup_forward_recv_info` and
-`_create_grad_recv_info`). Schedules of several stages a rank, and GPipe backwards, wait for what they have sent
-at the end of the step alone (`send_ops` of `_PipelineScheduleRuntime`), and what is sent is held until then.
-A split backward pass also leaves the gradient of each input on its buffer until the next step begins. Stages
-of one rank hand each other's tensors over, which are then the buffers. Each tensor is
-`[micro_batch, seq, hidden]` of the rank's share.
+`_create_grad_recv_info`). Schedules of several stages a rank, and GPipe in its backward passes, wait for their
+sends only at the end of the step (`send_ops` of `_PipelineScheduleRuntime`), and sent tensors are held until
+then. A split backward pass also leaves the gradient of each input on its buffer until the next step begins.
+Stages of one rank hand each other's tensors over, which are then the buffers. Each tensor is `[micro_batch,
+seq, hidden]` of the rank's share.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from nanoscale.config.stages import ONE_STAGE, rank_of, stages_of
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Tensors that a stage keeps at the end of a step, by what they are of."""
+    """Tensors that a stage keeps at the end of a step, by kind."""
 
     inputs: int
-    """of activations; an activation in flight has its stage's input here, not beside it"""
+    """Activations; an in-flight activation has its stage's input here, not beside it."""
     output_gradients: int
     outputs: int
-    """as many are there at any time as micro batches have gone forward"""
+    """At any time, one per micro batch that has gone forward."""
     input_gradients: int
-    """as many are there at any time as micro batches have gone backward"""
+    """At any time, one per micro batch that has gone backward."""
     hands_over: bool
-    """the output of a micro batch in flight is the next stage's input, on the same rank"""
+    """True if the output of an in-flight micro batch is the next stage's input, on the same rank."""
 
     def tensors(self, flying: int, forward: int, backward: int) -> int:
-        """Beside the inputs of those in flight, when so many micro batches have gone forward and backward."""
+        """Return the tensors beside the inputs of in-flight micro batches, after so many have gone forward and
+        backward."""
         outputs = 0 if self.hands_over else max(min(self.outputs, forward), flying)
         gradients = min(self.input_gradients, backward)
         return self.inputs - min(self.inputs, flying) + self.output_gradients + outputs + gradients
@@ -42,7 +43,7 @@ class Boundary:
 def boundaries(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int
 ) -> tuple[tuple[Boundary, ...], ...]:
-    """By rank and by the rank's stages, from the model's first to its last."""
+    """Return the boundaries by rank and by the rank's stages, from the model's first to its last."""
     if pp == 1:
         return ((NONE,),)
     last = pp * virtual_stages - 1
@@ -68,4 +69,4 @@ def boundaries(
 
 
 NONE = Boundary(0, 0, 0, 0, True)
-"""without a pipeline"""
+"""The boundary without a pipeline."""

@@ -1,8 +1,8 @@
-"""What a schedule costs in idle time, in closed form, for a search through thousands of layouts.
+"""The idle time of pipeline schedules in closed form, for a search through thousands of layouts.
 
-The forms hold for stages that cost the same; pp ranks of v stages, m micro batches, and for one micro batch
-and one stage f seconds forward, i for the gradients of inputs, w for those of weights, b = i + w, and t for a
-transfer to another rank. Tests hold each against the simulation, which is the judge where they differ.
+The forms hold for stages of equal cost; pp ranks of v stages, m micro batches, and for one micro batch and one
+stage f seconds forward, i for the gradients of inputs, w for those of weights, b = i + w, and t for a transfer
+to another rank. Tests compare each with the simulation, which is right where they differ.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ def bubble(
     backward_weight: float = 1.0,
     transfer: float = 0.0,
 ) -> float:
-    """Seconds of a step in which a rank waits, its own fill and drain and exposed transfers included.
+    """Return the seconds of a step in which a rank waits, including its own fill and drain and exposed
+    transfers.
 
     Exact without transfers, and with them for gpipe, 1f1b and looped-bfs, unless micro batches are too few to
-    keep a rank busy: fewer than pp with zero-bubble of several stages a rank, and than 2·pp - 1 with zbv.
-    Where w ≤ f ≤ i, the step is never shorter than this says; at most 8 % longer with so few, 10 % with
-    transfers of half of f, and 2 % with a tenth.
+    keep a rank busy: fewer than pp with zero-bubble of several stages a rank, and than 2·pp - 1 with zbv. For
+    w ≤ f ≤ i, the step is never shorter than this; it is at most 8 % longer with so few, 10 % with transfers
+    of half of f, and 2 % with a tenth.
     """
     assert takes(schedule, pp, micro_batches), "config.rules refuses it"
     if pp == 1:
@@ -65,31 +66,35 @@ def bubble(
 
 
 def _gpipe(s: _Step) -> float:
-    """Huang et al. 2019, 2.3: (pp - 1) / (m + pp - 1) of the step. Every input is asked for and waited for."""
+    """Return the bubble of Huang et al. 2019, 2.3: (pp - 1) / (m + pp - 1) of the step. A rank requests every
+    input and waits for it."""
     return (s.pp - 1) * (s.f + s.b) + 2 * (s.m + s.pp - 2) * s.t
 
 
 def _1f1b(s: _Step) -> float:
-    """Narayanan et al. 2021, 2.2.1: as gpipe; sends of one direction meet receives of the other."""
+    """Return the bubble of Narayanan et al. 2021, 2.2.1: as gpipe; sends of one direction meet receives of the
+    other."""
     exposed = s.m + 1 if s.pp == 2 else 2 * (s.m + s.pp - 2) - 1
     return (s.pp - 1) * (s.f + s.b) + exposed * s.t
 
 
 def _interleaved_1f1b(s: _Step) -> float:
-    """Narayanan et al. 2021, 2.2.2: the same number of passes, each through a v-th of the rank's blocks."""
+    """Return the bubble of Narayanan et al. 2021, 2.2.2: the same number of passes, each through a v-th of the
+    rank's blocks."""
     return _in_turns(s, s.round)
 
 
 def _looped_bfs(s: _Step) -> float:
-    """Lamy-Poirier 2022, 3.2: the same, and the longer a turn the less a rank waits for its next one."""
+    """Return the bubble of Lamy-Poirier 2022, 3.2: the same, and the longer a turn the less a rank waits for
+    its next one."""
     return _in_turns(s, s.m)
 
 
 def _in_turns(s: _Step, length: int) -> float:
-    """Turns of so many micro batches through each stage of a rank.
+    """Return the bubble of turns of `length` micro batches through each stage of a rank.
 
-    The first of a turn has come round all ranks after pp passes and transfers: after that, if the turn is
-    shorter, the rank waits.
+    The first of a turn has passed all ranks after pp passes and transfers; if the turn is shorter, the rank
+    waits.
     """
     late_forward = max(0.0, s.pp * (s.f + s.t) - length * s.f)
     late_backward = max(0.0, s.pp * (s.b + s.t) - length * s.b)
@@ -97,7 +102,8 @@ def _in_turns(s: _Step, length: int) -> float:
 
 
 def _zero_bubble(s: _Step) -> float:
-    """Qi et al. 2023, table 1: (pp - 1)(f + i - w) of ZB-H1; at most what a rank would wait for is filled."""
+    """Return the bubble of Qi et al. 2023, table 1: (pp - 1)(f + i - w) of ZB-H1; at most the waiting time is
+    filled."""
     full = (s.pp - 1) * (s.f + s.i) - (min(s.m, s.pp) - 1) * min(s.f, s.i, s.w)
     full += (2 * (s.pp - 1) + 2 * max(0, min(s.m - 2, s.pp - 1))) * s.t
     full += (s.v - 1) * max(0.0, s.pp * s.t - max(0, s.round - s.pp) * (s.f + s.b))
@@ -108,10 +114,10 @@ def _zero_bubble(s: _Step) -> float:
 
 
 def _zbv(s: _Step) -> float:
-    """The longest of the paths through the order of torch's ZB-V; zero but for pp - 1 where f = i = w.
+    """Return the longest path through the order of torch's ZB-V; (pp - 1)·f without transfers if f = i = w.
 
     Qi et al. 2023, section 6, only treat that case: a rank begins late by as much as it ends early, or the
-    reverse. Each path is a sum of so many f, i and w more than a rank's own work; they have been read off the
+    reverse. Each path is a sum of so many f, i and w beyond a rank's own work; they were read off the
     simulation.
     """
     n = s.pp - 1
@@ -134,10 +140,11 @@ def _zbv(s: _Step) -> float:
 
 
 def _dualpipev(s: _Step) -> float:
-    """The same of DualPipe on a V, whose pairs of forward and backward torch runs one after the other.
+    """Return the bubble of DualPipe on a V, whose pairs of forward and backward torch runs one after the
+    other.
 
-    DeepSeek-V3, table 2, gives (pp/2 - 1)(f&b + b - 3w), where the pair takes less than f + b. A pair sends
-    when both are done, so that most transfers are waited for.
+    DeepSeek-V3, table 2, gives (pp/2 - 1)(f&b + b - 3w), for a pair that takes less than f + b. A pair sends
+    when both are done, so most transfers are exposed.
     """
     n = s.pp - 1
     idle = n * max(0.0, s.i - s.w) + max(2 * n * s.f, (n - 1) * s.f + n * s.i)

@@ -1,4 +1,4 @@
-"""How many micro batches a rank holds activations of at its peak: `residents` in closed form."""
+"""The number of in-flight micro batches of a rank at its peak: `residents` in closed form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoscale.plan.pipeline.residents import residents
 def in_flight(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int
 ) -> tuple[tuple[int, ...], ...]:
-    """By rank and by the rank's stages from the model's first to its last, when the rank holds most.
+    """Return the numbers at a rank's peak, by rank and by its stages from the model's first to its last.
 
     GPipe holds all (Huang et al. 2019, 2.3), and so does looped BFS; 1F1B at most pp - rank (Narayanan et al.
     2021, 2.2.1); its interleaving as many as the warm-up and one, ZB-H1 pp of one stage a rank (Qi et al.
@@ -34,7 +34,7 @@ def in_flight(
         )
     if micro_batches >= 2 * pp - 1:
         return tuple((2 * pp - 1 - rank, rank + 1) for rank in range(pp))
-    # Of a V that is not filled there is no simple law, and there are few actions.
+    # A V that is not filled has no simple rule, and few actions.
     few = order(schedule, pp, virtual_stages, micro_batches)
     return tuple(tuple(residents(actions).held) for actions in few)
 
@@ -42,7 +42,7 @@ def in_flight(
 def _first_of_rounds(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[int, ...]:
-    """The first so many forward passes of a rank, none of which has gone backward in full."""
+    """Return the counts of a rank's first forward passes, before any of them has gone backward in full."""
     passes = warmup(schedule, pp, virtual_stages, micro_batches, rank) + 1
     if schedule == "zero-bubble":
         passes += rank

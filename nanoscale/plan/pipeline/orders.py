@@ -1,11 +1,11 @@
-"""What every pipeline rank computes, in which order: the schedules of torch.distributed.pipelining.
+"""The order of actions of every pipeline rank: the schedules of torch.distributed.pipelining.
 
-A schedule is its order alone. When a rank waits follows from what its next action needs (see `simulation`), so
-that the idle steps which torch writes between actions say nothing more and are left out here.
+A schedule is its order alone. A rank's waiting time follows from the inputs of its next action (see
+`simulation`), so the idle steps that torch writes between actions carry no information and are left out here.
 
 Sources: GPipe, arXiv:1811.06965; 1F1B and its interleaving, arXiv:2104.04473; looped BFS, arXiv:2211.05953;
-zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. Orders are those
-that torch 2.11 to 2.13 runs, which now and then differs from the papers.
+zero bubble (ZB-H1) and ZB-V, arXiv:2401.10241; DualPipe, arXiv:2412.19437, cut in half to a V. Orders are
+those that torch 2.11 to 2.13 runs, which sometimes differ from the papers.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from nanoscale.config.stages import (
 )
 
 Kind = Literal["F", "B", "I", "W"]
-"""forward · full backward · gradients of inputs only · gradients of weights only; torch's letters"""
+"""Forward · full backward · gradients of inputs only · gradients of weights only; torch's letters."""
 
 
 class Action(NamedTuple):
-    """One micro batch goes through one stage."""
+    """A pass of one micro batch through one stage."""
 
     kind: Kind
     stage: int
     micro_batch: int
     joined: bool = False
-    """runs as one with the action after it: what either sends goes off when both are done"""
+    """True if it runs as one with the next action: both send when both are done."""
 
 
 Order = Sequence[Sequence[Action]]
-"""the actions of each pipeline rank"""
+"""The actions of each pipeline rank."""
 
 
 @lru_cache(maxsize=32)
 def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Order:
-    """The actions of all ranks in one optimizer step.
+    """Return the actions of all ranks in one optimizer step.
 
     `virtual_stages` are the stages of a rank. With pp = 1 there is no schedule: each micro batch goes forward
     and backward before the next.
@@ -77,7 +77,7 @@ def order(schedule: str, pp: int, virtual_stages: int, micro_batches: int) -> Or
 
 
 def _all_forward_first(stages: list[int], micro_batches: int, last_first: bool) -> list[Action]:
-    """Everything forward, a stage at a time, then everything backward, the last stage first."""
+    """List all forward passes, a stage at a time, then all backward passes, the last stage first."""
     back = range(micro_batches - 1, -1, -1) if last_first else range(micro_batches)
     forward = [Action("F", stage, batch) for stage in stages for batch in range(micro_batches)]
     return forward + [Action("B", stage, batch) for stage in reversed(stages) for batch in back]
@@ -87,12 +87,12 @@ def _all_forward_first(stages: list[int], micro_batches: int, last_first: bool) 
 
 
 def round_length(pp: int, micro_batches: int) -> int:
-    """Micro batches that pass through a stage before the rank turns to its next one."""
+    """Return the micro batches that pass through a stage before the rank turns to its next one."""
     return micro_batches // max(1, micro_batches // pp)
 
 
 def warmup(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int) -> int:
-    """Forward passes before a rank begins to alternate between forward and backward."""
+    """Return the forward passes before a rank begins to alternate between forward and backward."""
     hops = pp - 1 - rank
     earlier_stages = (virtual_stages - 1) * round_length(pp, micro_batches)
     most = virtual_stages * micro_batches
@@ -100,24 +100,25 @@ def warmup(schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank
 
 
 class _InRounds:
-    """A round of micro batches through the first stage of a rank, through the second, ..., the next round."""
+    """Rounds: a group of micro batches through the first stage of a rank, through the second, ..., the next
+    group."""
 
     def __init__(self, stages: list[int], places: Sequence[tuple[int, int]]) -> None:
         self._stages, self._places = stages, places
 
     def forward(self, count: int) -> tuple[int, int]:
-        """Stage and micro batch of the rank's forward pass number `count`."""
+        """Return stage and micro batch of the rank's forward pass number `count`."""
         turn, batch = self._places[count]
         return self._stages[turn], batch
 
     def backward(self, count: int) -> tuple[int, int]:
-        """The same of its backward passes, which begin at the rank's last stage."""
+        """Return the same for its backward passes, which begin at the rank's last stage."""
         turn, batch = self._places[count]
         return self._stages[-1 - turn], batch
 
 
 def _places(length: int, stages: int, total: int) -> list[tuple[int, int]]:
-    """Which of its stages a rank turns to, and with which micro batch, by the number of the pass."""
+    """Return the index of the stage and the micro batch of each pass, by the number of the pass."""
     places = []
     for count in range(total):
         rounds, rest = divmod(count, length * stages)
@@ -127,7 +128,7 @@ def _places(length: int, stages: int, total: int) -> list[tuple[int, int]]:
 
 
 def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:
-    """Forward passes stay `ahead` of backward ones until none are left."""
+    """Yield forward passes `ahead` of backward ones until none are left."""
     for count in range(ahead):
         yield Action("F", *rounds.forward(count))
     for count in range(total):
@@ -137,7 +138,7 @@ def _alternate(ahead: int, total: int, rounds: _InRounds) -> Iterator[Action]:
 
 
 def _deferred(ahead: int, total: int, rounds: _InRounds, delay: int) -> Iterator[Action]:
-    """The same, with the gradients of weights `delay` backward passes later than those of inputs."""
+    """Yield the same, with the gradients of weights `delay` backward passes later than those of inputs."""
     for count in range(ahead):
         yield Action("F", *rounds.forward(count))
     for count in range(total):
@@ -154,7 +155,7 @@ def _deferred(ahead: int, total: int, rounds: _InRounds, delay: int) -> Iterator
 
 
 class _Sequence:
-    """The actions of a rank so far; each stage takes its micro batches one after another."""
+    """The actions of a rank so far; each stage processes its micro batches in order."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -173,7 +174,8 @@ class _Sequence:
         self._pending.append((stage, batch))
 
     def weights(self, stage: int | None = None) -> None:
-        """The longest pending gradients of weights, of one stage or of either; nothing if none are pending."""
+        """Append the longest pending gradients of weights, of one stage or of either; nothing if none are
+        pending."""
         for place, (pending, batch) in enumerate(self._pending):
             if stage in (None, pending):
                 self.actions.append(Action("W", pending, batch))
@@ -181,7 +183,7 @@ class _Sequence:
                 return
 
     def count(self, kind: Literal["F", "B"], stage: int) -> int:
-        """Passes so far; gradients of inputs count as backward."""
+        """Count passes so far; gradients of inputs count as backward."""
         return self._seen[kind, stage]
 
     def _next(self, kind: Literal["F", "B"], stage: int) -> int:
@@ -190,9 +192,10 @@ class _Sequence:
 
 
 def _zbv(pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """arXiv:2401.10241, section 6. `down` and `up` are the rank's stages on the two arms of the V.
+    """Return the order of arXiv:2401.10241, section 6.
 
-    The order is that of at least 2·pp - 1 micro batches; of fewer, the missing ones are left out of it.
+    `down` and `up` are the rank's stages on the two arms of the V. The order is that of at least 2·pp - 1
+    micro batches; with fewer, the missing ones are left out.
     """
     down, up = rank, 2 * pp - 1 - rank
     sequence, most = _Sequence(), max(2 * pp - 1, micro_batches)
@@ -228,7 +231,7 @@ def _forward_and_split(sequence: _Sequence, stage: int) -> None:
 
 
 def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
-    """DualPipe, whose two directions have become the two arms of the V; the stages are called as in `_zbv`."""
+    """Return the order of DualPipe, whose two directions are the two arms of the V; names are as in `_zbv`."""
     down, up = rank, 2 * pp - 1 - rank
     hops = pp - 1 - rank
     sequence = _Sequence()
@@ -242,7 +245,8 @@ def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
         sequence.weights()
         sequence.forward(up)
     for turn in range(micro_batches - 2 * pp + rank + 1):
-        # The last rank turns the first micro batch round at once: nobody waits for its forward pass.
+        # The last rank starts the first micro batch's backward pass at once: nobody waits for its forward
+        # pass.
         sequence.forward(down, joined=not (turn == 0 and hops == 0))
         sequence.backward(up)
         sequence.forward(up, joined=True)
@@ -256,7 +260,7 @@ def _dualpipev(pp: int, rank: int, micro_batches: int) -> list[Action]:
 
 
 def _drain_dualpipev(sequence: _Sequence, down: int, up: int, hops: int) -> None:
-    """The last backward passes; about half of them leave the weights for when the rank would wait."""
+    """Append the last backward passes; about half of them postpone the weights to fill waiting time."""
     last = down + 1
     for count in range(2 * last):
         if count >= last // 2 * 2 + (1 - down % 2):

@@ -1,9 +1,8 @@
-"""How many micro batches a pipeline rank holds activations of: a matter of its order alone, not of its times.
+"""The number of in-flight micro batches of a pipeline rank: it follows from the order alone, not from times.
 
-A micro batch is held from its forward pass to the end of its full backward pass. Where the backward pass is
-split, torch keeps the whole graph of the stage until the gradients of weights are done
-(`stage_backward_input` asks autograd to retain it), and beside it the gradients that have reached the
-products with weights.
+A micro batch is held from its forward pass to the end of its full backward pass. If the backward pass is
+split, torch keeps the whole graph of the stage until the gradients of weights are done (`stage_backward_input`
+asks autograd to retain it), and beside it the gradients that have reached the products with weights.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from nanoscale.plan.pipeline.orders import Action, Kind, order
 
 @dataclass(frozen=True, slots=True)
 class Residents:
-    """A rank at the moment when it holds most, by its stages from the model's first to its last."""
+    """A rank at its peak, by its stages from the model's first to its last."""
 
     held: list[int]
-    """micro batches whose activations are there"""
+    """Micro batches whose activations are held."""
     between: list[int]
-    """of those, the ones whose weights' gradients are still to come, after those of the inputs"""
+    """Among these, those between the gradients of inputs and those of weights."""
 
 
 def residents(actions: Sequence[Action], sizes: Sequence[float] | None = None) -> Residents:
-    """The first of the moments at which a rank holds most.
+    """Return the first of the peaks of a rank.
 
-    `sizes`: what the activations of one micro batch take, by the rank's stages in the model's order; the same
-    if left out.
+    `sizes` are the activations of one micro batch, by the rank's stages in the model's order; equal by
+    default.
     """
     stages = sorted({action.stage for action in actions})
     place = {stage: index for index, stage in enumerate(stages)}
@@ -58,24 +57,24 @@ class Moment:
     """A rank while it computes; counts are by its stages from the model's first to its last."""
 
     held: tuple[int, ...]
-    """micro batches whose activations are there"""
+    """Micro batches whose activations are held."""
     between: tuple[int, ...]
-    """of those, the ones whose weights' gradients are still to come; not that of the pass itself"""
+    """Among these, those whose weights' gradients are still to come, without the pass itself."""
     forward: tuple[int, ...]
-    """those that have gone forward in this step"""
+    """Micro batches that have gone forward in this step."""
     backward: tuple[int, ...]
-    """those whose inputs' gradients are there"""
+    """Micro batches whose inputs' gradients are computed."""
     kind: Kind
-    """the pass that is computed"""
+    """The pass that is computed."""
     place: int
-    """which of the rank's stages it goes through"""
+    """The index of its stage on the rank."""
 
 
 @lru_cache(maxsize=1024)
 def moments(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int, rank: int
 ) -> tuple[Moment, ...]:
-    """The moments of a rank's step of which none holds more than another in the same pass.
+    """Return the moments of a rank's step that no other moment of the same pass dominates.
 
     After 2·pp micro batches a schedule repeats itself: more come in the middle of the step.
     """
@@ -84,7 +83,8 @@ def moments(
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
-    """Those that no other in the same pass covers, by sums: stages of a rank are about alike."""
+    """Return the moments that no other in the same pass dominates, by sums: a rank's stages are about
+    equal."""
     stages = sorted({action.stage for action in actions})
     places = {stage: place for place, stage in enumerate(stages)}
     held = between = 0
@@ -93,7 +93,7 @@ def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ..
         held += action.kind == "F"
         between -= action.kind == "W"
         front = fronts.setdefault((action.kind, places[action.stage]), [])
-        # Of two that hold the same the later: more has been sent by then.
+        # If two hold the same, the later one counts: more has been sent by then.
         front[:] = [other for other in front if other[0] > held or other[1] > between]
         if not any(one >= held and two >= between for one, two, _ in front):
             front.append((held, between, number))
@@ -107,7 +107,7 @@ def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ..
 def _walk(
     actions: Sequence[Action], places: dict[int, int], wanted: set[int], few: int, more: int
 ) -> Iterator[tuple[int, Moment]]:
-    """The moments of these numbers."""
+    """Yield the moments of these numbers."""
     held, between, forward, backward = ([0] * len(places) for _ in range(4))
 
     def counts(done: list[int]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""When each action of a pipeline begins and ends, given the order of actions and what they cost.
+"""The begin and end of each action of a pipeline, given the order of actions and their costs.
 
-A rank does one action at a time, in its order, and begins the next as soon as the rank is free and the action's
-input is there. So does torch's runtime, which launches what it is told and waits for receives only.
+A rank does one action at a time, in its order, and begins the next as soon as the rank is free and the
+action's input has arrived. So does torch's runtime, which launches actions in order and waits only for
+receives.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from nanoscale.plan.pipeline.residents import residents
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that one micro batch takes, by stage."""
+    """Seconds of one micro batch, by stage."""
 
     forward: Sequence[float]
     backward_input: Sequence[float]
-    """gradients of inputs, with what is computed again for them; a full backward pass is both parts"""
+    """Gradients of inputs, with their recomputation; a full backward pass is both parts."""
     backward_weight: Sequence[float]
     transfer: Sequence[float]
-    """from stage s to s + 1, and of the gradient back; the ends are on different ranks"""
+    """The transfer from stage s to s + 1, and of the gradient back; the ends are on different ranks."""
     overlap: bool = True
-    """transfers go on while their ranks compute; else a rank asks for its input when it has nothing else to
-    do"""
+    """True if transfers run while their ranks compute; else a rank requests its input when it has nothing else
+    to do."""
 
     @classmethod
     def even(
@@ -41,7 +42,7 @@ class Costs:
         transfer: float = 0.0,
         overlap: bool = True,
     ) -> Costs:
-        """All stages cost the same."""
+        """Return equal costs of all stages."""
         return cls(
             [forward] * stages,
             [backward_input] * stages,
@@ -52,19 +53,19 @@ class Costs:
 
 
 def transfers_overlap(schedule: str) -> bool:
-    """Whether torch runs this schedule's transfers beside the computation.
+    """True if torch runs this schedule's transfers beside the computation.
 
-    Its schedules of several stages a rank post receives as soon as the sender has sent; gpipe and 1f1b ask
-    for an input right before they need it, and wait.
+    Its schedules of several stages a rank post receives as soon as the sender has sent; gpipe and 1f1b request
+    an input right before they need it, and wait.
     """
     return schedule not in ONE_STAGE
 
 
 def first_stage_undivided(costs: Costs) -> Costs:
-    """What torch does in place of dividing the first stage's backward pass, whose inputs are no one's
-    gradients.
+    """Return the costs with the first stage's backward pass in one, as in torch: its inputs need no gradients.
 
-    Its action for the inputs computes nothing, and the one for the weights all (`PipelineStage`, `is_first`).
+    Its action for the inputs computes nothing, and the one for the weights everything (`PipelineStage`,
+    `is_first`).
     """
     first = costs.backward_input[0]
     return replace(
@@ -84,16 +85,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One optimizer step of a pipeline, without what comes before and after it."""
+    """One optimizer step of a pipeline, without the work before and after it."""
 
     ranks: list[list[Span]]
     held: list[list[int]]
-    """by rank and by the rank's stages, first to last: micro batches whose activations are held when the rank
-    holds most, from the beginning of the forward pass to the end of the full backward pass or of the weights'
-    gradients"""
+    """Micro batches whose activations are held at the rank's peak, from the beginning of the forward pass to
+    the end of the full backward pass or of the weights' gradients; by rank and by the rank's stages, first to
+    last."""
     between: list[list[int]]
-    """of those, the ones between the gradients of inputs and of weights, which also keep the gradients of the
-    products' results"""
+    """Among these, those between the gradients of inputs and of weights, which also keep the gradients of the
+    products' results."""
 
     @cached_property
     def makespan(self) -> float:
@@ -107,12 +108,12 @@ class Timeline:
 
     @cached_property
     def idle(self) -> list[float]:
-        """Seconds that each rank waits, at the ends of the step too."""
+        """Seconds that each rank waits, also at the ends of the step."""
         return [self.makespan - busy for busy in self.busy]
 
     @property
     def utilisation(self) -> float:
-        """The share of all ranks' time in which they compute; 1 where nothing costs anything."""
+        """The share of all ranks' time in which they compute; 1 if all costs are 0."""
         return sum(self.busy) / (len(self.ranks) * self.makespan) if self.makespan else 1.0
 
     @property
@@ -122,7 +123,8 @@ class Timeline:
 
 
 def simulate(ranks: Order, costs: Costs) -> Timeline:
-    """Play one step; in time linear in the number of actions. An order that deadlocks fails an assertion."""
+    """Simulate one step, in time linear in the number of actions. An order that deadlocks fails an
+    assertion."""
     run = _Run(ranks, costs)
     awake = deque(range(len(ranks)))
     while awake:
@@ -135,9 +137,9 @@ def simulate(ranks: Order, costs: Costs) -> Timeline:
 def simulate_schedule(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int, costs: Costs
 ) -> Timeline:
-    """A step as torch runs it: with its order, its way of waiting, and its first stage undivided.
+    """Simulate a step as torch runs it: with its order, its way of waiting, and its first stage undivided.
 
-    `costs` are those of stages as such; their `overlap` is left aside.
+    `costs` are those of the stages themselves; their `overlap` is ignored.
     """
     costs = replace(costs, overlap=transfers_overlap(schedule))
     if pp > 1 and schedule in SPLIT_BACKWARD:
@@ -152,18 +154,18 @@ class _Pass(NamedTuple):
     """All actions of one kind in one stage."""
 
     inputs: list[float]
-    """when the input of each micro batch was made"""
+    """The time when the input of each micro batch was made."""
     travel: float
-    """seconds for which an input is on its way from another rank"""
+    """Seconds of an input's transfer from another rank."""
     seconds: float
     outputs: Sequence[list[float]]
-    """the inputs that are made by it; first those of `reader`"""
+    """The inputs that it makes; first those of `reader`."""
     reader: int | None
-    """another rank that takes what it makes"""
+    """Another rank that reads its outputs."""
 
 
 class _Run:
-    """How far each rank has come, and which inputs have been made."""
+    """The progress of each rank, and the times of all inputs made so far."""
 
     def __init__(self, ranks: Order, costs: Costs) -> None:
         self._ranks, self._overlap = ranks, costs.overlap
@@ -171,7 +173,7 @@ class _Run:
         self._passes = _passes(ranks, costs, batches)
         self._at = [0] * len(ranks)
         self._waits_for: list[list[float] | None] = [None] * len(ranks)
-        """the inputs of which a rank needs the next"""
+        """The inputs from which each rank needs the next."""
         self.spans: list[list[Span]] = [[] for _ in ranks]
 
     def done(self) -> bool:
@@ -186,10 +188,10 @@ class _Run:
         )
 
     def advance(self, rank: int) -> list[int]:
-        """Do what a rank can do now; the ranks that waited for it."""
+        """Run the actions that a rank can run now, and return the ranks that waited for it."""
         own, spans, passes = self._ranks[rank], self.spans[rank], self._passes
         clock = spans[-1].end if spans else 0.0
-        # What is joined is announced with the action after it, which may still be waited for.
+        # Results of a joined action are announced with the next action, which may still be waiting.
         joined = own[self._at[rank] - 1] if spans and spans[-1].action.joined else None
         woken: list[int] = []
         self._waits_for[rank] = None
@@ -216,7 +218,7 @@ class _Run:
         return woken
 
     def _announce(self, step: _Pass, batch: int, end: float, woken: list[int]) -> None:
-        """An action's results are there; who waited for them may go on."""
+        """Publish an action's results; ranks that waited for them can continue."""
         _, _, _, outputs, reader = step
         for made in outputs:
             made[batch] = end
@@ -225,7 +227,7 @@ class _Run:
 
 
 def _passes(ranks: Order, costs: Costs, batches: int) -> dict[Kind, list[_Pass]]:
-    """By kind and stage, wired: what one makes is what another needs."""
+    """Return the passes by kind and stage, wired: the outputs of one are the inputs of another."""
     rank_of = {action.stage: rank for rank, own in enumerate(ranks) for action in own}
     last = len(costs.forward) - 1
 

@@ -1,7 +1,7 @@
-"""Legal layouts of one job on a number of devices: what a search looks through.
+"""Legal layouts of one job on a number of devices: the search space.
 
-The laws are those of `config.rules`, in the form in which they make layouts instead of refusing them. A key
-that is held keeps its value.
+The rules are those of `config.rules`, in a form that generates layouts instead of refusing them. A held key
+keeps its value.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ Stage = Literal[0, 1, 2, 3]
 
 LONGEST_PIPELINE = 64
 SHORTEST_PIECE = 512
-"""tokens of a sequence on a rank of cp; with fewer there is nothing to compute beside the exchange"""
+"""Tokens of a sequence on a rank of cp; with fewer there is too little computation to overlap with the
+exchange."""
 LARGEST_MICRO_BATCH = 32
 RECOMPUTATION: tuple[Recomputation, ...] = ("none", "selective", "full")
-"""from the fastest to the one that keeps least"""
+"""The modes from the fastest to the one that keeps least."""
 USUAL: Schedule = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What layouts are looked for in."""
+    """The space of layouts to search."""
 
     base: Config
-    """resolved; everything but the layout is taken from it"""
+    """Resolved; everything but the layout comes from it."""
     world: int
     island: int
-    """devices that fast links join: tp stays within them"""
+    """Devices joined by fast links: tp stays within them."""
     held: frozenset[str]
-    """keys that keep their values"""
+    """Keys that keep their values."""
     resets_compile: bool
-    """whether compilation may be left out where a schedule forbids it"""
+    """True if compilation may be disabled for a schedule that forbids it."""
 
 
 def shapes(room: Room) -> Iterator[Config]:
-    """Degrees and ZeRO stage, with one stage a rank, no accumulation chosen and nothing computed again yet."""
+    """Yield degrees and ZeRO stages, with one stage a rank, accumulation still open and no recomputation
+    yet."""
     base = room.base
     for tp in _tensor(room):
         for pp in _pipeline(room, tp):
@@ -65,7 +67,7 @@ def shapes(room: Room) -> Iterator[Config]:
 
 
 def micro_batches(room: Room, config: Config) -> Iterator[Config]:
-    """The same with micro batches of rising size."""
+    """Yield the configuration with micro batches of rising size."""
     layout, train = config.parallel, config.train
     assert isinstance(layout.dp, int)
     samples = train.global_batch // layout.dp
@@ -78,7 +80,7 @@ def micro_batches(room: Room, config: Config) -> Iterator[Config]:
 
 
 def recomputations(room: Room, config: Config) -> Iterator[Config]:
-    """The same with more and more computed again."""
+    """Yield the configuration with more and more recomputation."""
     layout = config.parallel
     for mode in _choices(room, "activation_checkpointing", RECOMPUTATION):
         split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
@@ -93,8 +95,8 @@ def recomputations(room: Room, config: Config) -> Iterator[Config]:
 
 
 def last_resorts(room: Room, config: Config) -> Iterator[Config]:
-    """The same with what nobody wants before all else is too large: recomputation that keeps least between the
-    passes, then host memory, which only DeepSpeed offers."""
+    """Yield the configuration with the last options if all else is too large: the recomputation that keeps
+    least between the passes, then host memory, which only DeepSpeed offers."""
     if "parallel.activation_checkpointing" not in room.held:
         yield _recomputing(config, "sqrt")
         config = _recomputing(config, "full")
@@ -120,9 +122,9 @@ def _recomputing(config: Config, mode: Recomputation) -> Config:
 
 
 def expert_degrees(room: Room, config: Config) -> Iterator[Config]:
-    """The same with experts shared out in every way, the largest degree first, which needs least memory.
+    """Yield the configuration with each degree of ep, the largest first, which needs least memory.
 
-    Within an island, unless it is said. Dense models are as they are.
+    Degrees stay within an island, unless the key is held. Dense models are unchanged.
     """
     layout, experts = config.parallel, max(1, config.model.experts)
     assert isinstance(layout.dp, int)
@@ -139,7 +141,7 @@ def expert_degrees(room: Room, config: Config) -> Iterator[Config]:
 
 
 def schedules(room: Room, config: Config) -> Iterator[Config]:
-    """The same in every other schedule."""
+    """Yield the configuration with every other schedule."""
     layout, backend = config.parallel, config.backend
     if layout.pp == 1 or backend.name == "deepspeed":
         return
@@ -198,7 +200,7 @@ def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, Method]]:
 
 
 def _stages(room: Room, ranks: int, pp: int) -> Iterator[Stage]:
-    """In a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
+    """Yield ZeRO stages; in a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
     if "zero.stage" in room.held:
         yield room.base.zero.stage
     elif ranks == 1:
@@ -208,7 +210,7 @@ def _stages(room: Room, ranks: int, pp: int) -> Iterator[Stage]:
 
 
 def _replicas(room: Room, tp: int, cp: int, dp: int, stage: int) -> Iterator[int]:
-    """One sharded model, or one in each island."""
+    """Yield one sharded model, or one in each island."""
     if "parallel.dp_replicate" in room.held:
         wanted = room.base.parallel.dp_replicate
         if dp % wanted == 0 and (wanted == 1 or stage > 0):
@@ -254,6 +256,6 @@ def _shape(
 
 
 def _choices(room: Room, name: str, every: Iterable[T]) -> Iterable[T]:
-    """What a key of `parallel` may be."""
+    """Return the possible values of a key of `parallel`."""
     held = f"parallel.{name}" in room.held
     return (getattr(room.base.parallel, name),) if held else every

@@ -1,4 +1,4 @@
-"""From what a user asked for to what a search looks in, and from what it found to what to type."""
+"""The step from a user's request to a search space, and from a result to overrides and a recipe."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ SEARCHED = (
     "train.micro_batch",
     "backend.compile",
 )
-"""keys that a search sets; dp is what the others leave"""
+"""Keys that a search sets; dp follows from the others."""
 _FOLLOWS = ("parallel.sequence_parallel", "parallel.layers_per_stage", "backend.compile")
-"""of these, the ones that only follow from others"""
+"""Keys among these that only follow from others."""
 
 
 def room(
     composed: Composed, devices: Devices, hardware: Hardware, world: int | None = None
 ) -> Room:
-    """What to look through: every layout of all the devices, with what the command line set left as it is.
+    """Return the search space: every layout of all the devices, with the keys set on the command line held.
 
     Raises:
-        UserError: something other than the layout breaks a law.
+        UserError: a setting other than the layout breaks a rule.
     """
     held = frozenset(
         key
@@ -79,12 +79,12 @@ def room(
 
 
 def to_type(composed: Composed, found: Config) -> list[str]:
-    """The overrides that lead from what was asked for to a layout that was found."""
+    """Return the overrides that lead from the request to a found layout."""
     return list(_changes(composed.config, found))
 
 
 def recipe_of(composed: Composed, found: Config) -> str:
-    """A recipe of the job in the layout that was found: every value that is not the default's."""
+    """Return a recipe of the job in the found layout: every value that differs from the default."""
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.values.yaml_file import to_yaml
 
@@ -99,7 +99,7 @@ def recipe_of(composed: Composed, found: Config) -> str:
 
 
 def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    """What differs from what is usual, section by section."""
+    """Return the values that differ from the usual ones, section by section."""
     found: dict[str, Any] = {}
     for key, new in values.items():
         old = usual.get(key)
@@ -137,7 +137,7 @@ def _with(config: Config, key: str, new: object) -> Config:
 
 
 def _legal(config: Config) -> Config:
-    """The neutral layout beside what is held: what would be refused as idle, or by the backend, changes too."""
+    """Make the neutral layout legal beside the held keys: idle or unsupported values change too."""
     layout, native = config.parallel, config.backend.name == "native"
     if layout.pp == 1 and layout.schedule != Parallel().schedule:
         config = _with(config, "parallel.schedule", Parallel().schedule)

@@ -1,8 +1,8 @@
-"""All legal layouts of a job, the fastest that fit first, and why the first is first.
+"""All legal layouts of a job, the fastest that fit first, and the reasons for the first.
 
-The fastest schedule is looked for last, among the shapes that are best with 1F1B: a schedule fills the bubble
-of a shape, and what else a shape costs is the same with all of them. Experts are shared out as far as possible
-first; other degrees of ep are tried with the best shapes.
+The fastest schedule is searched last, among the shapes that are best with 1F1B: a schedule fills the bubble of
+a shape, and the other costs of a shape are the same with all of them. The largest degree of ep comes first;
+other degrees are tried with the best shapes.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from nanoscale.plan.search.candidates import (
 )
 
 _GAIN = 0.999
-"""a larger micro batch must be faster than the last one by so much, for a still larger one to be tried"""
+"""A larger micro batch must reduce the time to this share of the last one's for a still larger one to be
+tried."""
 REFINED = 48
-"""shapes of which other schedules are tried"""
+"""Shapes for which other schedules are tried."""
 SIMULATED = 12
-"""layouts whose pipelines are simulated in the end"""
+"""Layouts whose pipelines are simulated in the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search has found."""
+    """The result of a search."""
 
     ranked: tuple[Prediction, ...]
-    """those that fit, the fastest first"""
+    """The fitting layouts, the fastest first."""
     nearest: Prediction | None
-    """where none fits: the one that comes nearest to it"""
+    """If none fits, the one that comes closest."""
     considered: int
 
     @property
@@ -61,7 +62,7 @@ class Found:
         return self.ranked[0] if self.ranked else None
 
     def front(self) -> list[Prediction]:
-        """The Pareto front: each is the fastest with so little memory."""
+        """Return the Pareto front: each layout is the fastest with so little memory."""
         front: list[Prediction] = []
         for plan in sorted(self.ranked, key=lambda p: (p.worst.total, p.time.seconds)):
             if not front or plan.time.seconds < front[-1].time.seconds:
@@ -70,21 +71,22 @@ class Found:
 
 
 def search(room: Room, hardware: Hardware) -> Found:
-    """Look through all of them, in closed form; the pipelines of the best are simulated."""
+    """Search the whole space in closed form; the pipelines of the best are simulated."""
     with _keeping_all():
         return _search(room, hardware)
 
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """A search keeps nearly all that it makes: to look for garbage meanwhile takes a quarter of its time."""
+    """Disable garbage collection: a search keeps nearly all its objects, and collection takes a quarter of its
+    time."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            gc.freeze()  # nor is it worth a look when it is done
+            gc.freeze()  # nor does a later collection have to scan it
             gc.enable()
 
 
@@ -105,7 +107,7 @@ def _search(room: Room, hardware: Hardware) -> Found:
 
 
 def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
-    """With simulated pipelines in the first places, whoever comes to stand there."""
+    """Simulate the pipelines in the first places, until all of these are simulated."""
     while any(map(_is_estimate, ranked[:SIMULATED])):
         exact = [predict(p.config) if _is_estimate(p) else p for p in ranked[:SIMULATED]]
         fitting = [plan for plan in exact if plan.fits]
@@ -126,14 +128,14 @@ class _Tried:
         self._nearest: tuple[Config, Memory] | None = None
 
     def add_all(self, room: Room, shape: Config) -> None:
-        """With each way to compute again; where nothing fits, with what is done last."""
+        """Add a shape with each kind of recomputation; if nothing fits, with the last resorts."""
         fits = [self._add(room, config) for config in recomputations(room, shape)]
         if not any(fits):
             for config in last_resorts(room, shape):
                 self._add(room, config)
 
     def _add(self, room: Room, recomputed: Config) -> bool:
-        """Micro batches up to the first that is too large or no faster; whether any fits."""
+        """Add micro batches up to the first that is too large or no faster; True if any fits."""
         fastest = math.inf
         for config in micro_batches(room, recomputed):
             self.considered += 1
@@ -161,7 +163,7 @@ class _Tried:
 
 
 def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:
-    """The fastest layout of every shape with so many stages, as far as it is worth to look further."""
+    """Yield the fastest layout of each of the first `REFINED` shapes with at least this pp."""
     seen: set[tuple[int, ...]] = set()
     for plan in ranked:
         layout = plan.config.parallel
@@ -177,7 +179,7 @@ def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Predict
 
 
 def _speed(plan: Prediction) -> tuple[float, int, int]:
-    """Of layouts that are as fast, to four digits, the one with the fewest axes and the least memory."""
+    """Return a sort key: among layouts equally fast to four digits, fewest axes and least memory first."""
     layout = plan.config.parallel
     axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.ep > 1)
     axes += layout.dp_replicate > 1

@@ -1,4 +1,5 @@
-"""What a micro batch costs a rank in a block, the embedding and the head: forward, backward, recomputed."""
+"""The time of a micro batch in a block, the embedding and the head of a rank: forward, backward,
+recomputed."""
 
 from __future__ import annotations
 
@@ -13,43 +14,46 @@ from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
 
-# Kernels of a block, counted in the model's code: to start them takes the CPU some microseconds each.
+# Kernels of a block, counted in the model's code: starting each takes the CPU some microseconds.
 _KERNELS = {False: (32, 58), True: (14, 24)}
-"""compiled or not → of a forward and of a backward pass"""
+"""Compiled or not → kernels of a forward and of a backward pass."""
 _DIVIDED = 3
-"""how much longer operations take to start with tp, which reads parts of DTensors and communicates"""
+"""The factor by which operations take longer to start with tp, which reads parts of DTensors and
+communicates."""
 # Passes over memory of each element-wise operation, in numbers read and written, forward and backward:
 _STREAM = {False: (10, 12), True: (8, 8)}
-"""of the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses them"""
+"""Passes over the residual stream: two norms (2 and 3 each), two additions (3 and 3 each); compiled code fuses
+them."""
 _COMPOSED = (32, 74)
-"""more of the stream where two RMSNorms are made of single operations: each widens, squares, averages, scales,
-narrows and weighs, 18 numbers forward and 40 backward"""
+"""Additional passes over the stream if two RMSNorms consist of single operations: each widens, squares,
+averages, scales, narrows and weighs, 18 numbers forward and 40 backward."""
 _ROPE = {False: (9, 9), True: (2, 2)}
-"""of queries and keys: four products of halves, two sums, one joining"""
+"""Passes over queries and keys: four products of halves, two sums, one joining."""
 _QK_NORM = {False: (2, 3), True: (1, 2)}
-"""of queries and keys, where they are normalised; compiled code does it together with the rotation"""
+"""Passes over queries and keys, if they are normalised; compiled code does it together with the rotation."""
 _GATED = {False: (5, 9), True: (3, 5)}
-"""of each inner number of SwiGLU: silu and product"""
+"""Passes over each inner number of SwiGLU: silu and product."""
 _GELU = (2, 3)
 _SUMS = 9
-"""of the stream, backward: gradients of what q, k, v and what gate, up had in common"""
+"""Passes over the stream, backward: the sums of the gradients of the common inputs of q, k, v and of gate,
+up."""
 _LOSS = 32
-"""bytes a logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once"""
+"""Bytes per logit in fp32: cast, log-softmax, its gradient, cast back; beside reading and writing it once."""
 _SUMMING = 0.4
-"""of the traffic of fp32 sums that a product adds to, which its arithmetic does not hide: such products reach
-0.71 of an A100's peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json
-and b200_bf16_ceperm.json)"""
+"""The exposed share of the traffic of fp32 sums that a product adds to: such products reach 0.71 of an A100's
+peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
+b200_bf16_ceperm.json)."""
 _MERGE = (26, 10)
-"""bytes a number to put what a hop of the ring gave to what was there, in fp32: the average and its weight; the
-gradients (`parallel.ring`)"""
+"""Bytes per number to merge the result of a hop of the ring with the results so far, in fp32: the average and
+its weight; the gradients (`parallel.ring`)."""
 _MERGED = 0.75
-"""of the queries, or of the keys, that a hop computes with: all and half of them in turn"""
+"""The share of the queries, or of the keys, that a hop computes with: all and half of them in turn."""
 CUDNN_HEAD_DIM = 128
-"""the widest heads for which PyTorch gives attention to cuDNN, backward too"""
+"""The widest heads for which PyTorch gives attention to cuDNN, backward too."""
 _FP8_CAST = {False: 6, True: 3}
-"""Megatron-LM or not → bytes for each number that becomes 8 bits: it is read for its largest, read again, and
-laid out twice; Transformer Engine knows the largest from steps before, and half of its casts are joined to what
-makes the numbers"""
+"""Megatron-LM or not → bytes per number that is cast to 8 bits: it is read for its largest, read again, and
+laid out twice; Transformer Engine knows the largest from earlier steps, and half of its casts are fused into
+the operations before them."""
 
 
 def slice_of(config: Config) -> Slice:
@@ -90,28 +94,28 @@ def attention_kernel(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """One product of a block after tp: `inputs` to `outputs` for every token; of experts, all alike."""
+    """One product of a block after tp: `inputs` to `outputs` for every token, or for each of equal experts."""
 
     inputs: int
     outputs: int
     experts: int = 1
-    """of this rank"""
+    """Experts of this rank."""
     taken: int = 1
-    """of them, those of a token"""
+    """Experts of a token."""
     wide: bool = False
-    """in fp32, whatever else is computed in"""
+    """True if it is computed in fp32, whatever the compute dtype."""
 
     @property
     def parameters(self) -> int:
         return self.experts * self.inputs * self.outputs
 
     def rows(self, tokens: int) -> int:
-        """Of one expert, where all have as many."""
+        """Return the rows of one expert, if all have equally many."""
         return max(1, tokens * self.taken // self.experts)
 
 
 def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
-    """Query, key, value, output, (router,) (gate,) up, down, in the order in which they are computed."""
+    """Return query, key, value, output, (router,) (gate,) up, down, in the order of their computation."""
     width = model.head_dim or model.hidden // model.heads
     heads, kv_heads = model.heads * width // tp, (model.kv_heads or model.heads) * width // tp
     own, taken = (model.experts // ep, model.experts_per_token) if model.experts else (1, 1)
@@ -129,9 +133,9 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
 
 
 def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") -> float:
-    """Seconds of one of them; `swap`: inputs, for the gradients of these, or weights, for theirs.
+    """Return the seconds of a product; `swap`: inputs, for the gradients of these, or weights, for theirs.
 
-    With ep, as many choices arrive as leave. Experts are one kernel in bf16, else as many as they are.
+    With ep, as many choices arrive as leave. Experts are one kernel in bf16, otherwise one kernel each.
     """
     m, n, k = linear.rows(part.tokens), linear.outputs, linear.inputs
     if swap == "inputs":
@@ -145,13 +149,13 @@ def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") ->
 
 
 def _wide(part: Slice) -> str:
-    """The type in which experts are chosen."""
+    """Return the dtype in which experts are chosen."""
     return part.wide if part.wide in ("fp64", "tf32") else "fp32"
 
 
 @lru_cache(maxsize=16384)
 def block(hardware: Hardware, part: Slice) -> Passes:
-    """One block."""
+    """Return the passes of one block."""
     products = linears(part.model, part.tp, part.ep)
     forward_products = [product(hardware, part, p) for p in products]
     backward_products = sum(
@@ -213,13 +217,14 @@ def block(hardware: Hardware, part: Slice) -> Passes:
 
 
 def attention_flops(part: Slice) -> float:
-    """Of one forward pass in full, as MFU counts it: 4·s·h a token."""
+    """Return the FLOPs of one forward pass in full, as MFU counts them: 4·s·h a token."""
     width = part.model.head_dim or part.model.hidden // part.model.heads
     return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
 
 
 def _again(part: Slice, count: int) -> range | list[int]:
-    """Products that are computed again. Never a block's last one: nothing backward needs its result."""
+    """Return the recomputed products. A block's last one is never recomputed: no backward pass needs its
+    result."""
     if part.recompute in ("none", "matmuls"):
         return []
     if part.recompute == "every-2nd-matmul":
@@ -246,7 +251,8 @@ def _core(hardware: Hardware, part: Slice) -> float:
 
 
 def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
-    """Attention to another rank's keys: half of all pairs, on every rank (see `parallel.ring`)."""
+    """Return the time of attention to another rank's keys: half of all pairs, on every rank (see
+    `parallel.ring`)."""
     tokens = part.seq // part.cp
     return operations.attention(
         hardware, part.wide, part.batch, tokens, max(1, tokens // 2), heads, width, causal=False
@@ -254,7 +260,7 @@ def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
 
 
 def _traffic(part: Slice) -> tuple[float, float]:
-    """Bytes of a block's element-wise operations, forward and backward."""
+    """Return the bytes of a block's element-wise operations, forward and backward."""
     model, compiled = part.model, part.compiled
     width = model.head_dim or model.hidden // model.heads
     stream = part.stream * model.hidden
@@ -285,9 +291,9 @@ def _traffic(part: Slice) -> tuple[float, float]:
 
 
 def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
-    """Bytes moved to make 8-bit numbers of the operands, forward and backward.
+    """Return the bytes moved to cast the operands to 8 bits, forward and backward.
 
-    Forward: weights, and what goes into attention, its output, the feed-forward block and its last product,
+    Forward: weights, and the inputs of attention, its output, the feed-forward block and its last product,
     each once. Backward: the gradients of all results; the rest is kept.
     """
     if part.kind != "fp8":
@@ -300,7 +306,8 @@ def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
 
 
 def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
-    """A gather of the sequence and the scatter of partial sums; without sp they make one all-reduce.
+    """Return the seconds of a gather of the sequence and of the scatter of partial sums; without sp they make
+    one all-reduce.
 
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2: two pairs a block in each direction.
     """
@@ -312,9 +319,10 @@ def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
 
 
 def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
-    """As forward; or, where collectives run beside products, the gathers before the row-split ones alone.
+    """Return the exposed seconds of tp backward: all pairs, or less if collectives overlap with products.
 
-    Beside those for weights the scatters run, beside those for inputs the second gathers of the inputs.
+    Then only the gathers before the row-split products are exposed: scatters run beside the products for
+    weights, and the second gathers of the inputs beside those for inputs.
     """
     gather, scatter = _tp_pair(hardware, part)
     if not part.megatron:
@@ -326,7 +334,7 @@ def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
 
 
 def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
-    """Time of context parallelism that attention does not hide, forward and backward."""
+    """Return the exposed seconds of context parallelism, forward and backward."""
     if part.cp == 1:
         return 0.0, 0.0
     model = part.model
@@ -351,7 +359,8 @@ def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
 
 
 def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Work:
-    """The same, with the time that the device waits because the CPU starts kernels slower than it ends them."""
+    """Return the work with the time in which the device waits since the CPU starts kernels slower than they
+    run."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
     cpu = _kernels(part)[direction] * each * (_DIVIDED if part.tp > 1 else 1)
@@ -359,7 +368,7 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
 
 
 def _kernels(part: Slice) -> tuple[int, int]:
-    """Of a forward and of a backward pass; where experts are computed one after another, those of each."""
+    """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
     forward, backward = _KERNELS[part.compiled]
     if part.model.experts:
         more = moe.KERNELS[part.ep > 1]
@@ -370,7 +379,7 @@ def _kernels(part: Slice) -> tuple[int, int]:
 
 @lru_cache(maxsize=16384)
 def embedding(hardware: Hardware, part: Slice) -> Passes:
-    """The input embedding: a look-up, and a gradient as large as the table."""
+    """Return the passes of the input embedding: a look-up, and a gradient as large as the table."""
     wide = operations.WIDTH[part.wide]
     rows = part.tokens * part.model.hidden * wide
     table = part.model.vocab * part.model.hidden * wide / part.tp
@@ -383,7 +392,7 @@ def embedding(hardware: Hardware, part: Slice) -> Passes:
 
 @lru_cache(maxsize=16384)
 def head(hardware: Hardware, part: Slice) -> Passes:
-    """The last norm, the head and the loss over the vocabulary, which tp divides."""
+    """Return the passes of the last norm, the head and the loss over the vocabulary, which tp divides."""
     hidden, vocab, tokens = part.model.hidden, part.model.vocab // part.tp, part.tokens
     wide = operations.WIDTH[part.wide]
     gather, scatter = _tp_pair(hardware, part)
@@ -404,7 +413,7 @@ def head(hardware: Hardware, part: Slice) -> Passes:
 
 
 def recomputed_share(config: Config) -> float:
-    """Of a stage's blocks, those that are computed again."""
+    """Return the recomputed share of a stage's blocks."""
     layout = config.parallel
     if layout.activation_checkpointing == "full":
         layers = config.model.layers

@@ -1,8 +1,8 @@
-"""How long collectives take on a group of ranks, by where these stand.
+"""The time of collectives on a group of ranks, by the positions of these.
 
 Sources: the ring algorithms' costs are Thakur, Rabenseifner & Gropp 2005 (Optimization of Collective
-Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time a byte as β; the bandwidth
-that a ring reaches is counted as the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
+Communication Operations in MPICH), sections 3.1 and 3.4, with latency as α and time per byte as β; the
+bandwidth of a ring is counted as the bus bandwidth of NCCL's tests (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from functools import lru_cache
 from nanoscale.plan.hardware.hardware import Hardware
 
 START = 20e-6
-"""s until the kernels of a collective run on every rank and have met"""
+"""Seconds until the kernels of a collective run on every rank and have met."""
 SLICE = 6e-6
-"""s that a rank of a ring, beside the link's latency, waits for a full slice of data before it passes it on.
-With it all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100 v4) and gathers on 8
-B200s (SimuMax's 9.2 and 8.0 µs a hop, beside 23 to 26 µs once) come out as measured"""
+"""Seconds that a rank of a ring, beside the link's latency, waits for a full slice of data before it passes it
+on. With it the times of all-reduces of 16 MB to 1 GB on 8 A100s (Azure's AI benchmarking guide, ND A100 v4)
+and gathers on 8 B200s (SimuMax's 9.2 and 8.0 µs a hop, beside 23 to 26 µs once) match the measurements."""
 
 _MESSAGES = 0.87
-"""of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s (sendrecv_perf) of
-231, on B200s 0.60 (all to all) of 0.67"""
+"""The share of a ring's bandwidth that messages between pairs reach inside a host: on A100s 195 GB/s
+(sendrecv_perf) of 231, on B200s 0.60 (all to all) of 0.67."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Group:
 
     size: int
     inside: int
-    """of them joined by fast links"""
+    """The number of them joined by fast links."""
 
     @property
     def islands(self) -> float:
@@ -39,16 +39,16 @@ class Group:
 
 @lru_cache(maxsize=4096)
 def group(hardware: Hardware, size: int, stride: int) -> Group:
-    """Where the ranks of an axis stand; those of tp have stride 1 and fill hosts first."""
+    """Return the group of an axis's ranks; those of tp have stride 1 and fill hosts first."""
     return Group(size, max(1, min(size, hardware.island // stride)))
 
 
 def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Seconds until every rank has all of `size` bytes; a reduce-scatter of as many takes as long.
+    """Return the seconds until every rank has all of `size` bytes; a reduce-scatter of as many takes as long.
 
-    Every rank takes in (n - 1) / n of them over its fast links. Between islands the ranks of one share its
-    adapters: (n - inside) / n of the bytes enter each island through as many adapters as it has ranks
-    in the group.
+    Every rank receives (n - 1) / n of them over its fast links. Between islands the ranks of one share its
+    adapters: (n - inside) / n of the bytes enter each island through as many adapters as it has ranks in the
+    group.
     """
     if ranks.size == 1:
         return 0.0
@@ -65,17 +65,17 @@ def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
 
 
 def reduce_scatter(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Seconds until every rank has its part of the sum of `size` bytes."""
+    """Return the seconds until every rank has its shard of the sum of `size` bytes."""
     return all_gather(hardware, ranks, size)
 
 
 def all_reduce(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
+    """Return the seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
     return 2 * all_gather(hardware, ranks, size) - (START if ranks.size > 1 else 0.0)
 
 
 def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Seconds until every rank has sent an n-th of its `size` bytes to every other."""
+    """Return the seconds until every rank has sent an n-th of its `size` bytes to every other."""
     if ranks.size == 1:
         return 0.0
     efficiency = hardware.efficiency
@@ -83,14 +83,14 @@ def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
     seconds = size * (ranks.inside - 1) / ranks.size / near
     across = size * (ranks.size - ranks.inside) / ranks.size
     seconds = max(seconds, across / (hardware.inter_bandwidth * efficiency.inter_host))
-    # Every peer's message is set up for itself.
+    # Every peer's message is set up separately.
     peers = (ranks.inside - 1) * hardware.intra_latency
     across_latency = hardware.inter_latency if ranks.inside < ranks.size else 0.0
     return seconds + START + peers + across_latency
 
 
 def send(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Seconds for `size` bytes from a rank to its neighbour in the group, the slowest of these."""
+    """Return the seconds for `size` bytes from a rank to its neighbour in the group, the slowest of these."""
     efficiency = hardware.efficiency
     if ranks.inside == ranks.size:
         seconds = size / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
@@ -100,9 +100,10 @@ def send(hardware: Hardware, ranks: Group, size: float) -> float:
 
 
 def _latency(hardware: Hardware, ranks: Group, size: float) -> float:
-    """Of a ring: n - 1 steps, as many of them over the network as there are islands but one.
+    """Return the latency of a ring: n - 1 steps, of which as many cross the network as there are islands but
+    one.
 
-    A rank's part is passed on in slices; half of a part that is smaller than one is waited for.
+    A rank's chunk is passed on in slices; a smaller chunk is waited for by half.
     """
     hops = ranks.islands - 1
     part = size / ranks.size / (hardware.intra_bandwidth * hardware.efficiency.intra_host)

@@ -1,7 +1,7 @@
-"""What data parallelism costs a rank in a step: gathers of parameters, reductions of gradients, copies.
+"""The time of data parallelism on a rank in a step: gathers of parameters, reductions of gradients, copies.
 
-A collective that runs beside a block's computation costs what it takes longer than that, and a share of the
-time in which both run (`Efficiency.overlap`). When each happens is written at `parallel.data` for the native
+A collective that runs beside a block's computation costs the time by which it is longer, and a share of the
+time in which both run (`Efficiency.overlap`). `parallel.data` describes the times of each for the native
 backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7.
 """
 
@@ -20,34 +20,35 @@ from nanoscale.plan.time.micro_batch_shape import Slice
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a layout moves the parameters and gradients of one unit (a block), and how often in a step."""
+    """The communication of the parameters and gradients of one unit (a block) in a layout, and its number in a
+    step."""
 
     gather: float
-    """seconds for one block's parameters"""
+    """Seconds for one block's parameters."""
     gather_again: float
-    """the same in the backward pass, where a second, closer sharding may serve"""
+    """The same in the backward pass, which may use a second, closer sharding."""
     reduce: float
-    """seconds for one block's gradients"""
+    """Seconds for one block's gradients."""
     all_reduce: float
-    """seconds for the rest of the sum over replicas, once a step"""
+    """Seconds for the rest of the sum over replicas, once a step."""
     copies_gather: float
-    """seconds of the device's own memory traffic for a gather"""
+    """Seconds of the device's own memory traffic for a gather."""
     copies_reduce: float
     accumulate: float
-    """the same to add a micro batch's gradients to those before"""
+    """The same to add a micro batch's gradients to those before."""
     gathers: int
-    """forward passes of a step that gather"""
+    """Forward passes of a step that gather."""
     gathers_again: int
-    """backward passes of a step that gather"""
+    """Backward passes of a step that gather."""
     reduces: int
     hidden: bool
-    """whether gradients travel beside the backward pass"""
+    """True if gradients are communicated beside the backward pass."""
     at_end: float
-    """seconds a block after the update, to gather what changed"""
+    """Seconds a block after the update, to gather the updated parameters."""
 
 
 def shards(config: Config) -> int:
-    """Ranks that share the optimizer states of a parameter."""
+    """Return the ranks that share the optimizer states of a parameter."""
     layout = config.parallel
     assert isinstance(layout.dp, int)
     if config.zero.stage == 0:
@@ -57,18 +58,19 @@ def shards(config: Config) -> int:
 
 @lru_cache(maxsize=1024)
 def block_parameters(model: Model, tp: int, ep: int = 1) -> int:
-    """Of one block on a rank of tp, as far as they take time: biases do not; the norms are whole."""
+    """Return the parameters of one block on a rank of tp that take time: without biases; the norms are
+    whole."""
     return sum(p.parameters for p in linears(model, tp, ep)) + 2 * model.hidden
 
 
 @lru_cache(maxsize=1024)
 def expert_parameters(model: Model, tp: int, ep: int) -> int:
-    """Of those, the experts'."""
+    """Return the experts' parameters among these."""
     return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
 
 
 def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int:
-    """Of a rank before ZeRO, as far as they take time; both ends have one table where they are tied."""
+    """Return the parameters of a rank before ZeRO that take time; tied ends share one table."""
     table = model.vocab * model.hidden // tp
     both = holding.first and holding.last and model.tie_embeddings
     ends = 1 if both else holding.first + holding.last
@@ -76,7 +78,7 @@ def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int
 
 
 def own_parameters(config: Config, holding: Holding) -> float:
-    """Those that a rank updates: of experts, ep ranks have each another part before ZeRO."""
+    """Return the parameters that a rank updates: ep ranks have different experts before ZeRO."""
     model, layout, ranks = config.model, config.parallel, shards(config)
     experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
     rest = rank_parameters(model, layout.tp, holding, layout.ep) - experts
@@ -84,7 +86,7 @@ def own_parameters(config: Config, holding: Holding) -> float:
 
 
 def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
-    """Both backends', for a block."""
+    """Return the plan for a block of either backend."""
     layout, zero = config.parallel, config.zero
     assert isinstance(layout.dp, int)
     wide, narrow = (
@@ -120,8 +122,10 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
 def _travel(
     config: Config, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
 ) -> tuple[float, float, float]:
-    """Seconds of a gather, of a reduction and of what is left of it over replicas, of `size` parameters that
-    every ep-th rank of those with other tokens has."""
+    """Return the seconds of a gather, of a reduction and of its remainder over replicas.
+
+    `size` counts parameters that every ep-th rank of those with other tokens has.
+    """
     layout = config.parallel
     assert isinstance(layout.dp, int)
     shard, stride = max(1, shards(config) // ep), layout.tp * ep
@@ -143,11 +147,12 @@ def _deepspeed(
     wide: int,
     narrow: int,
 ) -> Plan:
-    """Parameters stay in the compute type; gradients leave in buckets, beside the backward pass if asked.
+    """Return DeepSpeed's plan: parameters stay in the compute dtype; gradients leave in buckets, beside the
+    backward pass if configured.
 
-    Stages 1 and 2 gather what the update changed after it. Stage 3 gathers around each use, within `zero.hpz`
-    ranks in the backward pass, in 8 bits or gradients in 4 where ZeRO++ (Wang et al. 2023, arXiv:2306.10209)
-    says so.
+    Stages 1 and 2 gather the updated parameters after the update. Stage 3 gathers around each use, within
+    `zero.hpz` ranks in the backward pass; ZeRO++ (Wang et al. 2023, arXiv:2306.10209) can gather in 8 bits and
+    reduce gradients in 4.
     """
     layout, zero, backend = config.parallel, config.zero, config.backend
     everyone = collectives.group(hardware, copies, layout.tp)
@@ -179,9 +184,9 @@ class Cost:
     """Seconds of a step on one rank."""
 
     exposed: float
-    """network, beside which nothing is computed"""
+    """Network time beside which nothing is computed."""
     slowdown: float
-    """computing loses to collectives beside it"""
+    """The time that computing loses to collectives beside it."""
     copies: float
 
     @property
@@ -198,7 +203,7 @@ def cost(
     forward: float,
     backward: float,
 ) -> Cost:
-    """Of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
+    """Return the cost of a rank whose blocks take `forward` and `backward` seconds each for a micro batch."""
     blocks, overlap = holding.blocks, hardware.efficiency.overlap
     table = part.model.vocab * part.model.hidden / part.tp / _block(part)
     ends = table * (holding.first + holding.last)
@@ -221,7 +226,7 @@ def cost(
         whole = (again + reduce) * units
         shown = whole
         if plan.hidden:
-            # The last gradients to be had leave when nothing is left to compute.
+            # The last gradients leave when nothing is left to compute.
             shown = reduce * (table if holding.first else 1)
             shown += max(0.0, again + reduce - backward) * (blocks - 1)
             shown = min(shown, whole)
@@ -240,7 +245,8 @@ def _block(part: Slice) -> int:
 
 
 def update(config: Config, hardware: Hardware, parameters: float) -> float:
-    """Seconds of clipping and of the optimizer on a rank with so many parameters, all bound by memory.
+    """Return the seconds of clipping and of the optimizer on a rank with so many parameters, all bound by
+    memory.
 
     AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads the
     gradients for their norm, then reads and writes them.

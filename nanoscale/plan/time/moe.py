@@ -1,7 +1,7 @@
-"""What choosing experts and carrying tokens to them costs a block, beside the experts' own products.
+"""The time of routing and exchanging tokens in an MoE block, beside the experts' own products.
 
-The operations are those of `models.moe` and `parallel.expert`. As for memory, every expert is taken to be
-chosen as often as every other.
+The operations are those of `models.moe` and `parallel.expert`. As for memory, all experts are assumed to be
+chosen equally often.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
 # Passes over memory, in numbers read and written, forward and backward:
 _CHOICES = {False: (7, 14), True: (11, 22)}
-"""with ep or not → of the rows of all choices: they are put in order and back (2 each), weighed (2), added up
-(1); backward the gradients of weights make a product of all (4), each order has a copy and a sum (4 and 3), and
-those of gate and up are added (3); with ep each rank orders what arrives too"""
+"""Passes over the rows of all choices, by whether ep is used: they are put in order and back (2 each), weighed
+(2), added up (1); backward the gradients of weights make a product of all (4), each order has a copy and a sum
+(4 and 3), and those of gate and up are added (3); with ep each rank orders what arrives too."""
 _SCORES = (14, 8)
-"""fp32 numbers of the scores: softmax, bias, choice; and its gradient"""
+"""fp32 numbers of the scores: softmax, bias, choice; and its gradient."""
 KERNELS = {False: (27, 17), True: (41, 29)}
-"""with ep or not → kernels of a forward and of a backward pass beside those of a dense block"""
+"""Kernels of a forward and of a backward pass beside those of a dense block, by whether ep is used."""
 _HOST = 20e-6
-"""s, assumed: the host learns how many tokens arrive, the device waits until the next kernels are started"""
+"""Seconds, assumed: the host learns how many tokens arrive, and the device waits until the next kernels are
+started."""
 
 
 def traffic(part: Slice) -> tuple[float, float]:
-    """Bytes of the element-wise operations, forward and backward."""
+    """Return the bytes of the element-wise operations, forward and backward."""
     model, wide = part.model, operations.WIDTH[part.wide]
     rows = part.tokens * model.experts_per_token * model.hidden * wide
     router = part.tokens * model.hidden * (wide + 4.0)
@@ -41,9 +42,9 @@ def traffic(part: Slice) -> tuple[float, float]:
 
 
 def exchange(hardware: Hardware, part: Slice) -> tuple[float, float]:
-    """Seconds of the all-to-alls, forward and backward: tokens to their experts, and back.
+    """Return the seconds of the all-to-alls, forward and backward: tokens to their experts, and back.
 
-    Forward the numbers of tokens travel first, and the host waits for them.
+    Forward, the numbers of tokens are exchanged first, and the host waits for them.
     """
     if part.ep == 1:
         return 0.0, 0.0

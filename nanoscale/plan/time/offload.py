@@ -1,4 +1,4 @@
-"""What it costs that parameters or activations wait in host memory. A disk (nvme) is taken for host memory."""
+"""The time of parameters or activations in host memory. A disk (nvme) is treated as host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoscale.plan.time.micro_batch_shape import Slice
 
 
 def offloaded(config: Config) -> str:
-    """What waits in host memory: `none`, `optimizer` or `optimizer, parameters`."""
+    """Return the names of offloaded states: `none`, `optimizer` or `optimizer, parameters`."""
     zero = config.zero
     there = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
     return ", ".join(name for name, where in there.items() if where != "none") or "none"
@@ -19,10 +19,10 @@ def offloaded(config: Config) -> str:
 def waiting(
     config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
 ) -> float:
-    """Seconds for which computing waits for the link to host memory.
+    """Return the seconds for which computing waits for the link to host memory.
 
-    Parameters that wait there come up for each pass; activations go down beside the forward pass and
-    come up beside the backward pass.
+    Offloaded parameters come up for each pass; activations go down beside the forward pass and come up beside
+    the backward pass.
     """
     zero, layout = config.zero, config.parallel
     seconds = 0.0
@@ -38,7 +38,7 @@ def waiting(
 
 
 def _saved(part: Slice) -> float:
-    """Bytes that a block keeps for its backward pass, about."""
+    """Return the bytes that a block keeps for its backward pass, approximately."""
     model = part.model
     stream = part.stream * model.hidden
     if part.recompute in ("full", "sqrt"):
@@ -46,7 +46,7 @@ def _saved(part: Slice) -> float:
     width = model.head_dim or model.hidden // model.heads
     heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
     inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
-    if model.experts:  # and what is put in order for them, and what they have found
+    if model.experts:  # and their ordered inputs and their outputs
         inner = model.experts_per_token * (inner + 2 * part.tokens * model.hidden)
     if part.recompute == "attention":
         inner, heads = 0.0, heads / 2

@@ -1,4 +1,4 @@
-"""How long a step takes, by parts, and what follows: tokens/s, utilisation, the time and cost of a run."""
+"""The time of a step, by parts, and derived figures: tokens/s, utilisation, the time and cost of a run."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ class Parts:
     attention: float
     elementwise: float
     recomputed: float
-    """computed a second time for the backward pass"""
+    """Recomputation for the backward pass."""
     launch: float
-    """the device waits for the CPU to start kernels"""
+    """The device waits for the CPU to start kernels."""
     tp: float
     cp: float
     ep: float
-    """tokens on the way to their experts and back"""
+    """The exchange of tokens with their experts."""
     pp: float
-    """activations and their gradients on the way between stages"""
+    """The transfer of activations and their gradients between stages."""
     dp: float
-    """gathers and reductions that nothing hides, what hiding costs, and their copies"""
+    """Exposed gathers and reductions, the slowdown by hidden ones, and their copies."""
     bubble: float
     optimizer: float
     offload: float
     data: float
     jitter: float
-    """waiting for the slowest host"""
+    """Waiting for the slowest host."""
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """The sum of all parts."""
         seconds: float = sum(getattr(self, name) for name in _PARTS)
         return seconds
 
@@ -57,18 +57,18 @@ _PARTS = tuple(field.name for field in fields(Parts))
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step, predicted."""
+    """A predicted step."""
 
     seconds: float
     parts: Parts
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
-    """model FLOPs over the peak, attention counted whole (PaLM, Chowdhery et al. 2022, appendix B)"""
+    """Model FLOPs over the peak, attention counted whole (PaLM, Chowdhery et al. 2022, appendix B)."""
     mfu_causal: float
-    """the same with half of attention"""
+    """The same with half of attention."""
     hfu: float
-    """mfu and what is computed again"""
+    """Mfu with recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class StageCost:
 
     forward: float
     backward: float
-    """with what is computed again"""
+    """The backward pass with recomputation."""
     weights: float
-    """of the backward pass, the share for the weights' gradients, where a schedule does it apart"""
+    """The share of the backward pass for the weights' gradients, for schedules that split it."""
     send: float
-    """what goes to the next stage, or back"""
+    """The transfer to the next stage, or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def step_time(
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
-        makespan: seconds of the pipeline's part of the step, where it was simulated; None: in closed form.
+        makespan: seconds of the pipeline's part of the step, if it was simulated; None: in closed form.
         part: another software's way of computing; None: ours.
     """
     sizes, layout = derive(config), config.parallel
@@ -136,7 +136,7 @@ def step_time(
         bubble=idle,
         optimizer=data_parallel.update(config, hardware, local),
         offload=offload.waiting(config, hardware, part, holding, count, forward),
-        # Ids of tokens, in 8 bytes.
+        # Token ids, in 8 bytes.
         data=8.0 * part.tokens * count / hardware.host_bandwidth,
         jitter=0.0,
     )
@@ -180,7 +180,7 @@ def _flops(model: Model, seq_len: int) -> tuple[int, int]:
 
 
 def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
-    """Of every stage in the model's order, for one micro batch."""
+    """Return the costs of every stage in the model's order, for one micro batch."""
     part = blocks.slice_of(config)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, send = blocks.recomputed_share(config), _send(config, hardware, part)
@@ -197,7 +197,7 @@ def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
 
 
 def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
-    """What `train.steps`, or the steps of `train.tokens`, take."""
+    """Return the duration and cost of `train.steps`, or of the steps of `train.tokens`."""
     sizes = derive(config)
     hours = sizes.steps * step.seconds / 3600
     device_hours = hours * sizes.world_size
@@ -212,7 +212,7 @@ def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
 
 
 def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
-    """Seconds of a rank for one micro batch."""
+    """Return the seconds of a rank for one micro batch."""
     seconds = holding.blocks * block
     if holding.first:
         seconds += ends[0].seconds[0] + ends[0].seconds[1]
@@ -222,7 +222,7 @@ def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
 
 
 def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
-    """Forward and backward of a rank for one micro batch, without what is computed again."""
+    """Return forward and backward of a rank for one micro batch, without recomputation."""
     number, block = holding.blocks, one.both
     first = ends[0].both if holding.first else NOTHING
     last = ends[1].both if holding.last else NOTHING
@@ -238,7 +238,7 @@ def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
 
 
 def _send(config: Config, hardware: Hardware, part: Slice) -> float:
-    """Seconds for the residual stream from a stage to the next."""
+    """Return the seconds to send the residual stream from a stage to the next."""
     layout = config.parallel
     if layout.pp == 1:
         return 0.0
@@ -256,7 +256,7 @@ def _waiting(
     one: Passes,
     ends: tuple[Passes, Passes],
 ) -> tuple[float, float]:
-    """Seconds that a rank of the pipeline waits: as if nothing took time to send, and what sending adds."""
+    """Return the seconds that a pipeline rank waits: those with free sends, and the addition by sends."""
     layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages
     if layout.pp == 1:
         return 0.0, 0.0
@@ -275,5 +275,6 @@ def _waiting(
 
 
 def _weights(backward_products: float) -> float:
-    """Seconds for the gradients of weights: half of the products, the other half is for their inputs."""
+    """Return the seconds for the gradients of weights: half of the products; the other half is for their
+    inputs."""
     return backward_products / 2

@@ -1,4 +1,4 @@
-"""What passes of a micro batch through parts of the model take, by what the time is spent on."""
+"""The time of a micro batch's passes through parts of the model, by purpose."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Seconds of one pass of one micro batch on a rank, by what they are spent on."""
+    """Seconds of one pass of one micro batch on a rank, by purpose."""
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     launch: float = 0.0
-    """in which the device waits for the CPU"""
+    """Seconds in which the device waits for the CPU."""
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -28,7 +28,7 @@ NOTHING = Work()
 
 
 def together(*works: Work) -> Work:
-    """Their sum."""
+    """Return the sum of works."""
     return Work(*(sum(getattr(work, name) for work in works) for name in _WORK))
 
 
@@ -43,11 +43,11 @@ class Passes:
     backward: Work
     recomputed: Work
     recomputed_flops: float
-    """of products that are computed again, a micro batch and rank"""
+    """FLOPs of recomputed products, per micro batch and rank."""
     both: Work
-    """forward and backward"""
+    """Forward and backward."""
     seconds: tuple[float, float, float]
-    """the totals of the first three, which a search asks for often"""
+    """The totals of the first three, which a search reads often."""
 
 
 def passes(forward: Work, backward: Work, recomputed: Work = NOTHING, flops: float = 0.0) -> Passes:

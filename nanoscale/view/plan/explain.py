@@ -1,4 +1,4 @@
-"""The arithmetic of a step's parts in words, for people who ask; nothing here is computed for a search."""
+"""The arithmetic of a step's parts in words, on request; a search computes none of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoscale.plan.time.step import StepTime
 
 
 def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
-    """A line or more for each part of the step that takes any time, by the part's name."""
+    """Explain each part of the step that takes any time, in one or more lines, by the part's name."""
     part, count = block.slice_of(config), derive(config).accumulation
     texts = {
         "matmul": _matmul(hardware, part, count),

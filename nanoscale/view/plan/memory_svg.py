@@ -1,4 +1,4 @@
-"""Memory as SVG: a bar a pipeline rank, a colour for each part, against what the device has."""
+"""Memory as SVG: a bar per pipeline rank, a colour for each part, compared with the device's capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoscale.view.svg import box, line, picture, text
 _ROW, _GAP = 22, 6
 _LEFT, _RIGHT, _TOP = 62, 76, 22
 _TOTAL = 64
-"""pixels that a bar's size takes behind it"""
+"""Pixels for a bar's size behind it."""
 _COLOURS = {
     "weights": "#4c78a8",
     "compute copies": "#72b7b2",
@@ -28,7 +28,7 @@ _COLOURS = {
 
 
 def memory_svg(memory: Sequence[RankMemory], capacity: int, width: int = 960) -> str:
-    """One `<svg>` element; a mouse over a part shows its size and arithmetic."""
+    """Return one `<svg>` element; hovering over a part shows its size and arithmetic."""
     worst = max(memory, key=lambda rank: rank.total)
     scale = (width - _LEFT - _RIGHT) / max(capacity, worst.total)
     parts: list[str] = []
@@ -54,13 +54,13 @@ def _bar(rank: RankMemory, top: int, scale: float, limit: float) -> Iterator[str
         hint = f"{part.name}: {byte_size(part.bytes)} = {part.how}"
         yield box(left, top, part.bytes * scale, _ROW, _COLOURS[part.name], hint)
         left += part.bytes * scale
-    if left <= limit < left + _TOTAL:  # the size would stand on the device's end
+    if left <= limit < left + _TOTAL:  # the size would overlap the device's end
         left = limit
     yield text(left + 6, top + 16, byte_size(rank.total))
 
 
 def _legend(memory: Sequence[RankMemory], top: int, width: int) -> tuple[list[str], int]:
-    """The entries, and where they end."""
+    """Return the entries of the legend, and its lower end."""
     left, entries = _LEFT, []
     for name in LOOKS:
         if not any(rank.part(name).bytes for rank in memory):

@@ -1,4 +1,5 @@
-"""Memory for the terminal: a bar a pipeline rank, a letter for each part, against what the device has."""
+"""Memory for the terminal: a bar per pipeline rank, a letter for each part, compared with the device's
+capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MOST_RANKS = 16
-"""bars, before those in the middle are left out; that of the worst rank never is"""
+"""The most bars; others in the middle are left out, but never that of the worst rank."""
 LOOKS = {
     "weights": ("w", "black on bright_blue"),
     "compute copies": ("c", "black on cyan"),
@@ -25,11 +26,11 @@ LOOKS = {
     "fragmentation": ("f", "black on bright_black"),
     "context": ("x", "black on white"),
 }
-"""letter and style of each part"""
+"""The letter and style of each part."""
 
 
 def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
-    """Lines of `width` columns; what lies beyond the capacity stands behind its mark, `|`."""
+    """Return lines of `width` columns; bars beyond the capacity continue behind its mark, `|`."""
     from rich.text import Text
 
     worst = max(memory, key=lambda rank: rank.total)
@@ -56,7 +57,7 @@ def bars(memory: Sequence[RankMemory], capacity: int, width: int) -> Text:
 
 
 def shown(memory: Sequence[RankMemory], worst: RankMemory) -> list[int | None]:
-    """The ranks to show; None stands for those left out."""
+    """Return the ranks to show; None stands for those left out."""
     count = len(memory)
     if count <= MOST_RANKS:
         return list(range(count))

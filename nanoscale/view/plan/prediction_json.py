@@ -13,7 +13,7 @@ from nanoscale.plan.saving import plan_saving
 
 
 def document(plan: Prediction) -> dict[str, Any]:
-    """Sizes are in GiB, times in s."""
+    """Return the document; sizes are in GiB, times in s."""
     time, layout = plan.time, plan.config.parallel
     return {
         "fits": plan.fits,
@@ -40,7 +40,7 @@ def document(plan: Prediction) -> dict[str, Any]:
 
 
 def bf16_advice(fp32: float, bf16: float | None) -> str | None:
-    """Return the line that says what bf16 would give; None where it is no choice.
+    """Return the line about the speed in bf16; None if bf16 is not an option.
 
     Args:
         fp32: planned tokens/s of a device.

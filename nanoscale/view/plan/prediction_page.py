@@ -1,4 +1,4 @@
-"""A plan as one page that needs nothing else: no script, no file beside it."""
+"""A plan as one self-contained page: no script, no other file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoscale.view.plan.timeline_svg import timeline_svg
 
 
 def prediction_page(plan: Prediction) -> str:
-    """Memory, the step and the pipeline's timeline of one layout, with the arithmetic."""
+    """Return the page of one layout: memory, the step and the pipeline's timeline, with the arithmetic."""
     first, *rest = head(plan)
     fits = "yes" if plan.fits else "no"
     parts = [
@@ -37,7 +37,7 @@ def prediction_page(plan: Prediction) -> str:
 
 
 def search_page(found: Found, why: Sequence[str]) -> str:
-    """All layouts that fit as a scatter, and the best in full. One must fit."""
+    """Return the page of a search: all fitting layouts as a scatter, and the best in full. One must fit."""
     best = found.best
     assert best is not None
     title = f"{best.config.model.name}: {found.considered:,} layouts looked at, {len(found.ranked):,} fit"

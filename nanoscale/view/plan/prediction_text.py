@@ -1,4 +1,4 @@
-"""A prediction for people: the verdict, where the memory and the time go, and how long it all takes."""
+"""A prediction for people: the verdict, the parts of memory and time, and the duration of the training."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MEANINGS = {
     "data": "data",
     "jitter": "the slowest host",
 }
-"""what the parts of a step are called"""
+"""The names of the parts of a step."""
 
 
 def print_prediction(console: Console, plan: Prediction, *, explain: bool = False) -> None:
-    """All of it; with `explain` the arithmetic behind every number."""
+    """Print the prediction; with `explain` the arithmetic behind every number."""
     console.print("\n".join(head(plan)), markup=False)
     console.print()
     console.print(verdict(plan), style="green" if plan.fits else "bold red", markup=False)
@@ -53,7 +53,7 @@ def print_prediction(console: Console, plan: Prediction, *, explain: bool = Fals
 
 
 def head(plan: Prediction) -> list[str]:
-    """What is planned, in three lines."""
+    """Describe the planned job in three lines."""
     config, hardware = plan.config, plan.hardware
     sizes, layout, model = derive(config), config.parallel, config.model
     hosts = -(-sizes.world_size // hardware.devices_per_host)
@@ -84,7 +84,7 @@ def head(plan: Prediction) -> list[str]:
 
 
 def verdict(plan: Prediction) -> str:
-    """Whether it fits, in one line."""
+    """Return the verdict in one line."""
     worst = plan.worst
     needs = share(worst.total, plan.capacity)
     where = f"pipeline rank {worst.rank}, " if len(plan.memory) > 1 else ""
@@ -93,7 +93,7 @@ def verdict(plan: Prediction) -> str:
 
 
 def outcome(plan: Prediction) -> list[str]:
-    """Speed, what the whole training takes, and when checkpoints are saved."""
+    """Return the speed, the duration and cost of the training, and the times of checkpoints."""
     time, run = plan.time, plan.training
     advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
     speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"

@@ -1,4 +1,4 @@
-"""Why the best layout is the best: what changes with each of its axes, and the field's rules of thumb."""
+"""The reasons for the best layout: the effect of each of its axes, and the field's rules of thumb."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _AXES: dict[str, Callable[[Prediction], object]] = {
     "recompute": lambda plan: plan.config.parallel.activation_checkpointing,
 }
 _LEAST_S = 0.002
-"""a part that changes the step by less than this share is not worth a word"""
+"""Parts that change the step by less than this share are not mentioned."""
 _LONG = 10_000
-"""tokens of a sequence, above which cp is usual"""
+"""Tokens of a sequence above which cp is usual."""
 
 
 def reasons(found: Found) -> list[str]:
-    """A sentence for each axis along which another layout comes near."""
+    """Return a sentence for each axis along which another layout comes close."""
     best = found.best
     if best is None:
         return []
@@ -49,7 +49,7 @@ def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterato
 
 
 def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
-    """Whether they differ in one axis only, but for dp, which takes what is left."""
+    """True if they differ in one axis only, except dp, which follows from the others."""
     free = {name, "schedule"} if name == "pp" else {name}
     return all(axis(plan) == axis(best) for other, axis in _AXES.items() if other not in free)
 
@@ -88,10 +88,10 @@ def _by_size(item: tuple[str, float]) -> float:
 
 
 def advice(best: Prediction) -> list[str]:
-    """The usual ladder of parallelisms, with its thresholds, held against what was found.
+    """Compare the usual ladder of parallelisms, with its thresholds, with the result.
 
-    From its foot: data parallelism; sharded; activations recomputed; replicas of sharded groups beyond some
-    hundred devices; then context, pipeline and tensor parallelism. Source: PyTorch's guides to FSDP2 and
+    From its lowest step: data parallelism; sharded; activations recomputed; replicas of sharded groups beyond
+    some hundred devices; then context, pipeline and tensor parallelism. Source: PyTorch's guides to FSDP2 and
     torchtitan (Liang et al. 2024, arXiv:2410.06511).
     """
     config, size = best.config, parameters(best.config.model)

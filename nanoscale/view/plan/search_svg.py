@@ -1,4 +1,4 @@
-"""What a search has found as a scatter: memory to the right, speed upwards, the Pareto front joined."""
+"""The result of a search as a scatter: memory to the right, speed upwards, the Pareto front joined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 20, 20, 44
 def search_svg(
     ranked: Sequence[Prediction], front: Sequence[Prediction], width: int = 960, height: int = 420
 ) -> str:
-    """One `<svg>` element; a mouse over a point shows its layout. There must be a layout that fits."""
+    """Return one `<svg>` element; hovering over a point shows its layout. At least one layout must fit."""
     some = ranked[:: max(1, len(ranked) // MOST_POINTS)]
     marks_x = ticks(0.0, max(_gib(plan) for plan in [*some, *front]))
     marks_y = ticks(0.0, max(_speed(plan) for plan in [*some, *front]))
@@ -36,7 +36,7 @@ def search_svg(
 
 
 def name_of(plan: Prediction) -> str:
-    """A layout in a few words."""
+    """Describe a layout briefly."""
     config = plan.config
     layout = config.parallel
     degrees = [f"{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp")]

@@ -1,4 +1,4 @@
-"""What a search has found, for people and as a document."""
+"""The result of a search, for people and as a document."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 WIDTH = 120
-"""columns of what is no terminal"""
+"""The width if the output is no terminal."""
 _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
-"""columns that a narrow terminal does without, the first of them first"""
+"""Columns that a narrow terminal omits, in this order."""
 
 
 def search_document(composed: Composed, found: Found) -> dict[str, Any]:
-    """`plan --search --json`."""
+    """Return the document of `plan --search --json`."""
     return {
         "considered": found.considered,
         "fitting": len(found.ranked),
@@ -42,7 +42,7 @@ def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
 
 
 def print_found(console: Console, composed: Composed, room: Room, found: Found) -> None:
-    """The fastest layouts, those of the Pareto front marked, and why the first is the first."""
+    """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
     some = found.best or found.nearest
     on = f"{room.world} × {some.hardware.device}" if some else f"{room.world} devices"
     counts = f"{found.considered:,} layouts looked at, {len(found.ranked):,} fit"
@@ -61,7 +61,7 @@ def print_found(console: Console, composed: Composed, room: Room, found: Found) 
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """The first ones, without those that are another way to the same speed and memory."""
+    """Return the first layouts, without those that reach the same speed and memory in another way."""
     chosen: dict[tuple[str, str], Prediction] = {}
     for plan in ranked:
         chosen.setdefault((f"{plan.time.seconds:.3g}", f"{plan.worst.total:.3g}"), plan)
@@ -86,7 +86,7 @@ def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
 def _fitting_table(
     console: Console, plans: Sequence[Prediction], front: Sequence[Prediction]
 ) -> Any:
-    """With all columns that there is room for."""
+    """Return the table with all columns for which there is room."""
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     table = _table(plans, front)

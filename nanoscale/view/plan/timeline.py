@@ -1,4 +1,4 @@
-"""What of a pipeline's timeline a picture shows, for the terminal and for SVG alike."""
+"""The visible part of a pipeline's timeline, for the terminal and for SVG."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEANINGS: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the step, in seconds."""
+    """A span of the step, in seconds."""
 
     start: float
     end: float
@@ -28,9 +28,9 @@ class Window:
 
 
 def windows(timeline: Timeline, room: float) -> list[Window]:
-    """The whole step if so many of its forward passes have room side by side, else its beginning and its end.
+    """Return the whole step if `room` of its forward passes fit side by side, else its beginning and its end.
 
-    The two are equally long, and long enough to see every rank begin and end.
+    Both windows are equally long, and long enough to show every rank begin and end.
     """
     passes = sorted(
         span.end - span.start
@@ -48,7 +48,8 @@ def windows(timeline: Timeline, room: float) -> list[Window]:
 
 
 def rows(timeline: Timeline, most: int) -> list[int | None]:
-    """The ranks to show: all, or the first and the last of too many, with None between for the others."""
+    """Return the ranks to show: all, or the first and the last of too many, with None between for the
+    others."""
     count = len(timeline.ranks)
     if count <= most:
         return list(range(count))
@@ -57,28 +58,28 @@ def rows(timeline: Timeline, most: int) -> list[int | None]:
 
 
 def within(spans: list[Span], window: Window) -> Iterator[Span]:
-    """The spans that a window shows a part of, cut to it; nothing of those that take no time."""
+    """Yield the spans within a window, cut to it, without those of no duration."""
     for span in spans:
         if span.end > window.start and span.start < window.end and span.end > span.start:
             yield Span(span.action, max(span.start, window.start), min(span.end, window.end))
 
 
 def kinds(timeline: Timeline) -> list[Kind]:
-    """The kinds of actions that there are, in the order of the legend."""
+    """Return the kinds of actions in the timeline, in the order of the legend."""
     seen = {span.action.kind for spans in timeline.ranks for span in spans}
     return [kind for kind in MEANINGS if kind in seen]
 
 
 def first_stages(timeline: Timeline) -> list[int]:
-    """The first stage of each rank: the others are drawn in another shade."""
+    """Return the first stage of each rank: the others are drawn in another shade."""
     return [min(span.action.stage for span in spans) for spans in timeline.ranks]
 
 
 def several_stages(timeline: Timeline) -> bool:
-    """Whether ranks have more than one stage."""
+    """True if ranks have more than one stage."""
     return len({span.action.stage for span in timeline.ranks[0]}) > 1
 
 
 def percent(share: float) -> str:
-    """One digit after the point."""
+    """Format a share as percent with one decimal."""
     return f"{100 * share:.1f} %"

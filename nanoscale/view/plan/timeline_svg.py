@@ -1,8 +1,8 @@
-"""A pipeline's timeline as SVG: a row a rank, a box an action, time to the right.
+"""A pipeline's timeline as SVG: a row per rank, a box per action, time to the right.
 
-The picture carries its own style and needs nothing else. Inside a page that is light or dark by its own choice,
-set `--timeline-ink` and `--timeline-idle` on an element around it; else it follows the reader's system. Boxes
-differ by brightness and hatching, and by a letter where it fits, so that the picture can be read in grey.
+The picture carries its own style and needs no other file. Inside a page with its own light or dark style, set
+`--timeline-ink` and `--timeline-idle` on an element around it; otherwise it follows the reader's system. Boxes
+differ by brightness and hatching, and by a letter if it fits, so the picture is readable in grey.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from nanoscale.view.plan.timeline import (
 )
 
 MOST_RANKS = 48
-"""rows, before the ranks in the middle are left out"""
+"""The most rows; beyond it, ranks in the middle are left out."""
 MOST_HINTS = 1500
-"""boxes, before they lose the text that a mouse over them shows"""
+"""The most boxes with a hover text."""
 _ROW, _GAP = 22, 4
 _LEFT, _RIGHT, _TOP = 62, 58, 28
 _BREAK = 26
 _PER_PASS = 7.0
-"""pixels that a forward pass has at least, unless ranks take long to begin"""
+"""The least pixels of a forward pass, unless ranks take long to begin."""
 _DIGIT = 6.2
-"""width of a digit in a label"""
+"""The width of a digit in a label."""
 _CLASS: dict[Kind, str] = {"F": "f", "B": "b", "I": "i", "W": "w"}
 
 
@@ -44,16 +44,16 @@ def timeline_svg(
     title: str = "Pipeline timeline",
     name: str = "timeline",
 ) -> str:
-    """The picture as one `<svg>` element, `width` pixels wide at its natural size.
+    """Return the picture as one `<svg>` element, `width` pixels wide at its natural size.
 
-    `name` is its id, by which its style keeps to itself: another one for every picture of a page.
+    `name` is its id, which limits its style to this picture: each picture of a page needs another one.
     """
     return _Drawing(timeline, width, title, name).text()
 
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """A window of time and where it stands, in pixels."""
+    """A window of time and its position, in pixels."""
 
     window: Window
     left: float
@@ -99,7 +99,7 @@ class _Drawing:
         return [_Panel(shown[0], _LEFT, half), _Panel(shown[1], _LEFT + half + _BREAK, half)]
 
     def _style(self) -> str:
-        """Rules for this picture alone, which may stand in a page with others."""
+        """Return the rules for this picture alone, since a page may hold several."""
         me = f"#{self._id}"
         hatches = self._hatch("i", "#0b5f66", "M0 6L6 0") + self._hatch("w", "#8a5a00", "M0 0L6 6")
         return f"""<defs>{hatches}</defs>
@@ -162,7 +162,7 @@ class _Drawing:
         return "".join(parts)
 
     def _boxes(self, spans: list[Span], panel: _Panel, y: int, first: int) -> list[str]:
-        """A box for every action, with a text for the mouse."""
+        """Return a box for every action, with a hover text."""
         parts = []
         for span in spans:
             kind = span.action.kind
@@ -174,7 +174,7 @@ class _Drawing:
         return parts
 
     def _merged_boxes(self, spans: list[Span], panel: _Panel, y: int, first: int) -> list[str]:
-        """All boxes of a kind in one path: a tenth of the bytes."""
+        """Return all boxes of a kind in one path: a tenth of the bytes."""
         paths: dict[str, list[str]] = {}
         for span in spans:
             x, width = _extent(span, panel)
@@ -185,7 +185,7 @@ class _Drawing:
         return [f'<path class="{look}" d="{"".join(path)}"/>' for look, path in paths.items()]
 
     def _label(self, span: Span, panel: _Panel, y: int) -> str:
-        """Letter and micro batch, the micro batch alone, or nothing, as the box has room."""
+        """Return letter and micro batch, the micro batch alone, or nothing, depending on the box's width."""
         x, width = _extent(span, panel)
         kind, _, batch, _ = span.action
         name = next(
@@ -221,7 +221,7 @@ class _Drawing:
         return "".join(parts)
 
     def _legend(self, y: int) -> tuple[str, int]:
-        """Swatches and their meanings, and where the picture ends."""
+        """Return the legend, and the lower end of the picture."""
         entries = [(_CLASS[kind], f"{kind} {MEANINGS[kind]}") for kind in kinds(self._timeline)]
         if several_stages(self._timeline):
             look = entries[0][0]
@@ -242,7 +242,7 @@ class _Drawing:
 
 
 def _extent(span: Span, panel: _Panel) -> tuple[float, float]:
-    """Left edge and width, with a hair of room to the next box where it is wide enough."""
+    """Return left edge and width, with a small gap to the next box if it is wide enough."""
     x = panel.x(span.start)
     width = panel.x(span.end) - x
     return x, width - 1 if width > 4 else width
@@ -266,5 +266,5 @@ def _hint(span: Span) -> str:
 
 
 def _n(value: float) -> str:
-    """A coordinate to a hundredth of a pixel, without idle zeros."""
+    """Format a coordinate to a hundredth of a pixel, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,6 +1,6 @@
-"""A pipeline's timeline for the terminal: a line a rank, a letter for what it does, time to the right.
+"""A pipeline's timeline for the terminal: a line per rank, a letter for its action, time to the right.
 
-Everything that colour says is said by letters too, so that the plain text is the same picture.
+Letters carry everything that colours do, so the plain text is the same picture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MOST_RANKS = 32
-"""lines of ranks, before the ones in the middle are left out"""
+"""The most lines of ranks; beyond it, those in the middle are left out."""
 _FILL: dict[Kind, str] = {"F": "-", "B": "=", "I": "~", "W": "+"}
 _STYLE: dict[Kind, str] = {
     "F": "black on bright_blue",
@@ -38,7 +38,7 @@ _BREAK = " ⋯ "
 
 
 class Piece(NamedTuple):
-    """Characters of one style, in the words of rich; none if empty."""
+    """A text in one of rich's styles; plain if the style is empty."""
 
     text: str
     style: str = ""
@@ -48,7 +48,7 @@ Line = list[Piece]
 
 
 def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
-    """The same with colours; on no terminal rich leaves them out."""
+    """Return the timeline with colours; rich omits them if the output is no terminal."""
     from rich.text import Text
 
     text = Text(no_wrap=True)
@@ -60,7 +60,7 @@ def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
 
 
 def timeline_lines(timeline: Timeline, width: int = 100) -> list[Line]:
-    """A head with the utilisation, a line a rank with its own, a scale of time and a legend."""
+    """Return a head with the utilisation, a line per rank with its own, a time scale and a legend."""
     label = len(f"rank {len(timeline.ranks) - 1} ")
     columns = max(60, width) - label - len("|| 100.0 %")
     shown = windows(timeline, columns - len(_BREAK))
@@ -94,7 +94,8 @@ def _head(timeline: Timeline) -> Line:
 
 
 def _cells(spans: list[Span], window: Window, columns: int, first: int) -> Line:
-    """A rank's line in a window: every action from the column nearest its start to that nearest its end."""
+    """Return a rank's line in a window: every action from the column nearest its start to that nearest its
+    end."""
     line: Line = []
     at = 0
     step = window.seconds / columns
@@ -111,7 +112,8 @@ def _cells(spans: list[Span], window: Window, columns: int, first: int) -> Line:
 
 
 def _cell(span: Span, width: int, first: int) -> str:
-    """Letter and micro batch, or the letter alone if they have no room, and a filling of the kind's own."""
+    """Return letter and micro batch, or the letter alone if there is no room, filled with the kind's
+    character."""
     kind, stage, batch, _ = span.action
     letter = kind if stage == first else kind.lower()
     name = f"{letter}{batch}"
@@ -119,7 +121,7 @@ def _cell(span: Span, width: int, first: int) -> str:
 
 
 def _scale(shown: list[Window], each: int, label: int) -> Line:
-    """The times at the ends of the windows, below them."""
+    """Return the times at the ends of the windows, below them."""
     parts = []
     for window in shown:
         begin, end = duration(window.start), duration(window.end)

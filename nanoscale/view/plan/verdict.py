@@ -1,4 +1,4 @@
-"""Whether a job may be launched: it fits, or these changes make it fit."""
+"""The decision about a launch: the job fits, or these changes make it fit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ PROPOSALS = 3
 
 
 def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
-    """Let pass what fits.
+    """Require that a job fits.
 
     Raises:
-        UserError: of kind `plan`, with the nearest overrides that fit; the command ends with 3.
+        UserError: it does not fit; of kind `plan`, with the nearest overrides that fit; the command exits with
+            3.
     """
     if plan.fits:
         return
@@ -35,7 +36,7 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
 
 
 def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
-    """Layouts that fit, those with the fewest changes first, and of these the fastest."""
+    """Return fitting layouts, those with the fewest changes first, then the fastest."""
     world = derive(plan.config).world_size
     free = replace(room(composed, _enough(devices, world), plan.hardware, world), held=frozenset())
     ranked = search(free, plan.hardware).ranked
@@ -46,7 +47,8 @@ def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Pred
 
 
 def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
-    """One for each set of keys that change: the same keys with other values are no other idea."""
+    """Yield one layout for each set of changed keys: the same keys with other values are no new
+    alternative."""
     seen: set[frozenset[str]] = set()
     for plan in ranked:
         words = to_type(composed, plan.config)
@@ -57,7 +59,7 @@ def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Predict
 
 
 def _enough(devices: Devices, world: int) -> Devices:
-    """All devices of all hosts, as one machine."""
+    """Return all devices of all hosts, as one machine."""
     return replace(devices, count=max(devices.count, world))
 
 

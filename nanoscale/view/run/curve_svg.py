@@ -1,4 +1,4 @@
-"""A figure of a run over its steps, as SVG."""
+"""A metric of a run over its steps, as SVG."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def curve_svg(
     width: int = 470,
     height: int = 220,
 ) -> str:
-    """One `<svg>` element.
+    """Return one `<svg>` element.
 
     Args:
-        curves: each with what it is called, "" where there is one. Values that were not finite are red dots.
-        level: a value to compare with, and what it is called.
-        starts: steps after which an attempt began, as upright lines.
+        curves: each with its name, "" if there is only one. Values that were not finite are red dots.
+        level: the name and the value of a level to compare with.
+        starts: steps after which an attempt began, drawn as vertical lines.
     """
     values = [value for _, points in curves for _, value in points if value is not None]
     if logarithmic:
@@ -85,7 +85,7 @@ def curve_svg(
 def _legend(
     names: list[tuple[str, str]], level: tuple[str, float] | None, width: int
 ) -> Iterator[str]:
-    """To the right of the name, above the curves."""
+    """Yield the legend, to the right of the name and above the curves."""
     entries = [*names, *([("level", level[0])] if level else [])]
     right = float(width - _RIGHT)
     for kind, called in reversed(entries):
@@ -96,7 +96,7 @@ def _legend(
 
 
 def _finite(points: Curve, positive: bool) -> Iterator[list[tuple[int, float]]]:
-    """Stretches without a value that cannot be drawn."""
+    """Yield the segments between values that cannot be drawn."""
     run: list[tuple[int, float]] = []
     for step, value in points:
         if value is None or (positive and value <= 0):
@@ -114,13 +114,13 @@ def _scaled(value: float, logarithmic: bool) -> float:
 
 
 def whole_ticks(first: int, last: int) -> list[int]:
-    """Round steps within."""
+    """Return round steps in the range."""
     step = max(1, round(round_step(last - first)))
     return list(range(-(-first // step) * step, last + 1, step))
 
 
 def _decades(low: float, high: float) -> list[float]:
-    """Powers of ten around the span, and within a few of them 2 and 5 times these."""
+    """Return powers of ten around the range, and if there are few, also their multiples by 2 and 5."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if last - first > 2:
         skip = -(-(last - first) // TICKS)
@@ -132,7 +132,7 @@ def _decades(low: float, high: float) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A tick in few characters."""
+    """Format a tick in few characters."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6 or abs(value) < 1e-3:

@@ -1,4 +1,4 @@
-"""What a launch would do, for people and as a document."""
+"""The description of a launch, for people and as a document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_RANKS = 64
-"""more rows than this would only push the rest off the screen"""
+"""The most rows; more would push the rest off the screen."""
 
 
 def document(
@@ -34,7 +34,7 @@ def document(
     predicted: dict[str, Any] | None,
     saving: SavingPlan,
 ) -> dict[str, Any]:
-    """`train --dry-run --json`."""
+    """Return the document of `train --dry-run --json`."""
     return {
         "world_size": plan.world_size,
         "hosts": [
@@ -60,14 +60,14 @@ def document(
 
 
 def derived_values(derived: Derived, parameters: int) -> dict[str, int]:
-    """The numbers that follow from the configuration."""
+    """Return the numbers that follow from the configuration."""
     values = asdict(derived)
     del values["world_size"], values["every_token_counts"]
     return {**values, "parameters": parameters}
 
 
 def settings(config: Config) -> dict[str, str]:
-    """What a reader wants to know of the configuration before anything else, in words."""
+    """Describe the most important settings in words, by topic."""
     layout, launcher = config.parallel, config.launcher
     words = {
         "backend": config.backend.name,
@@ -103,7 +103,7 @@ def settings(config: Config) -> dict[str, str]:
 
 
 def forecast(predicted: dict[str, Any]) -> dict[str, str]:
-    """What plan.json holds, in a few words; `nanoscale plan` shows all of it."""
+    """Summarise plan.json; `nanoscale plan` shows all of it."""
     memory = predicted["memory"]
     word = "fits" if predicted["fits"] else "does not fit"
     needed = share(int(GIB * memory["in_use_gib"]), int(GIB * memory["capacity_gib"]))
@@ -133,7 +133,7 @@ def _data(config: Config) -> str:
 
 
 def describe_precision(precision: Precision) -> str:
-    """Return what has which type, in words."""
+    """Describe the dtypes in words."""
     words = [
         f"weights {precision.params}",
         f"products {wide_kind(precision)}",
@@ -147,7 +147,7 @@ def describe_precision(precision: Precision) -> str:
 
 
 def _zero(config: Config) -> str:
-    """What the backend makes of the stage."""
+    """Describe the backend's meaning of the ZeRO stage."""
     stage, pipeline = config.zero.stage, config.parallel.pp > 1
     kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
     if config.backend.name == "deepspeed":
@@ -171,7 +171,7 @@ def _offloaded(zero: Zero) -> str:
 
 
 def _several(numbers: list[int]) -> str:
-    """`2` where all are the same, else all of them."""
+    """Format equal numbers as one, `2`, others as a list."""
     return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
 
 
@@ -185,7 +185,7 @@ def print_plan(
     predicted: dict[str, Any] | None,
     saving: SavingPlan,
 ) -> None:
-    """`train --dry-run`. `predicted`: plan.json, where the devices are known."""
+    """Print `train --dry-run`. `predicted` is plan.json, if the devices are known."""
     from rich.table import Table
 
     values = Table("", "", title="job", title_justify="left", show_header=False)

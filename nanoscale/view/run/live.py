@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 _PLAIN_EVERY_S = 1.0
 _SMOOTHED_STEPS = 20
 _MOST_HOSTS = 8
-"""named at the start, where there are more they are counted"""
+"""The most hosts named at the start; more are only counted."""
 _SHOWN_BYTES = 1 << 14
-"""of a rank's output at one look: more than anybody reads"""
+"""The most bytes of a rank's output in one poll."""
 _BACKLOG_BYTES = 1 << 18
-"""of a rank's output that wait to be shown; what comes before them is only in its log"""
+"""The most bytes of a rank's output that wait to be shown; earlier ones are only in its log."""
 _LONGEST_LINE = 1 << 12
 _UNFINISHED_S = 5.0
-"""after which the beginning of a line is shown without its end"""
+"""Seconds after which the beginning of a line is shown without its end."""
 _SILENT = ("attempt", "end", "failure")
-"""kinds of events that the beginning and the end of the view tell already"""
+"""Kinds of events that the beginning and the end of the view report already."""
 
 
 class LiveView:
-    """Follows a run's metrics, events and ranks' output. Use it as a context; `poll` often."""
+    """A view that follows a run's metrics, events and ranks' output. Use it as a context; `poll` often."""
 
     def __init__(self, run: RunDirectory, stream: TextIO) -> None:
         self.running = False
         self._run = run
         self._steps = 0
         self._events = events.follow(run)
-        self._events.poll()  # what earlier attempts did
+        self._events.poll()  # skips the events of earlier attempts
         self._metrics: Tail | None = None
         self._outputs: dict[str, LineTail] = {}
         self._written: set[str] = set()
-        """the ranks of which something may have to be shown"""
+        """Ranks with output that may have to be shown."""
         self._looks_everywhere = False
         self._first_step = 0
         self._began = time.monotonic()
@@ -72,10 +72,10 @@ class LiveView:
         self._screen.line(f"logs in {self._run.attempt_logs(plan.attempt)}")
 
     def join(self, plan: LaunchPlan, steps: int) -> None:
-        """Show an attempt that goes on already: what happened in it, its last step, and then all."""
+        """Show a running attempt: its events so far, its last step, and everything from now on."""
         self.begin(plan, steps, "watching")
         for tail in self._outputs.values():
-            tail.skip(0)  # the logs have what was printed so far
+            tail.skip(0)  # the logs hold the output so far
         self._looks_everywhere = True
         self._events = events.follow(self._run)
         past = self._events.poll()
@@ -95,7 +95,7 @@ class LiveView:
         self._screen.close()
 
     def poll(self) -> None:
-        """Show what came since the last look."""
+        """Show everything new since the last poll."""
         self._show_outputs()
         news: list[tuple[Object, Callable[[Object], None]]]
         news = [(event, self._event) for event in self._heed(self._events.poll())]
@@ -105,7 +105,7 @@ class LiveView:
         self._screen.refresh(self._panel)
 
     def wrote(self, host: str, rank: int) -> None:
-        """A rank's output has grown; of thousands, only those that are named here are looked at."""
+        """Note that a rank's output has grown; of thousands of logs, only the noted ones are read."""
         self._written.add(f"{host}:{rank}")
 
     def _show_outputs(self) -> None:
@@ -130,12 +130,12 @@ class LiveView:
             self._output(name, [*_unfinished(tail), text.encode()])
 
     def _heed(self, new: list[Object]) -> list[Object]:
-        """Events, once what they tell of the attempt is known."""
+        """Update the state of the attempt from events, and return them."""
         for event in new:
             if event.get("kind") == "resumed":
                 self._first_step = int(event.get("step", 0))
             if event.get("kind") == "running":
-                # Not before: until now the file may hold steps that this attempt takes back.
+                # Not earlier: until now the file may hold steps that this attempt removes.
                 self._metrics = metrics.follow(self._run)
                 self.running = True
         return new
@@ -165,7 +165,7 @@ class LiveView:
             self._screen.line("\n".join(f"{name} │ {text}" for text in texts))
 
     def _eta(self) -> float:
-        """Seconds to the last step."""
+        """Return the seconds to the last step."""
         assert self._record is not None
         left = self._steps - int(self._record["step"])
         return left * sum(self._step_times) / len(self._step_times)
@@ -180,7 +180,7 @@ class LiveView:
 
 
 def figures(record: Object) -> dict[str, str]:
-    """A logged step's figures as they are shown, by their labels."""
+    """Format a logged step's metrics, by their labels."""
     shown = {
         "loss": number(record.get("loss"), ".4f"),
         "lr": number(record.get("lr"), ".2e"),
@@ -211,7 +211,7 @@ def _steps(count: int) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """A figure in a format; null stands in metrics.jsonl for what is not a finite number."""
+    """Format a metric; null in metrics.jsonl means that it is not finite."""
     return "not finite" if value is None else format(value, form)
 
 
@@ -260,24 +260,24 @@ def _outputs(run: RunDirectory, plan: LaunchPlan) -> dict[str, LineTail]:
 
 
 def _unfinished(tail: LineTail) -> list[bytes]:
-    """The beginning of a line whose end has not come, as a line."""
+    """Return the beginning of a line whose end has not come, as a line."""
     return [rest] if (rest := tail.rest()) else []
 
 
 class _Screen(Protocol):
-    """Where lines go."""
+    """A destination of lines."""
 
     def line(self, text: str) -> None:
-        """One line that stays."""
+        """Show a line that stays."""
 
     def step(self, line: str, *, last: bool, evaluated: bool) -> None:
-        """One step in a line, which may be left out."""
+        """Show one step in a line, which may be left out."""
 
     def refresh(self, panel: Panel) -> None:
-        """Time has passed."""
+        """Redraw as time passes."""
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Finish the output."""
 
 
 def _screen(stream: TextIO) -> _Screen:
@@ -288,7 +288,7 @@ def _screen(stream: TextIO) -> _Screen:
 
 
 class _Plain:
-    """One line a step, but at most about one a second, and always the last."""
+    """A plain output: a line per step, but at most about one a second, and always the last."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

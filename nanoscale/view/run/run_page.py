@@ -1,4 +1,4 @@
-"""`report.html`: a run on one page that needs nothing else."""
+"""The page `report.html`: a run on one self-contained page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_report(run: RunDirectory) -> None:
 
 
 def report_page(about: Document) -> str:
-    """What was run, how it went, and prediction against measurement."""
+    """Return the page: the configuration, the outcome, and prediction and measurement."""
     state = about["state"]
     colour = "yes" if state in _GOOD else "no" if state in _BAD else ""
     parts = [
@@ -44,7 +44,7 @@ def report_page(about: Document) -> str:
 
 
 def head(about: Document) -> list[str]:
-    """What was run, in a few lines."""
+    """Describe the configuration in a few lines."""
     what = about["what"]
     if what is None:
         return ["its config.yaml cannot be read"]
@@ -73,7 +73,7 @@ def head(about: Document) -> list[str]:
 
 
 def outcome(about: Document) -> str:
-    """How it went, in one line."""
+    """Describe the outcome in one line."""
     of = f" of {about['steps']:,}" if about["steps"] is not None else ""
     words = [f"{about['state']} after step {about['step']:,}{of}"]
     if about["started"] is not None and about["ended"] is not None:
@@ -89,7 +89,7 @@ def outcome(about: Document) -> str:
 
 
 def size(count: float) -> str:
-    """A number of parameters."""
+    """Format a number of parameters."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -97,7 +97,7 @@ def size(count: float) -> str:
 
 
 def compared(row: Document) -> tuple[str, str, str, str]:
-    """What, predicted, measured, and how far the prediction lies above."""
+    """Return the quantity, prediction, measurement, and the relative error of the prediction."""
     predicted, measured = (figure(row[name], row["unit"]) for name in ("predicted", "measured"))
     error = "" if row["error"] is None else f"{row['error']:+.1%}"
     return row["what"], predicted, measured or "not known", error

@@ -1,4 +1,4 @@
-"""What there is to say of a run, from its directory alone: a JSON document, which the pages are made of."""
+"""The report of a run, from its directory alone: a JSON document, from which the pages are made."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nanoscale.runs.steady import Steady, steady
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
-"""of a curve"""
+"""The most points of a curve."""
 Document = dict[str, Any]
 
 
 def document(run: RunDirectory) -> Document:
-    """Everything; what is not known is null. Times are UNIX seconds, sizes GiB."""
+    """Return the whole report; unknown values are null. Times are UNIX seconds, sizes GiB."""
     now, records, happened = status.require(run), metrics.read(run), events.read(run)
     cause, config = failure.read(run), load(run.config)
     return {
@@ -50,7 +50,7 @@ def document(run: RunDirectory) -> Document:
 
 
 def what(config: Config) -> Document:
-    """The job in a few values."""
+    """Describe the job in a few values."""
     sizes, layout = derive(config), config.parallel
     return {
         "model": config.model.name,
@@ -76,7 +76,7 @@ def what(config: Config) -> Document:
 
 
 def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Document]:
-    """Prediction beside measurement, of steady steps; empty where this layout was not planned."""
+    """Compare prediction and measurement of steady steps; empty if this layout was not planned."""
     plan = prediction(run)
     if plan is None:
         return []
@@ -95,7 +95,7 @@ def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Docume
                 None if on_cpu else seen.memory_gib,
             ),
         ]
-        if on_cpu:  # there a process and its libraries are measured, which nobody predicts
+        if on_cpu:  # the measurement covers a process with its libraries, which is not predicted
             rows.append(("memory of a process", "GiB", None, seen.memory_gib))
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(run.plan, "is no plan of nanoscale") from error
@@ -112,7 +112,7 @@ def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Docume
 
 
 def prediction(run: RunDirectory) -> Document | None:
-    """Return what was predicted before the run; None where nothing was.
+    """Return the prediction of the run; None if there is none.
 
     Raises:
         UserError: plan.json is damaged.
@@ -128,7 +128,7 @@ def _per_second(config: Config, seen: Steady) -> float | None:
 
 
 def _mfu(run: RunDirectory) -> float | None:
-    """In per cent, of the steady steps: it goes with the speed."""
+    """Return the MFU in percent, of the steady steps; it is proportional to the speed."""
     last, seen = metrics.last(run), steady(run)
     if last is None or not last.get("mfu") or not last.get("step_time_s") or not seen.seconds:
         return None
@@ -141,7 +141,7 @@ def _hosts(run: RunDirectory) -> list[Document]:
 
 
 def _attempts(happened: list[Object]) -> Iterator[Document]:
-    """Each with the step after which it began, its ranks, and how its ranks say that it ended."""
+    """Yield the attempts: the step before the first, the ranks, and the end as the ranks report it."""
     current: Document | None = None
     for event in happened:
         kind = event.get("kind")
@@ -164,7 +164,7 @@ def _attempts(happened: list[Object]) -> Iterator[Document]:
 
 
 def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
-    """Those that are there, with when they were saved and how long that took, where an event tells."""
+    """List the existing checkpoints, with the time and duration of their saving if an event has them."""
     saved = {event.get("step"): event for event in happened if event.get("kind") == "checkpoint"}
     return [
         {
@@ -178,16 +178,16 @@ def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
 
 
 Curve = list[tuple[int, float | None]]
-"""step and value; None where the value was not finite"""
+"""Step and value; None if the value was not finite."""
 
 
 def curve(records: list[Object], name: str) -> Curve:
-    """A figure over the steps that have it."""
+    """Return a metric over the steps that have it."""
     return [(int(record["step"]), record[name]) for record in records if name in record]
 
 
 def thinned(points: Curve) -> Curve:
-    """At most `MOST_POINTS`: of each stretch the lowest and the highest, so that no spike is lost."""
+    """Return at most `MOST_POINTS` points: the lowest and the highest of each segment, so no spike is lost."""
     stretch = -(-len(points) // (MOST_POINTS // 2))
     if len(points) <= MOST_POINTS:
         return points
