@@ -34,18 +34,18 @@ format: $(READY)
 
 # All of it, or some: make bench PARTS='start step'
 bench: $(READY)
-	$(BIN)/python -m scripts.bench $(PARTS)
+	$(BIN)/python -m benchmarks.cpu $(PARTS)
 
 # The planner against published measurements; PLAN_CSV is where they are.
 bench-plan: $(READY)
-	$(BIN)/python -m scripts.bench_plan $(PLAN_CSV)
+	$(BIN)/python -m benchmarks.plan $(PLAN_CSV)
 
 # docs/faults.md, as measured here; some minutes, and only for root.
 faults: $(READY)
-	$(BIN)/python scripts/faults.py
+	$(BIN)/python dev/faults.py
 
 docs: $(READY)
-	$(BIN)/python scripts/reference.py
+	$(BIN)/python dev/reference.py
 
 # The exact versions that everything here was tested with; nanoscale itself is installed in place.
 $(READY): requirements.lock pyproject.toml
@@ -57,7 +57,7 @@ $(READY): requirements.lock pyproject.toml
 
 # Write down what is installed now, after a range in pyproject.toml has changed.
 lock:
-	$(BIN)/python scripts/lock.py > requirements.lock.new
+	$(BIN)/python dev/lock.py > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:

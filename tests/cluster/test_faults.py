@@ -1,7 +1,7 @@
 """The fault table: what befalls a training on two nodes, and what the user has after ten seconds.
 
 Every test holds the law (everything has ended everywhere within 10 s, the first cause is true, the exit code
-says so, and the screen shows a diagnosis) and measures one row of docs/faults.md; scripts/faults.py writes
+says so, and the screen shows a diagnosis) and measures one row of docs/faults.md; dev/faults.py writes
 that page.
 """
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.plan.__main__ import held_out, render
 from nanoscale.plan.calibration import Observation
 from nanoscale.plan.predict import predict
-from scripts.bench_plan import held_out, render
 from tests.plan.machines import changed, job, machine
 
 ASSUMED = machine("h100-sxm")

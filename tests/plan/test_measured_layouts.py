@@ -1,4 +1,4 @@
-"""Peak memory of real steps, every storage counted, against the plan: some of `scripts.measure_memory`."""
+"""Peak memory of real steps against the plan: some rows of `tests.support.measured_memory`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.config.derive import derive
-from scripts.measure_memory import ROWS, Row, config_of, measure, show
+from tests.support.measured_memory import ROWS, Row, config_of, measure, show
 from tests.support.ranks import run_ranks
 
 BY_NAME = {row.name: replace(row, global_batch=8) for row in ROWS}

@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 
-from scripts.plan_memory import DEFAULT, compare
+from benchmarks.plan.published_memory import DEFAULT, compare
 
 pytestmark = pytest.mark.skipif(
     not DEFAULT.is_file(), reason=f"{DEFAULT.name} is not in ../shared/data"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "reference.py"
+SCRIPT = Path(__file__).parents[2] / "dev" / "reference.py"
 
 
 def test_the_references_are_those_of_the_schema_and_the_rules() -> None:

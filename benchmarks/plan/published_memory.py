@@ -1,6 +1,6 @@
 """The planner's memory against what others have measured, row by row.
 
-    python scripts/plan_memory.py [PUBLISHED_MEASUREMENTS.CSV]
+    python -m benchmarks.plan.published_memory [PUBLISHED_MEASUREMENTS.CSV]
 
 A row is another software's: each source says by general switches how that differs from ours, and no row has a
 constant of its own. The switches were written with these rows in sight, so that they are no blind test.
@@ -23,7 +23,7 @@ from nanoscale.plan.memory.peak import RankMemory, setting_memory
 from nanoscale.plan.memory.setting import Setting, setting_of
 from nanoscale.plan.memory.states import BytesPerParameter
 
-DEFAULT = Path(__file__).resolve().parents[1] / "../shared/data/published_measurements.csv"
+DEFAULT = Path(__file__).resolve().parents[2] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]
 
 

@@ -1,6 +1,6 @@
 """The step of nanoscale's whole loop beside a plain PyTorch loop, DeepSpeed and transformers' Trainer.
 
-    python -m scripts.bench_step [RANKS] [ZERO STAGE]
+    python -m benchmarks.cpu.step [RANKS] [ZERO STAGE]
 
 Each has ranks of its own, which wait while another's are at work: in one process they would share a heap,
 and the gradients that one leaves there decide where the next one's memory is. Turns are short, and a ratio
@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.cpu.peers import DeepSpeed, Plain, drive_trainer
 from nanoscale.common.devices import cores
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose
@@ -44,7 +45,6 @@ from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
 from nanoscale.train.job import make_engine
 from nanoscale.train.loop import Progress, Training
-from scripts.bench_peers import DeepSpeed, Plain, drive_trainer
 
 NAMES = ("plain", "ours", "deepspeed", "trainer")
 ROUNDS, STEPS = 48, 8
@@ -91,7 +91,7 @@ class Team:
         self._ranks = [self._start(rank, world, stage) for rank in range(world)]
 
     def _start(self, rank: int, world: int, stage: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "scripts.bench_step", str(world), str(stage), self.name]
+        command = [sys.executable, "-m", "benchmarks.cpu.step", str(world), str(stage), self.name]
         environment = os.environ | {"OMP_NUM_THREADS": str(max(1, cores() // world))}
         if world > 1:
             environment |= {

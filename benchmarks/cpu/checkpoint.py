@@ -1,6 +1,6 @@
 """How long the training stands still for a checkpoint that is written beside it, and for one that is not.
 
-    python -m scripts.bench_checkpoint
+    python -m benchmarks.cpu.checkpoint
 
 Both save the same state of one process, in turns. Prints one JSON line.
 """

@@ -1,4 +1,4 @@
-"""Measure what it costs that a rank prints very much: `python -m scripts.bench_flood [MIB] [TIMES]`.
+"""Measure what it costs that a rank prints very much: `python -m benchmarks.cpu.flood [MIB] [TIMES]`.
 
 A rank of a real local launch prints as fast as it can. Compared is the time until its log is whole with that of
 `cat`, which writes the same bytes into the same file right after. A second launch gets Ctrl-C in the middle of
@@ -79,7 +79,7 @@ def agent() -> NoReturn:
 
 def _command(*words: str) -> tuple[str, ...]:
     """This program in another process, under its importable name."""
-    code = "import sys; from scripts import bench_flood; sys.exit(bench_flood.main(sys.argv[1:]))"
+    code = "import sys; from benchmarks.cpu import flood; sys.exit(flood.main(sys.argv[1:]))"
     return (sys.executable, "-c", code, *words)
 
 
@@ -87,7 +87,7 @@ def _command(*words: str) -> tuple[str, ...]:
 def _launched(mib: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A launcher whose rank floods, and the rank's log."""
     with tempfile.TemporaryDirectory() as name, (Path(name) / "screen").open("wb") as screen:
-        environment = {**os.environ, _MIB: str(mib), "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, _MIB: str(mib), "PYTHONPATH": str(Path(__file__).parents[2])}
         process = subprocess.Popen(
             _command("launch", name), env=environment, stdout=screen, stderr=screen
         )

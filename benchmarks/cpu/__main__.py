@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PEERS = ("nanoscale", "torch", "hydra-core", "typer", "deepspeed", "transformers", "accelerate")
 Row = tuple[str, float, str, float | None]
@@ -165,7 +165,7 @@ def bench_step() -> list[Row]:
     }
     rows: list[Row] = []
     for world in (1, 2):
-        found = result_of("bench_step", str(world))
+        found = result_of("step", str(world))
         kind = "1 process" if world == 1 else f"{world} processes"
         for name, shown in names.items():
             seconds, ratio = found[name]["seconds"], found[name]["ratio"]
@@ -175,7 +175,7 @@ def bench_step() -> list[Row]:
 
 def bench_checkpoint() -> list[Row]:
     """How long the training stands still for a checkpoint."""
-    found = result_of("bench_checkpoint")
+    found = result_of("checkpoint")
     state = f"checkpoint of {found['megabytes']:.0f} MB"
     longer = found["longer_s"] / found["save_s"]
     return [
@@ -188,7 +188,7 @@ def bench_checkpoint() -> list[Row]:
 
 def bench_data() -> list[Row]:
     """Text to tokens beside the tokenizers library, and samples beside slices of a numpy memmap."""
-    result = result_of("bench_data")
+    result = result_of("data")
     threads = f"{result['threads']} threads"
     return [
         (f"tokenizers, {threads}, from memory to nothing", result["tokenizers"], "MB/s", 1.0),
@@ -205,7 +205,7 @@ def bench_data() -> list[Row]:
 
 def bench_flood() -> list[Row]:
     """A rank that prints 1 GiB, beside `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
-    result = result_of("bench_flood")
+    result = result_of("flood")
     return [
         ("cat, 1 GiB into a log", result["cat_s"], "s", 1.0),
         ("a rank prints 1 GiB, until it is in the log", result["whole_s"], "s", result["ratio"]),
@@ -242,7 +242,7 @@ def bench_backends(steps: int = 30) -> list[Row]:
 
 def result_of(script: str, *arguments: str) -> dict[str, Any]:
     """The last line that a script of ours prints, which is JSON."""
-    command = [sys.executable, "-m", f"scripts.{script}", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.cpu.{script}", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

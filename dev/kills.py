@@ -1,4 +1,4 @@
-"""Kill a training at random instants and see that nothing is lost: `python scripts/kills.py [--times 60]`.
+"""Kill a training at random instants and see that nothing is lost: `python dev/kills.py [--times 60]`.
 
 The recipe `debug` trains on this machine with a checkpoint every 2 steps, every second run with asynchronous
 saves. At each instant the launcher, the agent, a worker or all of them get SIGKILL. Then

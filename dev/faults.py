@@ -1,7 +1,7 @@
 """Measure what becomes of a training in each kind of failure, and write docs/faults.md: `make faults`.
 
-Runs tests/cluster/test_faults.py, which needs root, and scripts/restarts.py. Nothing is written where a test
-fails.
+Runs tests/cluster/test_faults.py, which needs root, and tests/cluster/restarts.py. Nothing is written if a
+test fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ cgroup: on Linux 5.14 or later, with a cgroup (version 2) that is delegated to t
 `systemd-run --user --scope -p Delegate=yes`. Processes of other users are never touched. If launcher, agent,
 ranks and the fork server of a host are all killed at the same moment, nothing is left there that could end a
 process in another session. Temporary files and semaphores of an agent that was killed are removed by its ranks,
-or by the next agent on that host. `python scripts/kills.py` kills a training at random instants and shows that
+or by the next agent on that host. `python dev/kills.py` kills a training at random instants and shows that
 nothing of it is left, that no checkpoint is lost, and that the resumed run ends with the same weights.
 
 After that the run goes on from its newest whole checkpoint: by `nanoscale resume RUN`, or by itself with

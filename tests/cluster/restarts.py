@@ -1,4 +1,6 @@
-"""How long a training of two nodes is away after the SIGKILL of a worker: `python scripts/restarts.py [TIMES]`.
+"""Measure the restart of a training of two nodes after the SIGKILL of a worker.
+
+    python tests/cluster/restarts.py [TIMES]
 
 The nodes are network namespaces of this machine with a real sshd each (tests/cluster/nodes.py), which takes
 root. There is a checkpoint after every step. Measured is from the signal to the end of the first step after it.
@@ -13,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.cluster.launches import LONG, TINY, Launch, back_after, hostfile, interrupt
 from tests.cluster.nodes import Nodes

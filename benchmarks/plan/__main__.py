@@ -1,6 +1,6 @@
 """The planner held against published measurements, as assumed and calibrated: `make bench-plan`.
 
-    python -m scripts.bench_plan [PUBLISHED_MEASUREMENTS.CSV] [--no-save]
+    python -m benchmarks.plan [PUBLISHED_MEASUREMENTS.CSV] [--no-save]
 
 Every source is held out once: what its devices reach is learned, as `nanoscale plan --calibrate` learns it,
 from the other sources of the same device, first from those of the same software, then from all, and the errors
@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.plan import published_memory
 from nanoscale.config.derive import derive
 from nanoscale.plan.calibration import NOTHING, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from scripts import plan_memory, plan_time
 
-RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 NAMES = {
     "A100 40GB": "llm-foundry, A100 40 GB",
     "A100 80GB": "llm-foundry, A100 80 GB",
@@ -80,7 +80,7 @@ class Speed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("csv", nargs="?", type=Path, default=plan_time.DEFAULT)
+    parser.add_argument("csv", nargs="?", type=Path, default=published_speed.DEFAULT)
     parser.add_argument("--no-save", action="store_true", help="only print the table")
     options = parser.parse_args()
     if not options.csv.is_file():
@@ -99,7 +99,7 @@ def observations(path: Path) -> dict[str, list[Observation]]:
     """What can be read of the table, by source."""
     machines: dict[str, Hardware] = {}
     found = defaultdict[str, list[Observation]](list)
-    for row in plan_time.read(path)[0]:
+    for row in published_speed.read(path)[0]:
         machine = repr((row.config.cluster, row.config.precision))
         if machine not in machines:
             machines[machine] = hardware_of(row.config)
@@ -157,7 +157,7 @@ def off(rows: list[Observation], learned: Calibration) -> list[float]:
 def memory_errors(path: Path) -> dict[str, Errors]:
     """Of each source that states its memory."""
     by_source = defaultdict[str, list[float]](list)
-    for one in plan_memory.compare(path):
+    for one in published_memory.compare(path):
         by_source[one.source].append(one.error)
     return {source: Errors.of(errors) for source, errors in by_source.items()}
 

@@ -1,6 +1,6 @@
 """Fail every write, fsync, rename and other act of a save once, and expect a whole checkpoint each time.
 
-    python scripts/failing_saves.py [ENOSPC|EIO|EROFS …]
+    python dev/failing_saves.py [ENOSPC|EIO|EROFS …]
 
 A run has saved step 1. A process of its own saves step 2 and deletes step 1 with the code of a training
 (`Saver`); one after the other, each of its acts on the file system fails with the error instead of being done.

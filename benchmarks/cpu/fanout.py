@@ -1,6 +1,6 @@
 """What it costs to reach many hosts: a stand-in for ssh answers after 0.2 s, as an agent would.
 
-    python scripts/fanout.py [HOSTS …]
+    python -m benchmarks.cpu.fanout [HOSTS …]
 
 Prints the launcher's wall time and its own CPU time for connecting, asking every host what it is like, judging
 the answers, and taking leave of all agents again.

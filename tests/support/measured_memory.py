@@ -1,6 +1,6 @@
 """Peak memory of real training on CPUs in our layouts, against the planner.
 
-    python -m scripts.measure_memory [--rss] [WORDS OF A LAYOUT'S NAME…]
+    python -m tests.support.measured_memory [--rss] [WORDS OF A LAYOUT'S NAME…]
 
 Every rank counts the storages that PyTorch holds (`tests.support.live_memory`) through two steps. The peak
 of the second step counts, and the worst rank of each pipeline rank is compared with the plan. The models

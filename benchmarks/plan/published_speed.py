@@ -1,4 +1,4 @@
-"""Hold the planner's tokens/s against published measurements: `python scripts/plan_time.py [CSV]`.
+"""Compare the planned tokens/s with published measurements: `python -m benchmarks.plan.published_speed [CSV]`.
 
 Each row becomes the configuration of ours that is nearest to what ran; what has no equivalent is said in
 `NOTES`. No torch is needed. With `--calibrate` three factors (matmul, attention, overlap) are fitted for all
@@ -36,7 +36,7 @@ from nanoscale.plan.time.block import slice_of
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.step import step_time
 
-DEFAULT = Path(__file__).resolve().parent.parent.parent / "shared/data/published_measurements.csv"
+DEFAULT = Path(__file__).resolve().parents[3] / "shared/data/published_measurements.csv"
 NOTES = """\
 How rows were read:
   MPT         eager, FSDP with bf16 gradients, GPT-like with tied embeddings; the first FlashAttention in
