@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.plan import published_memory
+from benchmarks.plan import published_memory, published_speed
 from nanoscale.config.derive import derive
 from nanoscale.plan.calibration import NOTHING, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
