@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-quick test-exhaustive lint format bench bench-plan faults docs lock clean
+.PHONY: train test test-quick test-exhaustive lint format bench bench-plan faults docs docs-site lock clean
 
 train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
@@ -46,6 +46,21 @@ faults: $(READY)
 
 docs: $(READY)
 	$(BIN)/python dev/reference.py
+
+# The documentation site, in build/site; its programs have an environment of their own.
+SITE := build/site-tools
+docs-site: $(SITE)/.ready
+	rm -rf build/site-pages build/site
+	mkdir -p build/site-pages
+	cp -r README.md CHANGELOG.md LICENSE CITATION.cff docs examples build/site-pages
+	rm build/site-pages/docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
+$(SITE)/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	touch $(SITE)/.ready
 
 # The exact versions that everything here was tested with; nanoscale itself is installed in place.
 $(READY): requirements.lock pyproject.toml

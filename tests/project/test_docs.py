@@ -1,11 +1,24 @@
-"""What is written by a program is what the program writes."""
+"""Generated pages are what the program writes, and what pages refer to exists."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "dev" / "reference.py"
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "dev" / "reference.py"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+]
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_the_references_are_those_of_the_schema_and_the_rules() -> None:
@@ -15,3 +28,62 @@ def test_the_references_are_those_of_the_schema_and_the_rules() -> None:
     spec.loader.exec_module(script)
     for page, text in script.pages().items():
         assert (script.DOCS / page).read_text() == text, "run `make docs`"
+
+
+@by_page
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.is_file() and file.is_relative_to(ROOT), target
+        assert not anchor or anchor in _anchors(file), target
+
+
+@by_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """The changelog names files of the past."""
+    if page.name == "CHANGELOG.md":
+        return
+    named = re.findall(r"`((?:nanoscale|tests|scripts|conf|benchmarks)/[\w./-]*)`", _prose(page))
+    assert [it for it in named if "NAME" not in it and not (ROOT / it).exists()] == []
+
+
+def test_the_site_has_every_page() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = list(_leaves(site["nav"]))
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
+
+
+def test_the_readme_is_short() -> None:
+    assert (ROOT / "README.md").stat().st_size <= 10_000
+
+
+def test_the_citation_names_the_version_and_the_licence() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"] == "Apache-2.0"
+
+
+def _prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in headings}
+
+
+def _leaves(node: object):
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for value in node.values():
+            yield from _leaves(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _leaves(value)
