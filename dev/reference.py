@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from nanoscale.config import reference
@@ -11,8 +12,8 @@ from nanoscale.config.violations import shown
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = """# Configuration reference
 
-Written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` says the same of
-one key, and who set it. Defaults are the schema's; groups and recipes set others.
+This page is written by `make docs` from `nanoscale/config/schema.py`. `nanoscale config explain KEY` shows the
+same for one key, and who set it. The defaults are those of the schema; groups and recipes set others.
 
 A value may refer to another key, as in `${{train.seq_len}}`. Keys that name files or folders may also refer
 to an environment variable, as in `data.path='${{oc.env:DATA}}/tokens'` or `'${{oc.env:DATA,/data}}'` with a
@@ -23,7 +24,7 @@ are refused. `\\${{` stands for `${{` itself.
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the reference of every key."""
     named = (f"`{key.name}`" for key in reference.declared().values() if key.path)
     parts = [HEAD.format(paths=", ".join(named))]
     for section in filter(None, reference.sections()):
@@ -38,19 +39,35 @@ def render() -> str:
 
 
 def render_backends() -> str:
-    """The page on what each backend honours."""
-    head = (
-        "# What each backend honours\n\n"
-        "Written by `make docs` from the laws that refuse the rest; `nanoscale config backends` shows\n"
-        "the same. An entry other than *yes* is what the backend takes.\n\n"
-        f"The sections {', '.join(f'`{name}`' for name in OUTSIDE)} hold with both.\n"
+    """Return the page on the keys that one of the backends does not support, or only in part."""
+    rows = table()
+    differing = [row for row in rows if row[1:] != ("yes", "yes")]
+    sections = dict.fromkeys(key.partition(".")[0] for key, *_ in rows)
+    return "\n".join(
+        [
+            "# Where the backends differ\n",
+            "This page is written by `make docs` from the rules that refuse everything else. It lists the",
+            "keys that a backend does not support, or only with the values named here. A setting that the",
+            "chosen backend cannot honour is an error before the launch, never ignored.\n",
+            f"Both backends support all other keys of the sections {_listed(sections)},",
+            f"and all keys of the sections {_listed(OUTSIDE)}.\n",
+            "`nanoscale config backends` shows the same for every key. [deepspeed.md](deepspeed.md)",
+            "explains the DeepSpeed backend.\n",
+            "| key | native | deepspeed |",
+            "|---|---|---|",
+            *(f"| `{key}` | {native} | {deepspeed} |" for key, native, deepspeed in differing),
+            "",
+        ]
     )
-    rows = [f"| `{key}` | {native} | {deepspeed} |" for key, native, deepspeed in table()]
-    return "\n".join([head, "| key | native | deepspeed |", "|---|---|---|", *rows]) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
 def pages() -> dict[str, str]:
-    """Every page by its name."""
+    """Return every page by its name."""
     return {"configuration.md": render(), "backends.md": render_backends()}
 
 
