@@ -24,6 +24,7 @@ HOSTS = f"{DRY} train.global_batch=480 --hostfile"
 DEEPSPEED = f"{DRY} backend=deepspeed"
 PREPARE = "data prepare docs.jsonl --workers 1"
 WRITE = "generate first --prompt a --max-tokens 1"
+SUBMIT = "submit recipe=debug --num-gpus 1 --dry-run"
 LONG = "n" * 200
 LINES = {
     # generate and eval
@@ -86,9 +87,24 @@ LINES = {
     "submit recipe=debug --num-gpus 1 --dry-run launcher.nodes=1,2": "",
     "submit recipe=debug --num-gpus 1 --dry-run run.name=first": "",
     "submit recipe=debug --dry-run launcher.device=cuda": "",
+    f"{SUBMIT} train.steps=4,4,5": "train.steps=4,5",
+    f"{SUBMIT} 'train.steps=range(1,3)'": "train.steps=A,B,C",
+    f"{SUBMIT} parallel.layers_per_stage=4,4 parallel.pp=2 launcher.devices=2": (
+        "'parallel.layers_per_stage=[4,4]'"
+    ),
+    f"{SUBMIT} run.name=a,b": "'run.name=\"a,b\"'",
+    f"{SUBMIT} launcher.slurm.partition=a,b": "",
+    f"{SUBMIT} launcher.slurm.time=1:00:00,2:00:00": "",
+    f"{SUBMIT} launcher.pass_env=A,B": "'launcher.pass_env=[A,B]'",
+    f"{SUBMIT} 'run.root=a\\b'": "run.root=/…",
 }
 """a mistake each, and the only thing that may be advised, if it matters"""
-PLACEHOLDERS = {"PATH/tokenizer.json": "tokenizer.json", "TEXT": "x"}
+PLACEHOLDERS = {
+    "PATH/tokenizer.json": "tokenizer.json",
+    "TEXT": "x",
+    "=A,B,C": "=4,5",
+    "=/…": "=/shared/runs",
+}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from nanoscale.common.errors import UserError, Violation
@@ -59,6 +61,14 @@ def test_runs_that_would_be_the_same_are_refused() -> None:
     assert "twice" in violation("train.seed=1,2", "train.seed=3,4").message
 
 
-def test_a_list_without_brackets_is_no_sweep() -> None:
-    found = violation("parallel.layers_per_stage=3,5")
-    assert found.suggestions == ("'parallel.layers_per_stage=[3,5]'",)
+@pytest.mark.parametrize("values", ["3,5", "4,4"])
+def test_a_list_without_brackets_is_no_sweep(values: str) -> None:
+    found = violation(f"parallel.layers_per_stage={values}")
+    assert found.suggestions == (f"'parallel.layers_per_stage=[{values}]'",)
+
+
+def test_values_that_no_run_of_an_array_could_have_are_not_advised() -> None:
+    assert violation("run.root=[a],[b]").suggestions == ()
+    (word,) = violation("data.tokenizer='a b','a b'").suggestions
+    assert expand(shlex.split(word)) == expand(["data.tokenizer='a b'"])
+    assert violation("launcher=slurm,ssh").suggestions == ("launcher=slurm",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +15,10 @@ from hydra.errors import HydraException
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.values.provenance import COMMAND_LINE
-from nanoscale.config.violations import refuse
+from nanoscale.config.violations import override, refuse
+
+_WITHOUT_COMMAS = {"launcher.nodes", "launcher.slurm.time"}
+"""keys whose texts hold no comma"""
 
 
 @dataclass(frozen=True)
@@ -74,31 +79,39 @@ def _read(word: str, parser: OverridesParser, violations: list[Violation]) -> _C
     return _Choice(key.lstrip("+"), values, tuple(f"{key}={value}" for value in values))
 
 
-def _problem(override: Override, word: str) -> Violation | None:
-    key, raw = override.key_or_group, word.partition("=")[2]
-    value = override.value()
+def _problem(asked: Override, word: str) -> Violation | None:
+    key, raw = asked.key_or_group, word.partition("=")[2]
+    value = asked.value()
     if not isinstance(value, ChoiceSweep) or value.shuffle or value.tags:
         message = "is to have several values: they are listed, with commas between them"
         return Violation(key, raw, COMMAND_LINE, message, (f"{key}=A,B,C",))
-    values = list(override.sweep_string_iterator())
-    if len(set(values)) < len(values):
-        message = "is given one value twice, and its runs would be the same"
-        once = ",".join(dict.fromkeys(values))
-        return Violation(key, raw, COMMAND_LINE, message, (f"{key}={once}",))
-    is_text = any(isinstance(one, str) for one in value.list)
-    text = (f"'{key}=\"{raw}\"'",) if value.simple_form and is_text and '"' not in raw else ()
-    text = text if is_text else (f"{key}={values[0]}",)
-    if key == "run" or key.startswith("run."):
-        message = "is the same for all runs of an array, which are numbered"
-        return Violation(key, raw, COMMAND_LINE, message, text)
-    if key == "launcher" or key.startswith("launcher."):
-        message = "is the same for all runs of an array: one script asks for what they need"
-        return Violation(key, raw, COMMAND_LINE, message, text)
     declared = reference.declared().get(key)
     if declared is not None and declared.takes_list and not _lists(value):
         message = "takes a list in brackets"
-        return Violation(key, raw, COMMAND_LINE, message, (f"'{key}=[{raw}]'",))
-    return None
+        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}=[{raw}]"),))
+    values = list(asked.sweep_string_iterator())
+    if len(set(values)) < len(values):
+        message = "is given one value twice, and its runs would be the same"
+        once = ",".join(dict.fromkeys(values))
+        return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}={once}"),))
+    if key == "run" or key.startswith("run."):
+        message = "is the same for all runs of an array, which are numbered"
+    elif key == "launcher" or key.startswith("launcher."):
+        message = "is the same for all runs of an array: one script asks for what they need"
+    else:
+        return None
+    return Violation(key, raw, COMMAND_LINE, message, _single(key, raw, values))
+
+
+def _single(key: str, raw: str, values: Sequence[str]) -> tuple[str, ...]:
+    """Return the override with one value: the whole as a text if the key takes one, else the first."""
+    declared = reference.declared().get(key)
+    is_text = declared is not None and str in reference.alternatives(declared.annotation)
+    if is_text and key not in _WITHOUT_COMMAS and not re.search("[\"'()\\[\\]]", raw):
+        return (override(key, raw),)
+    if values[0].startswith(("[", "{")):
+        return ()  # neither takes a list or a mapping for each run
+    return (shlex.quote(f"{key}={values[0]}"),)
 
 
 def _lists(value: ChoiceSweep) -> bool:
