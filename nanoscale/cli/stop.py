@@ -100,8 +100,10 @@ def _require_own(run: RunDirectory, job: Job) -> None:
     if is_own(run):
         return
     number = str(job.submission)
+    cluster = job.submission.cluster
+    there = [] if cluster is None else [f"--clusters={cluster}"]
     signal = [] if job.waits else ["--batch", "--signal=TERM"]
-    command = shlex.join(["scancel", *signal, number])
+    command = shlex.join(["scancel", *there, *signal, number])
     suggestions = (command,) if re.fullmatch(r"[0-9]+(_[0-9]+)?", number) else ()
     message = f"{run.path} was not made by your own runs, and {job} may be another run's"
     raise UserError("slurm", message, [Violation("RUN", run.name, "", message, suggestions)])

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +36,8 @@ def test_the_last_words_of_an_agent_are_told_but_no_noise(words: str, said: str)
 
 
 HOSTS = [Host(name, 4, source="hosts:1") for name in ("me@n1", "node2.lab", "10.0.0.3", "fe80::4")]
+KEY = "AAAAC3NzaC1lZDI1NTE5AAAAI" + "A" * 43
+"""a public key of ssh-ed25519"""
 ERRORS = {
     "Permission denied": "authorized_keys",
     "Connection refused": "launcher.ssh_args=[-pPORT]",
@@ -56,6 +61,47 @@ def test_the_override_that_a_remedy_names_is_typed_back(words: str, host: Host) 
             assert config.cluster.pythons == {host.address: "/path/to/python"}
         if "ssh_args" in word:
             assert config.launcher.ssh_args == ["-p2222"]
+
+
+needs_ssh = pytest.mark.skipif(
+    shutil.which("ssh") is None, reason="ssh is not installed: apt-get install openssh-client"
+)
+
+
+@needs_ssh
+@pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
+@pytest.mark.parametrize(
+    ("ssh_args", "port"),
+    [([], 22), (["-p22"], 22), (["-v", "-p", "2222"], 2222), (["-oPort=2222"], 2222)],
+    ids=str,
+)
+def test_the_commands_for_a_changed_host_key_forget_it_and_lead_there(
+    ssh_args: list[str], port: int, host: Host, tmp_path: Path
+) -> None:
+    launcher = Launcher(name="ssh", ssh_args=ssh_args)
+    _, remedy = explain(host, launcher, 255, "Host key verification failed", 20.0)
+    forget, ssh = (shlex.split(it) for it in remedy.split("`")[1::2])
+    resolved = subprocess.run([ssh[0], "-G", *ssh[1:]], capture_output=True, text=True, check=True)
+    leads_to = dict(line.split(" ", 1) for line in resolved.stdout.splitlines())
+    assert leads_to["hostname"] == host.address and leads_to["port"] == str(port)
+    assert leads_to["user"] == "me" or "@" not in host.name
+
+    known, other = tmp_path / "known_hosts", "elsewhere.example.org ssh-ed25519 " + KEY
+    kept_as = host.address if port == 22 else f"[{host.address}]:{port}"
+    known.write_text(f"{kept_as} ssh-ed25519 {KEY}\n{other}\n")
+    subprocess.run([*forget, "-f", known], check=True, capture_output=True)
+    assert known.read_text() == f"{other}\n"
+
+
+@needs_ssh
+@pytest.mark.parametrize("ssh_args", [[], ["-p", "2222"]], ids=str)
+def test_the_command_that_must_work_is_what_ssh_reads(ssh_args: list[str]) -> None:
+    launcher = Launcher(name="ssh", ssh_args=ssh_args)
+    _, remedy = explain(HOSTS[0], launcher, 255, "Permission denied", 20.0)
+    ssh = shlex.split(remedy.split("`")[1])
+    resolved = subprocess.run([ssh[0], "-G", *ssh[1:]], capture_output=True, text=True, check=True)
+    assert "batchmode yes" in resolved.stdout and "hostname n1\n" in resolved.stdout
+    assert ssh[-1] == "true" and f"port {ssh_args[1] if ssh_args else 22}\n" in resolved.stdout
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)

@@ -23,6 +23,7 @@ TYPED_BACK = {
     "cli/recipes.py": "cli/test_advice.py",
     "cli/resume.py": "cli/test_advice_on_files.py",
     "cli/runs.py": "cli/test_runs.py",
+    "cli/stop.py": "launch/test_slurm_advice.py",
     "cli/submit.py": "cli/test_advice_on_files.py",
     "config/composing/interpolation.py": "cli/test_advice.py",
     "config/composing/library.py": "cli/test_advice.py",
@@ -60,6 +61,7 @@ TYPED_BACK = {
     "launch/preflight/deepspeed_settings.py": "cli/test_advice_on_files.py",
     "launch/preflight/preflight.py": "cluster/test_doctor.py",
     "launch/preflight/pretrained.py": "cli/test_init_from.py",
+    "launch/slurm/allocation.py": "launch/test_slurm_advice.py",
     "launch/submission/batch.py": "cli/test_advice_on_files.py",
     "runs/directory.py": "cli/test_advice_on_files.py",
     "runs/failure.py": "runs/test_failure_advice.py",
@@ -68,7 +70,6 @@ TYPED_BACK = {
 """file → the tests that type back what it advises, at least in part"""
 NOT_YET = {
     "checkpoint/hf/adapters.py",
-    "cli/stop.py",
     "config/hf/any_model.py",
     "config/rules/any_model.py",
     "data/corpus.py",
@@ -82,7 +83,6 @@ NOT_YET = {
     "launch/lifecycle/attempt.py",
     "launch/lifecycle/bandwidth.py",
     "launch/preflight/gpu_verdicts.py",
-    "launch/slurm/allocation.py",
     "plan/saving.py",
     "view/plan/verdict.py",
 }

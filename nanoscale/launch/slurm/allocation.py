@@ -78,7 +78,12 @@ def require_one_launcher() -> None:
     env = os.environ
     if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
         # With `srun --pty bash` the shell of the first task is the only one that somebody types into.
-        _refuse_copies(env, "srun", "SLURM_STEP_NUM_TASKS", " and with launcher=slurm")
+        _refuse_copies(
+            env,
+            "srun",
+            "SLURM_STEP_NUM_TASKS",
+            " and with launcher=slurm, in a job of salloc or sbatch",
+        )
     if "TORCHELASTIC_RUN_ID" in env:
         _refuse_copies(env, "torchrun", "WORLD_SIZE")
     if "OMPI_COMM_WORLD_RANK" in env:

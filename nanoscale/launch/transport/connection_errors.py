@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 
 from nanoscale.config import hostnames
 from nanoscale.config.machines import Host
@@ -36,13 +37,13 @@ _CAUSES = (
         "ssh",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
         "its ssh host key is not the one that is known: it changed, or was never accepted",
-        "make sure that it is the right machine, then `ssh-keygen -R {host}` and `ssh {name}` once",
+        "make sure that it is the right machine, then `ssh-keygen -R {known_host}` and `{ssh} {name}` once",
     ),
     (
         "ssh",
         r"Permission denied|Too many authentication failures",
         "ssh is not let in",
-        "`ssh -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
+        "`{ssh} -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
     ),
     (
         "ssh",
@@ -130,9 +131,11 @@ def explain(
         words: what it printed.
         limit_s: how long the launcher has waited for an answer.
     """
+    user, at, _ = host.name.rpartition("@")
     names = {
-        "host": shlex.quote(host.address),
-        "name": shlex.quote(host.name),
+        "known_host": shlex.quote(_known_host(host, launcher.ssh_args)),
+        "ssh": shlex.join(["ssh", *launcher.ssh_args]),
+        "name": shlex.quote(f"{user}{at}{host.address}"),
         "leave_out": leave_out(host, launcher),
         "another_python": another_python(host, launcher),
     }
@@ -153,6 +156,14 @@ def explain(
         f"{_LOST}: {how}" + (f" ({last})" if last else ""),
         "its log says what it did last; if memory ran out, ask for less of it",
     )
+
+
+def _known_host(host: Host, ssh_args: Sequence[str]) -> str:
+    """Return the name under which ssh keeps a host's key: with its port if that is not 22."""
+    port = re.search(r"(?:^|\0)(?:-p|-o\0?port[ =])\0?([0-9]+)", "\0".join(ssh_args), re.IGNORECASE)
+    if port is None or int(port[1]) == 22:
+        return host.address
+    return f"[{host.address}]:{port[1]}"
 
 
 def _last_line(text: str) -> str:
