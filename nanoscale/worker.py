@@ -1,8 +1,8 @@
 """The entry of a rank: `python -m nanoscale.worker RUN_DIR`, or `main` from the agent's fork server.
 
-A rank reads the frozen configuration of its run directory, and from its environment only who it is:
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them, and from the agent
-NANOSCALE_ATTEMPT, NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE where to say why it failed.
+A rank reads the frozen configuration of its run directory, and its identity from the environment: RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as set by torchrun, and from the agent NANOSCALE_ATTEMPT,
+NANOSCALE_HOST, and in NANOSCALE_FAILURE_FILE the file for the report of a failure.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nanoscale.runs.rank_context import RankContext, StopFlag
 
 EXIT_CODES = {"completed": 0, "stopped": 75}
 _FLIGHT_RECORDER = {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
-"""names of the variable that says where it writes; by default every job of a user writes to one place"""
+"""Names of the variable that says where it writes; by default every job of a user writes to one place."""
 
 
 Job = Callable[[RankContext], str]
-"""What a rank does; it returns a key of EXIT_CODES."""
+"""The job of a rank; it returns a key of EXIT_CODES."""
 
 JOBS = {
     TRAINING: "nanoscale.train.job",
@@ -42,24 +42,24 @@ JOBS = {
     EVALUATION: "nanoscale.train.evaluation",
     BENCH: "nanoscale.measure.steps",
 }
-"""by what the launcher calls it, the module whose `run` is the job"""
+"""The module whose `run` is the job, by the launcher's name of the job."""
 
 
 def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
-    """Do the job as the rank that the environment says, and return how it ended.
+    """Run the job as the rank given by the environment, and return how it ended.
 
     Args:
         run_dir: the run directory, with its frozen configuration.
-        job: what to do, or its name in JOBS.
+        job: the job, or its name in JOBS.
 
     Raises:
-        Exception: what ended the rank, after it was written to the rank's failure file.
+        Exception: the error that ended the rank, after it was written to the rank's failure file.
     """
     stop = StopFlag()
     stop.listen()
     allow_open_files()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR2)  # by which the agent asks a rank that hangs where it is
+    faulthandler.register(signal.SIGUSR2)  # the agent's request for the stacks of a rank that hangs
     _flush_every_line()
     run = RunDirectory(Path(run_dir).absolute())
     try:
@@ -77,17 +77,17 @@ def main(run_dir: Path | str, job: Job | str = TRAINING) -> str:
 
 
 def host_name() -> str:
-    """The name that the launcher calls this host by."""
+    """Return the launcher's name of this host."""
     return os.environ.get("NANOSCALE_HOST") or socket.gethostname()
 
 
 def attempt_number() -> int:
-    """Which attempt of the run this is, from 1; 0 where no launcher has begun it, but torchrun."""
+    """Return the number of this attempt of the run, from 1; 0 if torchrun started it, without a launcher."""
     return int(os.environ.get("NANOSCALE_ATTEMPT", "0"))
 
 
 def exit_code(error: BaseException) -> int:
-    """2 where the user has to change something, else 1."""
+    """Return 2 if the user has to change something, else 1."""
     return 2 if isinstance(error, UserError) else 1
 
 
@@ -115,7 +115,7 @@ def _local_rank() -> int:
 
 
 def named_job(name: str) -> Job:
-    """The job that the launcher calls so."""
+    """Return the job with the launcher's name for it."""
     run: Job = import_module(JOBS[name]).run
     return run
 
@@ -143,7 +143,8 @@ def _set_kernels(config: Config) -> None:
 
 
 def _prepare_for_gpu(context: RankContext) -> None:
-    """Bind this rank to the cores near its GPU, and let NCCL's flight recorder write beside the rank's logs."""
+    """Bind this rank to the cores near its GPU, and let NCCL's flight recorder write beside the rank's
+    logs."""
     bind_to_gpu(context.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     logs = context.run.attempt_logs(context.attempt)
     if logs.is_dir() and not _FLIGHT_RECORDER.intersection(os.environ):
@@ -158,7 +159,7 @@ def _record(run: RunDirectory, error: BaseException) -> None:
 
 
 def command_line(arguments: list[str]) -> int:
-    """Be the rank that the environment says; give the exit code of the process."""
+    """Run as the rank given by the environment; return the exit code of the process."""
     if len(arguments) != 1:
         print("usage: python -m nanoscale.worker RUN_DIR", file=sys.stderr)
         return 2
@@ -170,6 +171,7 @@ def command_line(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    from nanoscale.worker import command_line as canonical  # one module, not __main__ beside it
+    # one module, not a second one as __main__
+    from nanoscale.worker import command_line as canonical
 
     sys.exit(canonical(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""DeepSpeed's own configuration, made from ours: what `config show --deepspeed` shows and a rank hands over."""
+"""DeepSpeed's own configuration, made from ours, for `config show --deepspeed` and for the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Backend, Config, Zero
 
 _NO_LIMIT = 1e38
-"""for the norm of the gradients, which is computed only where there is one"""
+"""A limit of the gradient norm that never clips: DeepSpeed computes the norm only if there is a limit."""
 
 OWNED = {
     "train_batch_size": "train.global_batch",
@@ -43,17 +43,18 @@ OWNED = {
     "activation_checkpointing": "parallel.activation_checkpointing",
     "compile": "backend.compile",
 }
-"""settings that a key of ours decides, by their place in DeepSpeed's configuration"""
+"""Settings that a key of ours decides, by their path in DeepSpeed's configuration."""
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """The configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in last."""
+    """Return the configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in
+    last."""
     sizes = derive(config)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.accumulation,
         "gradient_clipping": config.optimizer.clip_norm or _NO_LIMIT,
-        # The optimizer is handed over ready-made: PyTorch's, the same as the native backend's.
+        # The optimizer is passed ready-made: PyTorch's, the same as the native backend's.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(config.zero, config.backend),
@@ -92,21 +93,22 @@ def _precision(config: Config) -> dict[str, Any]:
     if precision.compute not in ("bf16", "fp16"):
         return settings
     if config.zero.stage == 0:
-        # Its other optimizers for stage 0 sum gradients in the narrow type.
+        # Its other optimizers for stage 0 sum gradients in the compute dtype.
         full = {"bf16": "bfloat16", "fp16": "float16"}[precision.compute]
         return settings | {"torch_autocast": {"enabled": True, "dtype": full}}
     settings["data_types"] = {"grad_accum_dtype": precision.reduce}
     if precision.compute == "bf16":
-        # A step that is not finite ends the training, which is better than leaving steps out in silence.
+        # A step that is not finite ends the training, which is better than skipping steps silently.
         settings["bf16"] = {"enabled": True, "check_grad_overflow": False}
     else:
-        # Fixed for DeepSpeed and moved by ours: its own halves the update of a step that doubles the scale.
+        # Constant for DeepSpeed and adapted by us: DeepSpeed halves the update of a step that doubles the
+        # scale.
         settings["fp16"] = {"enabled": True, "loss_scale": 1.0}
     return settings
 
 
 def merge(settings: dict[str, Any], extra: Mapping[str, Any]) -> None:
-    """Put `extra` over `settings`, in place, mapping by mapping."""
+    """Merge `extra` into `settings`, in place, mapping by mapping."""
     for name, value in extra.items():
         inner = settings.get(name)
         if isinstance(value, Mapping) and isinstance(inner, dict):
@@ -116,7 +118,7 @@ def merge(settings: dict[str, Any], extra: Mapping[str, Any]) -> None:
 
 
 def owner(extra: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings within `extra` that a key of ours decides, with that key."""
+    """Return the settings within `extra` that a key of ours decides, with that key."""
     found: dict[str, str] = {}
     for name, value in extra.items():
         path = f"{prefix}{name}"

@@ -11,24 +11,24 @@ from nanoscale.config.violations import shown
 
 @dataclass(frozen=True)
 class Derived:
-    """What the layout and the batch come to."""
+    """The sizes of the layout and the batch."""
 
     world_size: int
     dp: int
     global_batch: int
-    """samples an optimizer step"""
+    """Samples an optimizer step."""
     micro_batch: int
-    """samples a rank a forward pass"""
+    """Samples of a rank's forward pass."""
     accumulation: int
-    """forward passes a rank an optimizer step"""
+    """A rank's forward passes in an optimizer step."""
     tokens_per_step: int
     every_token_counts: bool
-    """whether each of them has a loss"""
+    """True if each of these tokens has a loss."""
     steps: int
 
 
 def derive(config: Config) -> Derived:
-    """Compute them.
+    """Compute the derived numbers.
 
     Raises:
         UserError: the configuration is not one that `rules.check` has resolved: a run's file was changed.

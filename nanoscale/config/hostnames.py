@@ -1,6 +1,6 @@
-"""Names of hosts: which may be handed to ssh, which are the same, which mean this machine.
+"""Names of hosts: those safe for ssh, those that are equal, and those of this machine.
 
-No name server is asked: its answer may take seconds, and may be another one tomorrow.
+No name server is queried: its answer may take seconds, and may change.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from nanoscale.config.violations import override
 
 _LONGEST = 253
 _FOREIGN = re.compile(r"[^A-Za-z0-9._-]")
-"""what a shell, ssh or a file name could take for something else"""
+"""Characters that a shell, ssh or a file name could misread."""
 
 
 def address(name: str) -> str:
-    """A name without `user@` and without the brackets of IPv6."""
+    """Return a name without `user@` and without the brackets of IPv6."""
     host = name.rpartition("@")[2]
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def canonical(name: str) -> str:
-    """The same text for two names of one host, as far as can be told from the names."""
+    """Return the same text for two names of one host, as far as the names show it."""
     host = address(name).lower()
     number = _number(host)
     return host if number is None else str(number)
 
 
 def problem(name: str) -> str:
-    """What is wrong with a name, as a sentence without it; empty if nothing."""
+    """Return a problem of a name, as a sentence without it; empty if there is none."""
     user, at, host = name.rpartition("@")
     if name.startswith("-") or host.startswith("-"):
         return "begins with `-`, as an option of ssh does"
@@ -49,22 +49,22 @@ def problem(name: str) -> str:
 
 
 def in_filter(name: str) -> str:
-    """Return a host as `--include` and `--exclude` take it: an IPv6 address stands in brackets."""
+    """Return a host in the form of `--include` and `--exclude`: an IPv6 address is in brackets."""
     plain = address(name)
     return f"[{plain}]" if ":" in plain else plain
 
 
 def own_python(name: str, python: str = "/path/to/python") -> str:
     """Return the override that gives a host an interpreter of its own, ready to paste into a shell."""
-    if _FOREIGN.search(name):  # no part of a key on the command line
+    if _FOREIGN.search(name):  # cannot be part of a key on the command line
         return override("cluster.pythons", {name: python})
     return override(f"cluster.pythons.{name}", python)
 
 
 def is_here(name: str) -> bool:
-    """Whether a name is `localhost`, this machine's own, or one of its addresses.
+    """True if a name is `localhost`, this machine's own, or one of its addresses.
 
-    Another user's account on it is no part of this job's machine.
+    Another user's account on it does not count.
     """
     user = name.rpartition("@")[0]
     if user and user != _own_user():
@@ -74,14 +74,14 @@ def is_here(name: str) -> bool:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name means another machine on every machine."""
+    """True if a name means a different machine on every machine."""
     host = address(name).lower()
     number = _number(host)
     return host == "localhost" if number is None else number.is_loopback
 
 
 def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a name is, if it is one; thousands of other names are told at a glance."""
+    """Return the address that a name is, if it is one; thousands of other names are rejected quickly."""
     if ":" not in host and not host[-1:].isdecimal():
         return None
     try:
@@ -114,7 +114,7 @@ def _own_user() -> str:
 
 
 def _addresses(host: str) -> set[str]:
-    """This machine's addresses, if `host` is an address."""
+    """Return this machine's addresses, if `host` is an address."""
     if _number(host) is None:
         return set()
     import psutil

@@ -1,4 +1,4 @@
-"""Which rank stands where: tp varies fastest, then cp, then dp, then pp."""
+"""The coordinates of ranks: tp varies fastest, then cp, then dp, then pp."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from nanoscale.config.schema import Config, Parallel
 
 GRADIENT_BUCKET = 25 << 20
-"""bytes of gradients that replicas send together, as DistributedDataParallel does"""
+"""Bytes of gradients that replicas send together, as in DistributedDataParallel."""
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in the layout."""
+    """A rank's coordinates in the layout."""
 
     pp: int
     dp: int
@@ -21,7 +21,7 @@ class Coordinates:
 
 
 def coordinates(rank: int, parallel: Parallel) -> Coordinates:
-    """The place of a global rank; `parallel.dp` must be resolved."""
+    """Return the coordinates of a global rank; `parallel.dp` must be resolved."""
     assert isinstance(parallel.dp, int)
     rest, tp = divmod(rank, parallel.tp)
     rest, cp = divmod(rest, parallel.cp)
@@ -30,9 +30,9 @@ def coordinates(rank: int, parallel: Parallel) -> Coordinates:
 
 
 def is_replicated(config: Config) -> bool:
-    """Whether ranks of the native backend each train the whole model as it is, and differ in tokens alone.
+    """True if ranks of the native backend each train the whole, uncast model, and differ in tokens alone.
 
-    Nothing is sharded then, divided or cast, and FSDP2 has nothing to do; see `parallel.replicas`.
+    Nothing is sharded, divided or cast then, and FSDP2 is not needed; see `parallel.replicas`.
     """
     layout, precision = config.parallel, config.precision
     assert isinstance(layout.dp, int), "the launcher freezes a number"

@@ -1,4 +1,4 @@
-"""Which linear layers have adapters, by `lora.targets`, and how many numbers those are. Imports no torch."""
+"""The linear layers with adapters, by `lora.targets`, and their parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ FEED_FORWARD = ("gate", "up", "down")
 
 
 def modules(model: Model, lora: Lora) -> dict[str, str]:
-    """The layers of a block that have an adapter: their names in the block by their names in `lora.targets`."""
+    """Return the layers of a block that have an adapter: their names in the block by their names in
+    `lora.targets`."""
     if not lora.rank:
         return {}
     chosen = available(model) if lora.targets is None else lora.targets
@@ -17,14 +18,14 @@ def modules(model: Model, lora: Lora) -> dict[str, str]:
 
 
 def available(model: Model) -> tuple[str, ...]:
-    """The linear layers of a block."""
+    """Return the linear layers of a block."""
     if model.experts:
         return ATTENTION
     return ATTENTION + (FEED_FORWARD if model.mlp == "swiglu" else FEED_FORWARD[1:])
 
 
 def parameters(config: Config) -> int:
-    """All numbers of the adapters."""
+    """Count all parameters of the adapters."""
     model, lora = config.model, config.lora
     head_dim = model.head_dim or model.hidden // model.heads
     q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim

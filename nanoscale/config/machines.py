@@ -12,13 +12,13 @@ class Host:
     """One host of a job."""
 
     name: str
-    """as in the hostfile: it may be `user@host`, or an IPv6 address"""
+    """The name in the hostfile: it may be `user@host`, or an IPv6 address."""
     slots: int
-    """ranks to start there"""
+    """Ranks to start there."""
     devices: tuple[int, ...] | None = None
-    """which of its devices they take, where a filter chose some; None: the first ones"""
+    """The devices that they use, if a filter selected some; None: the first ones."""
     source: str = ""
-    """where it stands, as in `hosts:3`"""
+    """The line that defines it, such as `hosts:3`."""
 
     @property
     def address(self) -> str:

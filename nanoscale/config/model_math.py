@@ -11,7 +11,8 @@ from nanoscale.config.schema import Config, Model
 
 
 def parameters(model: Model) -> int:
-    """All parameters; an embedding that the head shares is counted once. Of `model=hf`, what was counted."""
+    """Count all parameters; an embedding that the head shares counts once. For `model=hf`, return the known
+    count."""
     if model.source == "hf":
         return model.parameters or 0
     head = 0 if model.tie_embeddings else model.hidden * model.vocab
@@ -25,15 +26,15 @@ def parameters(model: Model) -> int:
 
 
 def active_parameters(model: Model) -> int:
-    """Those that a token meets: of experts, as many as it takes."""
+    """Count the active parameters of a token: all but those of experts that it does not use."""
     idle = max(0, model.experts - model.experts_per_token) if model.experts else 0
     return parameters(model) - model.layers * idle * _feed_forward(model)
 
 
 def matmul_parameters(model: Model) -> int:
-    """The parameters that multiply every token: blocks and head, not the input embedding.
+    """Count the parameters that multiply every token: blocks and head, not the input embedding.
 
-    Of experts, as many as a token takes.
+    Only the active experts of a token count.
     """
     if model.source == "hf":
         embedding = 0 if model.tie_embeddings else model.hidden * model.vocab
@@ -42,26 +43,28 @@ def matmul_parameters(model: Model) -> int:
 
 
 def _block_products(model: Model) -> int:
-    """Those of a block."""
+    """Count the active matrix parameters of a block."""
     taken = model.experts_per_token if model.experts else 1
     return _attention_matrices(model) + _router(model) + taken * _feed_forward(model)
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:
-    """Forward and backward, the PaLM convention: 6·N of the products + 12·L·h·s of attention.
+    """Return the FLOPs of forward and backward, by PaLM's convention: 6·N of the products + 12·L·h·s of
+    attention.
 
-    h is the width of all heads together, which is `hidden` where no `head_dim` says otherwise.
+    h is the width of all heads together, which is `hidden` unless `head_dim` sets another width.
     """
     return 6 * matmul_parameters(model) + 2 * _half_attention(model, seq_len)
 
 
 def flops_per_token_causal(model: Model, seq_len: int) -> int:
-    """The same where attention looks back only: half of the scores are needed."""
+    """Return the FLOPs if attention only looks back: half of the scores are needed."""
     return 6 * matmul_parameters(model) + _half_attention(model, seq_len)
 
 
 def trained_flops_per_token(config: Config) -> int:
-    """Of a job: where adapters alone are trained (`lora`), no gradients of the frozen matrices are computed."""
+    """Return the FLOPs of a job: if only adapters are trained (`lora`), the frozen matrices need no
+    gradients."""
     full = flops_per_token(config.model, config.train.seq_len)
     if not config.lora.rank:
         return full
@@ -69,7 +72,7 @@ def trained_flops_per_token(config: Config) -> int:
 
 
 def describe_adapters(config: Config) -> str:
-    """What is trained and what is not, for people."""
+    """Describe the trained and the frozen parameters, for people."""
     chosen = ", ".join(lora.modules(config.model, config.lora))
     return (
         f"{lora.parameters(config):,} parameters of adapters ({chosen}) beside "
@@ -100,12 +103,12 @@ def _block_matrices(model: Model) -> int:
 
 
 def _attention_matrices(model: Model) -> int:
-    """Query, key, value and output."""
+    """Count query, key, value and output."""
     return model.hidden * (2 * _heads_width(model) + 2 * _kv_width(model))
 
 
 def _feed_forward(model: Model) -> int:
-    """Two matrices, three where it is gated; of one expert."""
+    """Count the two matrices of one expert, or three if it is gated."""
     return (3 if model.mlp == "swiglu" else 2) * model.hidden * model.ffn
 
 
@@ -114,7 +117,7 @@ def _router(model: Model) -> int:
 
 
 def _block_vectors(model: Model) -> int:
-    """The norms, and one bias for every output of the matrices above that has one."""
+    """Count the norms, and one bias for every output of the matrices above that has one."""
     norms = 2 * _norm(model) + (2 * _head_dim(model) if model.qk_norm else 0)
     inner = _heads_width(model) + 2 * _kv_width(model)
     if not model.bias:
@@ -124,7 +127,7 @@ def _block_vectors(model: Model) -> int:
 
 
 def _norm(model: Model) -> int:
-    """A layer norm has a bias beside its weight."""
+    """Count a norm's parameters; a layer norm has a bias beside its weight."""
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 
 

@@ -1,17 +1,17 @@
-"""Which steps `profile.steps` chooses."""
+"""The steps that `profile.steps` selects."""
 
 from __future__ import annotations
 
 import re
 
 Steps = tuple[int, int]
-"""the first and the last of a series of steps that is recorded as one"""
+"""The first and the last of a series of steps that is recorded as one."""
 
 _SERIES = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
 
 def series_of(steps: int | str | list[int] | None) -> list[Steps]:
-    """The series in their order; steps that follow each other in a list are one.
+    """Return the series in their order; consecutive steps of a list are one series.
 
     Raises:
         ValueError: it is a text of another form, or counts backwards.

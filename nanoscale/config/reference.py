@@ -26,11 +26,11 @@ class Key:
     at_least: float | None
     at_most: float | None
     scaled: str
-    """`no`, `decimal` or `binary`: which suffixes an integer may carry"""
+    """`no`, `decimal` or `binary`: the suffixes that an integer may carry."""
     executes: bool | str
-    """True if the value is code or a program; the name of the key that makes it so; else False"""
+    """True if the value is code or a program; the name of the key on which that depends; else False."""
     path: bool
-    """True if its texts name files or folders, and so may refer to environment variables"""
+    """True if its texts name files or folders, and so may refer to environment variables."""
 
     @property
     def type(self) -> str:
@@ -46,31 +46,31 @@ class Key:
 
     @property
     def takes_mapping(self) -> bool:
-        """Whether its value is a mapping of another program's keys."""
+        """True if its value is a mapping of another program's keys."""
         return any(get_origin(choice) is dict for choice in alternatives(self.annotation))
 
     @property
     def takes_list(self) -> bool:
-        """Whether a list is among its values."""
+        """True if its value may be a list."""
         return any(get_origin(choice) is list for choice in alternatives(self.annotation))
 
 
 @cache
 def members(section: type) -> dict[str, tuple[Any, Field[Any]]]:
-    """A section's keys: name to annotation and dataclass field."""
+    """Return a section's keys: name to annotation and dataclass field."""
     hints = get_type_hints(section)
     return {field.name: (hints[field.name], field) for field in fields(section)}
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; the annotation itself where it is none."""
+    """Return the members of a union; the annotation itself if it is none."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
 
 
 def section_of(annotation: Any) -> type | None:
-    """The dataclass within an annotation, as in `RopeScaling | None`."""
+    """Return the dataclass within an annotation, as in `RopeScaling | None`."""
     for choice in alternatives(annotation):
         if isinstance(choice, type) and is_dataclass(choice):
             return choice
@@ -83,13 +83,13 @@ def optional(annotation: Any) -> bool:
 
 @cache
 def sections() -> dict[str, type]:
-    """Every section by its dotted name; the whole configuration is ``""``."""
+    """Return every section by its dotted name; the whole configuration is ``""``."""
     return dict(_sections(Config, ""))
 
 
 @cache
 def declared() -> dict[str, Key]:
-    """Every key by its dotted name, in the schema's order."""
+    """Return every key by its dotted name, in the schema's order."""
     return {
         f"{prefix}.{name}": _key(f"{prefix}.{name}", annotation, field)
         for prefix, section in sections().items()
@@ -100,7 +100,7 @@ def declared() -> dict[str, Key]:
 
 
 def defaults(section: type) -> dict[str, Any]:
-    """A section's defaults as plain data."""
+    """Return a section's defaults as plain data."""
     return {
         name: defaults(inner)
         if (inner := section_of(annotation)) is not None and not optional(annotation)
@@ -110,19 +110,19 @@ def defaults(section: type) -> dict[str, Any]:
 
 
 def mapping_around(name: str) -> str | None:
-    """The declared key whose mapping a dotted name leads into; None where it leads into none."""
+    """Return the declared key whose mapping contains a dotted name; None if there is none."""
     parts = name.split(".")
     prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
     return next(filter(is_mapping, prefixes), None)
 
 
 def is_mapping(name: str) -> bool:
-    """Whether a name is that of a key whose value is a mapping."""
+    """True if a name is that of a key whose value is a mapping."""
     return name in declared() and declared()[name].takes_mapping
 
 
 def example(name: str) -> object:
-    """Return a value that a key takes: its default, else the smallest or the first."""
+    """Return a valid value of a key: its default, else the smallest or the first."""
     key = declared()[name]
     if key.default not in (None, "", [], {}):
         return key.default
@@ -136,14 +136,14 @@ def example(name: str) -> object:
 
 
 def meaning(name: str) -> str:
-    """One line on a key or a section."""
+    """Return one line on a key or a section."""
     if name in declared():
         return declared()[name].meaning
     return (sections()[name].__doc__ or "").strip().splitlines()[0]
 
 
 def type_text(annotation: Any) -> str:
-    """An annotation in words, to follow `must be`."""
+    """Describe an annotation in words, to follow `must be`."""
     words = {
         int: "an integer",
         float: "a number",

@@ -23,12 +23,12 @@ def key(
 ) -> Any:
     """Declare a key. The bounds are inclusive.
 
-    `scaled` lets an integer be written as `1e3`, `32k`, `5M`, `2G` or `1T`: powers of 1000 where it
-    is decimal, powers of 1024 where it is binary, as in a context of 32k tokens.
+    `scaled` lets an integer be written as `1e3`, `32k`, `5M`, `2G` or `1T`: powers of 1000 if decimal, powers
+    of 1024 if binary, as in a context of 32k tokens.
 
-    `executes` marks a key whose value is code or a program, or an argument or variable of one: a run folder
-    that somebody else made is asked about before it takes effect (`runs/trust.py`). The name of another key
-    says that it does so only while that key is true.
+    `executes` marks a key whose value is code or a program, or an argument or variable of one: nanoscale asks
+    for confirmation before such a key of another user's run folder takes effect (`runs/trust.py`). The name of
+    another key means that it does so only while that key is true.
 
     `path` marks a key whose texts name files or folders: they may hold environment variables, as in
     `${oc.env:DATA}/tokens`.
@@ -43,7 +43,7 @@ def key(
         "path": path,
     }
     if isinstance(default, (list, dict)):
-        # What can change has no hash; a section has one all the same, from its other keys.
+        # Mutable defaults have no hash; a section still has one, from its other keys.
         return field(default_factory=default.copy, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -217,7 +217,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Precision:
-    """Which floating-point type each thing has."""
+    """The floating-point types of weights, products and gradients."""
 
     params: Literal["fp32", "fp64"] = key("fp32", "master weights and optimizer states")
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
@@ -251,7 +251,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Zero:
-    """What is sharded over the data-parallel ranks, and where it waits; all but the stage is DeepSpeed's."""
+    """The sharding over data-parallel ranks, and its offload; all keys but the stage are DeepSpeed's."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters"
@@ -358,7 +358,7 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Data:
-    """Where tokens come from."""
+    """The training data and its tokenizer."""
 
     source: Literal["stdlib", "megatron", "datatrove"] = key(
         "stdlib",
@@ -410,7 +410,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When to save, and what to keep."""
+    """The saving and keeping of checkpoints."""
 
     every: int = key(
         0, "steps between checkpoints; 0: none by the number of steps", unit="steps", at_least=0
@@ -441,7 +441,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the maker promises of dense matrix products, without sparsity; null: none of that type."""
+    """The maker's peaks of dense matrix products, without sparsity; null: not supported in that type."""
 
     fp64: float | None = key(None, "peak in fp64", unit="TFLOP/s", at_least=0)
     fp32: float | None = key(None, "peak in fp32, not TF32", unit="TFLOP/s", at_least=0)
@@ -453,7 +453,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Reached:
-    """What the maker's libraries reach, hot and with random numbers; null: a usual share of the peak."""
+    """The speed of the maker's libraries, hot and with random numbers; null: a usual share of the peak."""
 
     matmul: float | None = key(None, "of the peak, large products in 16 bits or wider", at_least=0)
     matmul_fp8: float | None = key(None, "of the peak, large products in 8 bits", at_least=0)
@@ -542,7 +542,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What launcher=slurm asks of SLURM; null or empty: nothing, so the site's default holds."""
+    """The settings of launcher=slurm; null or empty: the site's default."""
 
     partition: str | None = key(None, "partition, or several with commas")
     account: str | None = key(None, "account to charge")
@@ -574,7 +574,7 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the ranks are started."""
+    """The start of the ranks: hosts, devices and time limits."""
 
     name: Literal["local", "ssh", "pdsh", "slurm"] = key(
         "local", "local: on this machine · ssh, pdsh: on the hosts of a hostfile · slurm: by SLURM"
@@ -637,14 +637,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Logger:
-    """Where metrics go besides metrics.jsonl."""
+    """The outputs of metrics besides metrics.jsonl."""
 
     tensorboard: Literal["auto", "on", "off"] = key("off", "auto: on if it is installed")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Steps that are recorded, into the run's profile/ folder: what they spend their time on."""
+    """The profiling of some steps, into the run's profile/ folder."""
 
     steps: int | str | list[int] | None = key(
         None,
@@ -658,7 +658,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Train:
-    """How long, how much, how often."""
+    """The length, the batches and the intervals of the training."""
 
     steps: int | None = key(
         None,

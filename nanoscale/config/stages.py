@@ -1,7 +1,7 @@
-"""How a pipeline is cut into stages, and how many micro batches each schedule takes.
+"""Pipeline stages, and the numbers of micro batches that each schedule supports.
 
-The numbers are those of torch.distributed.pipelining's schedules: what their constructors refuse,
-and what was seen to deadlock or not in a simulation of their actions.
+The numbers are those of torch.distributed.pipelining's schedules: their constructors' limits, and the results
+of a simulation of their actions, which deadlock or not.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from __future__ import annotations
 from nanoscale.config.schema import Model
 
 ONE_STAGE = frozenset({"gpipe", "1f1b"})
-"""a rank has one stage"""
+"""A rank has one stage."""
 V_SHAPED = frozenset({"zbv", "dualpipev"})
-"""a rank has two stages, the first rank the first and the last"""
+"""A rank has two stages; the first rank has the first and the last."""
 SPLIT_BACKWARD = frozenset({"zero-bubble", *V_SHAPED})
-"""gradients of inputs and of weights are computed apart"""
+"""Gradients of inputs and of weights are computed separately."""
 IN_ROUNDS = frozenset({"interleaved-1f1b", "zero-bubble"})
-"""micro batches go through in rounds of equal length, each of at least pp where there are as many"""
+"""Micro batches go through in rounds of equal length, each of at least pp if there are enough."""
 
 
 def usual_virtual_stages(schedule: str) -> int:
-    """Stages a rank where nobody says otherwise."""
+    """Return the default number of stages a rank."""
     return 1 if schedule in ONE_STAGE else 2
 
 
 def stages_of(schedule: str, pp: int, virtual_stages: int, rank: int) -> list[int]:
-    """The stages of a pipeline rank, in the order in which tokens pass through them."""
+    """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
     if schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return [rank + pp * turn for turn in range(virtual_stages)]
 
 
 def rank_of(schedule: str, pp: int, stage: int) -> int:
-    """The pipeline rank that holds a stage."""
+    """Return the pipeline rank that holds a stage."""
     if schedule in V_SHAPED:
         return min(stage, 2 * pp - 1 - stage)
     return stage % pp
 
 
 def takes(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule can run a step of so many micro batches."""
+    """True if a schedule can run a step of this many micro batches."""
     if pp == 1:
         return True
     if schedule == "1f1b":
@@ -51,16 +51,16 @@ def takes(schedule: str, pp: int, micro_batches: int) -> bool:
 
 
 def keeps_busy(schedule: str, pp: int) -> int:
-    """Micro batches from which on every rank has something to do at once."""
+    """Return the least number of micro batches with which every rank has work at once."""
     return 2 * pp if schedule in V_SHAPED else pp
 
 
 def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) -> list[int]:
-    """The number of blocks of every stage, in the model's order.
+    """Return the number of blocks of every stage, in the model's order.
 
-    Without a list of the user's, the costliest stage is as cheap as can be, and the costs are as
-    even as can be beyond that. A stage costs the parameters of its products: the last one carries
-    the head, and the embedding of the first multiplies nothing.
+    Without a user's list, the costliest stage is as cheap as possible, and the costs are otherwise as even as
+    possible. A stage costs the parameters of its products: the last one carries the head, and the embedding of
+    the first multiplies nothing.
     """
     if layers_per_stage is not None:
         return list(layers_per_stage)
@@ -69,11 +69,12 @@ def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) 
     layers = [1] * stages
 
     def cost(stage: int) -> tuple[int, int]:
-        """Of equally cheap ones the later: the first holds the embedding and most activations."""
+        """Return a sort key: among equally cheap stages the later comes first, since the first stage holds the
+        embedding and most activations."""
         return layers[stage] * block + (head if stage == stages - 1 else 0), -stage
 
-    # Blocks cost the same, so that the cheapest stage first is exact, for the largest cost and
-    # for the sum of squares.
+    # Blocks cost the same, so choosing the cheapest stage first is exact, for the largest cost and for the sum
+    # of squares.
     for _ in range(model.layers - stages):
         layers[min(range(stages), key=cost)] += 1
     return layers

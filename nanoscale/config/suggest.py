@@ -1,4 +1,4 @@
-"""Did you mean: the names nearest to one that does not exist."""
+"""Suggestions: the names nearest to an unknown one."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 
 CUTOFF, SHORT_CUTOFF = 0.65, 0.75
-"""for words, and for those of at most three letters"""
+"""The least likeness, for names and for those of at most three letters."""
 _BEGINNING = 0.9
-"""for the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter name"""
+"""The likeness of the first word of a longer name, as `h100` of `h100-sxm`; a little more for a shorter
+name."""
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> tuple[str, ...]:
-    """The candidates that `word` may have meant, best first; none if nothing is near."""
+    """Return the candidates that `word` may have meant, best first; none if nothing is near."""
     return _best(((_likeness(word, name), name) for name in sorted(candidates)), count)
 
 
 def nearest_key(
     word: str, candidates: Collection[str], count: int = 3, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
-    """The same for dotted names, where `trian.steps` means `train.steps`; equal ones stay in their order."""
+    """Return the same for dotted names: `trian.steps` means `train.steps`; equal ones keep their order."""
     section, _, leaf = word.rpartition(".")
     scored = []
     for name in candidates:
@@ -33,16 +34,16 @@ def nearest_key(
 def _best(
     scored: Iterable[tuple[float, str]], count: int, cutoff: float = CUTOFF
 ) -> tuple[str, ...]:
-    """The likeliest names, and those that are hardly less likely."""
+    """Return the likeliest names, and those that are hardly less likely."""
     near = sorted((pair for pair in scored if pair[0] >= cutoff), key=lambda pair: -pair[0])
     return tuple(name for score, name in near[:count] if score >= near[0][0] - 0.15)
 
 
 def _likeness(a: str, b: str) -> float:
-    """1 for the same word; a part of a longer word counts as rather like it.
+    """Return the likeness of two words: 1 if equal, less if one is a part of the other.
 
-    One or two letters are a part of everything, but `3` of `stage3` and of little else; and half of
-    a short word is soon found in another.
+    One or two letters are a part of every word, but `3` of `stage3` and of little else; and half of a short
+    word is often part of another.
     """
     a, b = a.lower(), b.lower()
     if len(a) > 2 and re.match(rf"{re.escape(a)}[-_.]", b):

@@ -1,4 +1,4 @@
-"""Gathering what is wrong into the one error that a user sees."""
+"""The combination of all violations into the one error that a user sees."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, NoReturn
 from nanoscale.common.errors import UserError, Violation
 
 _PLAIN = re.compile(r"[\w./:+-]+", re.ASCII)
-"""texts that neither a shell nor Hydra's grammar takes for more than they are"""
+"""Texts without special meaning in a shell or in Hydra's grammar."""
 _SPECIAL = re.compile(r"[\\()\[\]{}:=, \t]")
-"""characters that Hydra's grammar admits in the key of a mapping behind a backslash alone"""
+"""Characters that Hydra's grammar admits in the key of a mapping only after a backslash."""
 _OTHER_TYPE = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|~|(?i:null|true|false|\.?inf|\.?nan)|"
 )
-"""texts that YAML and Hydra read as something else unless they are quoted"""
+"""Texts that YAML and Hydra read as another type unless they are quoted."""
 
 
 def refuse(violations: Sequence[Violation], kind: str = "config") -> NoReturn:
-    """Raise the UserError that carries all of them."""
+    """Raise the UserError that carries all violations."""
     if len(violations) == 1:
         raise UserError(kind, sentence(violations[0]), list(violations)) from None
     raise UserError(kind, f"{len(violations)} things are wrong", list(violations)) from None
 
 
 def sentence(violation: Violation) -> str:
-    """The violation in one line, without what to type instead."""
+    """Return the violation in one line, without suggestions."""
     return f"{subject(violation)}: {violation.message}"
 
 
 def subject(violation: Violation) -> str:
-    """What is wrong: `key=value`, or the file."""
+    """Return the subject of a violation: `key=value`, or the file."""
     if not violation.key:
         return violation.source
     value = violation.value
@@ -44,7 +44,7 @@ def subject(violation: Violation) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as it is written in YAML or in an override."""
+    """Return a value in the form of YAML or of an override."""
     if isinstance(value, str) and _OTHER_TYPE.fullmatch(value):
         return f"'{value}'"
     if value is None:
@@ -57,18 +57,19 @@ def shown(value: object) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """Return the word that sets a key, ready to paste into a shell."""
+    """Return the override that sets a key, ready to paste into a shell."""
     if isinstance(value, dict):
         return shlex.quote(f"{key}={_mapping(value)}")
     entries = value if isinstance(value, list) else [value]
     if any(map(_needs_quotes, entries)):
         return for_shell(key, value)
     word = f"{key}={shown(value)}"
-    return f"'{word}'" if isinstance(value, list) else word  # to some shells brackets are a pattern
+    # some shells treat brackets as a pattern
+    return f"'{word}'" if isinstance(value, list) else word
 
 
 def _mapping(value: Mapping[str, Any]) -> str:
-    """A mapping in Hydra's grammar, with quotes only where a text needs them."""
+    """Return a mapping in Hydra's grammar, with quotes only for texts that need them."""
     entries = (
         f"{_escaped_key(name)}: "
         + (_mapping(it) if isinstance(it, dict) else quoted(it) if _needs_quotes(it) else shown(it))
@@ -84,14 +85,14 @@ def _needs_quotes(value: object) -> bool:
 
 
 def for_shell(key: str, value: object) -> str:
-    """Return the word that sets a key, with its texts quoted, ready to paste into a shell."""
+    """Return the override that sets a key, with its texts quoted, ready to paste into a shell."""
     if isinstance(value, str) and not any(character in value for character in "\"'\\"):
         return f"'{key}=\"{value}\"'"
     return shlex.quote(f"{key}={quoted(value)}")
 
 
 def quoted(value: object) -> str:
-    """A plain value in Hydra's grammar."""
+    """Return a plain value in Hydra's grammar."""
     if isinstance(value, str):
         return "'" + _escaped(value) + "'"
     if isinstance(value, float):
@@ -110,7 +111,7 @@ def _escaped_key(name: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Within single quotes: backslashes count only where they stand before a quote."""
+    """Escape a text within single quotes: backslashes count only before a quote."""
     escaped = ""
     for part in text.split("'"):
         trailing = len(part) - len(part.rstrip("\\"))

@@ -1,17 +1,17 @@
-"""Activation checkpointing: what the forward pass keeps for the backward pass, and what is computed again.
+"""Activation checkpointing: the activations kept for the backward pass, and those that are recomputed.
 
-| mode | kept until the backward pass | computed again |
+| mode | kept until the backward pass | recomputed |
 |---|---|---|
 | none | all that autograd saves | nothing |
 | full | the input of each block (or of every k-th, and all of the others) | those blocks |
 | selective | the input of each block and the results of some products | all other operations |
 | sqrt | the input of each of ⌈√layers⌉ groups of blocks | every group as one |
 
-Only the `forward` of a block, as an attribute of the instance, or the model's loop over its blocks is replaced:
-names of parameters and modules stay, and the hooks of FSDP2 and tensor parallelism stay outside. In groups the
-blocks' hooks run again with them; FSDP2 knows that, and keeps a group's parameters whole from its recomputation
-to its backward, so that nothing is gathered twice.
-Nothing in a block draws random numbers, so no generator's state is kept.
+Only the `forward` of a block, as an attribute of the instance, or the model's loop over its blocks is
+replaced: names of parameters and modules stay, and the hooks of FSDP2 and tensor parallelism stay outside. In
+groups the blocks' hooks run again with them; FSDP2 supports that, and keeps a group's parameters gathered from
+its recomputation to its backward, so that nothing is gathered twice. Nothing in a block draws random numbers,
+so no generator's state is kept.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from nanoscale.config.schema import Parallel
 
 Rotation = tuple[Tensor, Tensor]
 Run = Callable[[nn.ModuleDict, Tensor, Rotation | None, Tensor | None], Tensor]
-"""the blocks, the stream `[batch, seq, hidden]`, the rotary angles and the mask, to the stream"""
+"""A function from the blocks, the stream `[batch, seq, hidden]`, the rotary angles and the mask to the
+stream."""
 
 _recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
-    """Let the blocks of a model, in place, compute again in the backward pass what the mode does not keep."""
+    """Let the blocks of a model, in place, recompute activations that the mode does not keep."""
     blocks: list[nn.Module] = list(layers.values())
     if parallel.activation_checkpointing == "full":
         for block in blocks[:: parallel.checkpoint_every]:
@@ -60,14 +61,14 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
 
 
 def runner(parallel: Parallel, run: Run) -> Run:
-    """The model's loop over its blocks as the mode wants it: in groups, or with its savings on the host."""
+    """Return the loop over blocks in this mode: in groups, or with its saved tensors on the host."""
     if parallel.activation_checkpointing == "sqrt":
         run = run_in_groups
     return partial(run_with_host_memory, run) if parallel.offload_activations else run
 
 
 def describe(parallel: Parallel) -> str:
-    """One line for people."""
+    """Describe the mode in one line."""
     every = parallel.checkpoint_every
     text = {
         "none": "everything kept for the backward pass",
@@ -82,10 +83,11 @@ def describe(parallel: Parallel) -> str:
 
 
 def groups(number: int) -> list[range]:
-    """⌈√number⌉ groups of neighbours, none larger than another by more than one.
+    """Divide blocks into ⌈√number⌉ groups of neighbours, whose sizes differ by at most one.
 
     Source: Chen et al. 2016, arXiv:1604.06174, section 4: one group's input for each group, and one group's
-    activations at a time. It saves over `full` only where √layers exceeds a block's activations over its input.
+    activations at a time. It saves memory over `full` only if √layers exceeds a block's activations over its
+    input.
     """
     count = math.isqrt(number - 1) + 1
     ends = [number * i // count for i in range(count + 1)]
@@ -118,9 +120,9 @@ MATMULS = {
     for name in ("mm", "bmm", "addmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm")
     if hasattr(aten, name)
 }
-# Reduced results are as small as the residual stream, and doing them again would communicate again. A gathered
-# sequence is tp times as large as what it came from: keeping it would undo sequence parallelism's saving, so it
-# is gathered again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+# Reduced results are as small as the residual stream, and recomputing them would communicate again. A gathered
+# sequence is tp times as large as its shards: keeping it would undo sequence parallelism's saving, so it is
+# gathered again (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 COLLECTIVES = {
     getattr(torch.ops._c10d_functional, name).default
     for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
@@ -133,7 +135,7 @@ _KEPT_IN_WORDS = {
 
 
 class Keeps:
-    """Whether an operation's result is kept, asked for each operation of one pass through a block in order."""
+    """A decision about keeping each operation's result, asked in order during one pass through a block."""
 
     def __init__(self, what: str) -> None:
         self.every = {"attention": None, "matmuls": 1, "every-2nd-matmul": 2}[what]
@@ -143,12 +145,12 @@ class Keeps:
         if operation in MATMULS:
             self.matmuls += 1
             return self.every is not None and self.matmuls % self.every == 0
-        # All of PyTorch's fused kernels have it in their names; the unfused one is composed of products.
+        # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
         return operation in COLLECTIVES or "attention" in operation.name()
 
 
 def device_contexts(what: str) -> tuple[Any, Any]:
-    """What the forward pass and its recomputation run under, results kept where they are."""
+    """Return the contexts of the forward pass and its recomputation, with kept results on the device."""
     passes = {False: Keeps(what), True: Keeps(what)}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> Any:
@@ -159,7 +161,7 @@ def device_contexts(what: str) -> tuple[Any, Any]:
 
 
 def host_contexts(what: str) -> tuple[Any, Any]:
-    """The same with results kept on the host, which PyTorch's own contexts cannot do."""
+    """Return the same with kept results on the host, which PyTorch's own contexts do not support."""
     kept: deque[Any] = deque()
     return _KeepOnHost(Keeps(what), kept), _TakeFromHost(Keeps(what), kept)
 
@@ -174,7 +176,7 @@ class _KeepOnHost(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.keeps(func):
-            if func in COLLECTIVES:  # they return before their result is there
+            if func in COLLECTIVES:  # they return before their result is ready
                 torch.ops._c10d_functional.wait_tensor(result)
             self.kept.append(tree_map_only(Tensor, self.memory.pack, result))
         return result
@@ -203,17 +205,19 @@ def run_with_host_memory(
     rotation: Rotation | None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Run the blocks; what autograd saves meanwhile, parameters aside, moves to the host until it is needed."""
+    """Run the blocks; tensors that autograd saves, except parameters, move to the host until they are
+    needed."""
     memory = HostMemory()
     with saved_tensors_hooks(memory.pack, memory.unpack):
         return run(layers, hidden, rotation, mask)
 
 
 class HostMemory:
-    """Moves saved tensors to the host, once where they share memory, as one input of three products does."""
+    """A store of saved tensors on the host, once per shared memory, such as one input of three products."""
 
     def __init__(self) -> None:
-        # The weak reference keeps the storage's identity, not its bytes: no later storage can be taken for it.
+        # The weak reference keeps the storage's identity, not its bytes: no later storage can be mistaken for
+        # it.
         self.moved: dict[tuple[StorageWeakRef, int], Moved] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | OnHost:
@@ -252,11 +256,11 @@ class Moved:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             self.here.copy_(there, non_blocking=True)
-        there.record_stream(stream)  # or its memory would be given away under the copy
+        there.record_stream(stream)  # otherwise its memory could be reused during the copy
         self.arrived = stream.record_event()
 
     def back(self) -> torch.UntypedStorage:
-        """On the device again, once for all the tensors that look at it."""
+        """Copy the storage back to the device, once for all tensors that view it."""
         if self.returned is None:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).wait_event(self.arrived)
@@ -283,7 +287,8 @@ class OnHost:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """A parameter, a rank's part or a view of one, or autocast's copy of one, which autocast keeps anyway."""
+    """True for a parameter, a rank's shard or a view of one, or autocast's copy, which autocast keeps
+    anyway."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     while node is not None and node.name() in _SAME_WEIGHT:
@@ -292,7 +297,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 _SAME_WEIGHT = ("ToCopyBackward0", "_PartBackward")
-"""of the operations of autocast, and of `parallel.parts`"""
+"""Names of the operations of autocast, and of `parallel.parts`."""
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -1,4 +1,4 @@
-"""How a stage of the model becomes parallel; read it from top to bottom."""
+"""The parallelisation of a stage of the model; read it from top to bottom."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nanoscale.parallel.mesh import Layout
 
 
 def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
-    """Lay a stage on the meta device out over the ranks, in place.
+    """Distribute a stage on the meta device over the ranks, in place.
 
-    The order is the rule: matrices are divided first, since all that follows sees only a rank's part of them;
-    what is recomputed is compiled as a whole; and parameters are gathered outside of both.
+    The order matters: matrices are divided first, since all later steps see only a rank's shard of them;
+    recomputed regions are compiled as a whole; and parameters are gathered outside of both.
     """
     parallel = config.parallel
     if layout.tensor is not None:
@@ -36,7 +36,7 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
 def prepare_blocks(
     model: Transformer, config: Config, context_group: ProcessGroup | None, cp_rank: int
 ) -> None:
-    """What holds between dividing matrices and sharding what is left, on either backend; in place."""
+    """Apply the steps between dividing matrices and sharding parameters, for either backend; in place."""
     if context_group is not None:
         _divide_sequence(model, config, context_group, cp_rank)
     activation.apply(model.layers, config.parallel)

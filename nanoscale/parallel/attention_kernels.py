@@ -1,11 +1,11 @@
-"""Kernels for the attention of some queries to some keys, where the softmax runs over more keys than these.
+"""Kernels for attention to some of the keys, whose softmax covers more keys than these.
 
-Shapes: q, out and their gradients `[batch, heads, queries, head_dim]`; k, v and theirs
-`[batch, kv_heads, keys, head_dim]`, where kv_heads divides heads; lse `[batch, heads, queries]`.
+Shapes: q, out and their gradients `[batch, heads, queries, head_dim]`; k, v and theirs `[batch, kv_heads,
+keys, head_dim]`, where kv_heads divides heads; lse `[batch, heads, queries]`.
 
-A kernel's `forward` gives the block's own softmax average and its log-sum-exp, by which blocks are merged; its
-`backward` takes the out and lse of *all* keys and gives the block's share of the gradients, and shares add up.
-Source: Dao 2023 (FlashAttention-2, arXiv:2307.08691), section 3.1.
+A kernel's `forward` returns the softmax average of its block of keys and its log-sum-exp, by which blocks are
+merged; its `backward` takes the out and lse of *all* keys and returns the block's share of the gradients,
+which are summed. Source: Dao 2023 (FlashAttention-2, arXiv:2307.08691), section 3.1.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ aten = torch.ops.aten
 @dataclass(frozen=True)
 class Kernel:
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    """q, k, v, causal, scale -> out, lse. A causal block has as many keys as queries."""
+    """Q, k, v, causal, scale -> out, lse. A causal block has as many keys as queries."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """grad_out, q, k, v, out, lse, causal, scale -> grad_q, grad_k, grad_v"""
+    """grad_out, q, k, v, out, lse, causal, scale -> grad_q, grad_k, grad_v."""
     head_dim_multiple: int = 1
 
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_DIM = 256
-"""the largest that FlashAttention-2 takes (PyTorch's sdp_utils.cpp, `check_head_dim_size_flash`)"""
+"""The largest that FlashAttention-2 supports (PyTorch's sdp_utils.cpp, `check_head_dim_size_flash`)."""
 _FLASH_CAPABILITY = (8, 0)
 
 
 def has_cuda_flash() -> bool:
-    """Return True if this rank's GPU and this build of PyTorch have FlashAttention.
+    """True if this rank's GPU and this build of PyTorch have FlashAttention.
 
-    Asked where a model is built: the compiler cannot trace PyTorch's own test of a call,
+    Call it when a model is built: the compiler cannot trace PyTorch's own test of a call,
     `can_use_flash_attention`, and a block that contains it would not be compiled at all.
     """
     return (
@@ -56,7 +56,7 @@ def choose_kernel(q: Tensor, cuda_flash: bool) -> str:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums over blocks are kept in."""
+    """Return the dtype of sums over blocks."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -64,7 +64,7 @@ def _portable_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     weights = _scores(q, k, causal, scale)
-    # In place throughout: the scores are by far the largest tensor, and one of them is enough.
+    # In place throughout: the scores are by far the largest tensor, and one copy of them is enough.
     highest = weights.amax(-1, keepdim=True)
     weights.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
@@ -97,7 +97,7 @@ def _portable_backward(
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """`[batch, kv_heads, heads / kv_heads · queries, keys]`, as products of at least fp32."""
+    """Return `[batch, kv_heads, heads / kv_heads · queries, keys]`, as products of at least fp32."""
     dtype = accumulator(q.dtype)
     scores = _rows(q.to(dtype) * scale, k.shape[1]) @ k.to(dtype).mT
     if causal:
@@ -108,10 +108,10 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
 
 
 def _rows(x: Tensor, kv_heads: int) -> Tensor:
-    """`[batch, heads, queries, n]` to `[batch, kv_heads, heads / kv_heads · queries, n]`.
+    """Reshape `[batch, heads, queries, n]` to `[batch, kv_heads, heads / kv_heads · queries, n]`.
 
-    All queries that share a key stand in one matrix, so that a product with the keys expands no keys, and a
-    product over the rows sums the gradients of a group of heads.
+    All queries that share a key are in one matrix, so a product with the keys expands no keys, and a product
+    over the rows sums the gradients of a group of heads.
     """
     batch, _, _, width = x.shape
     return x.reshape(batch, kv_heads, -1, width)
@@ -134,7 +134,7 @@ def _flash_cuda_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Random states are read with dropout only, and lengths by sequence with packed sequences only.
+    # Random states are read only with dropout, and lengths by sequence only with packed sequences.
     unread = torch.empty(0, dtype=torch.uint64, device=q.device)
     return aten._scaled_dot_product_flash_attention_backward(
         grad_out,
@@ -142,7 +142,7 @@ def _flash_cuda_backward(
         k,
         v,
         out,
-        lse.contiguous(),  # the kernel reads it by pointer, whatever the strides say
+        lse.contiguous(),  # the kernel reads it by pointer and ignores the strides
         None,
         None,
         q.shape[2],

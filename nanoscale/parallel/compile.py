@@ -1,13 +1,13 @@
 """torch.compile of every block by itself: one compilation serves all. Around blocks only the loss is compiled.
 
-Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside. What is
-recomputed is compiled with it, and its compiler then sees forward and recomputation in one.
+Only a block's `forward` on the instance is replaced, so names stay and FSDP2's hooks stay outside.
+Recomputation is compiled with it, so the compiler sees forward and recomputation together.
 
-What it cannot do: a backward pass in two halves, for inputs and for weights (zero-bubble schedules);
-activations offloaded to the host, since a compiled block keeps its own; and mixtures of experts, whose shapes
-follow from the data. `config.rules` refuses all three. Results differ from the eager ones by rounding, since
-operations are fused: law 1 between layouts holds with compilation in all or in none of them. Every new shape (a
-shorter batch in an evaluation, a prompt) and the switch between training and evaluation compile again.
+Unsupported are: a backward pass in two halves, for inputs and for weights (zero-bubble schedules); activations
+offloaded to the host, since a compiled block keeps its own; and MoE, whose shapes depend on the data.
+`config.rules` refuses all three. Results differ from the eager ones by rounding, since operations are fused:
+rule 1 between layouts applies with compilation in all or in none of them. Every new shape (a shorter batch in
+an evaluation, a prompt) and the switch between training and evaluation compile again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoscale.models.transformer import Transformer
 
 
 def apply(layers: nn.ModuleDict, config: Config) -> None:
-    """Compile each block of a model in place, when it first runs. To be called after `activation.apply`."""
+    """Compile each block of a model in place, when it first runs. Call it after `activation.apply`."""
     if config.backend.compile != "on":
         return
     blocks: list[nn.Module] = list(layers.values())
@@ -29,6 +29,6 @@ def apply(layers: nn.ModuleDict, config: Config) -> None:
 
 
 def fuse_loss(model: Transformer, config: Config) -> None:
-    """Compile what the loss does between its products."""
+    """Compile the operations of the loss between its products."""
     if config.backend.compile == "on" and model.last and config.model.source != "hf":
         model.head.fused = True

@@ -1,13 +1,13 @@
 """Context parallelism: attention over a sequence that is divided over ranks, by one of two methods.
 
-| method | a rank holds | what travels | limits the degree |
+| method | a rank holds | communicated | limits the degree |
 |---|---|---|---|
 | ring | two chunks, mirrored about the middle | keys and values, from rank to rank | sequence / 2 |
 | ulysses | one contiguous part | heads for sequence and back, all to all | key and value heads |
 
-A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and gives
-`[batch, heads, seq, head_dim]`, causal over the whole sequence. Everything else in the model works on single
-tokens and needs to know their `positions` only. A mask is over the whole sequence, which only Ulysses has.
+A core takes this rank's q `[batch, heads, seq, head_dim]` and k, v `[batch, kv_heads, seq, head_dim]` and
+returns `[batch, heads, seq, head_dim]`, causal over the whole sequence. The rest of the model works on single
+tokens and needs only their `positions`. A mask covers the whole sequence, which only Ulysses has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoscale.parallel.ring import ring_attention
 
 
 def positions(method: str, seq: int, rank: int, degree: int, device: torch.device) -> Tensor:
-    """Where the `seq` tokens of a rank stand in the whole sequence: int64 `[seq]`."""
+    """Return the positions of a rank's `seq` tokens in the whole sequence: int64 `[seq]`."""
     if method == "ulysses":
         return torch.arange(rank * seq, (rank + 1) * seq, device=device)
     assert method == "ring", method
@@ -42,7 +42,8 @@ def make_core(method: str, group: dist.ProcessGroup) -> nn.Module:
 
 
 class RingAttention(nn.Module):
-    """Keys and values pass by every rank while it computes with those before (see `ring`)."""
+    """Ring attention: keys and values pass every rank while it computes with the previous ones (see
+    `ring`)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -61,7 +62,8 @@ class RingAttention(nn.Module):
 
 
 class UlyssesAttention(nn.Module):
-    """Every rank takes a share of the heads over the whole sequence (Jacobs et al. 2023, arXiv:2309.14509)."""
+    """Ulysses attention: a rank has a share of the heads over the whole sequence (Jacobs et al. 2023,
+    arXiv:2309.14509)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class UlyssesAttention(nn.Module):
 
 
 def _exchange(x: Tensor, divided: int, whole: int, group: dist.ProcessGroup) -> Tensor:
-    """Divide one dimension over the ranks and make another whole."""
+    """Divide one dimension over the ranks and gather another."""
     parts = torch.cat(x.chunk(dist.get_world_size(group), dim=divided))
     parts = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(parts.split(len(x)), dim=whole)

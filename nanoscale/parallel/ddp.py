@@ -1,7 +1,7 @@
-"""Data parallelism where nothing is divided: every rank has the whole model, and gradients are summed.
+"""Data parallelism without sharding: every rank has the whole model, and gradients are summed.
 
-They travel as DistributedDataParallel's do: in buckets, while the backward pass goes on. That one wraps the
-model's forward, and copies gradients into its buckets and out again; here what has arrived is the gradient.
+Gradients are sent as in DistributedDataParallel: in buckets, during the backward pass. That class wraps the
+model's forward, and copies gradients into its buckets and out again; here the received sum is the gradient.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from nanoscale.config.layout import GRADIENT_BUCKET
 
 FIRST_BUCKET = 1 << 20
-"""bytes of the first one, so that it is soon under way"""
+"""Bytes of the first bucket, which is small so that it is sent early."""
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
     missing: int = 0
-    """gradients that the backward pass has not come to yet"""
+    """Gradients that the backward pass has not reached yet."""
     flat: Tensor | None = None
     work: dist.Work | None = None
 
@@ -45,9 +45,9 @@ class Replicas:
     """The sum over ranks of each parameter's gradient, once a step."""
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """`parameters`: the same on every rank, in the order in which the forward pass comes to them."""
+        """Order `parameters`, which are the same on every rank, as the forward pass reaches them."""
         self._group = group
-        # The backward pass comes to the last ones first.
+        # The backward pass reaches the last ones first.
         self._buckets = list(_divide(list(reversed(parameters))))
         self._sent = len(self._buckets)
         for bucket in self._buckets:
@@ -55,15 +55,15 @@ class Replicas:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
 
     def begin_micro_batch(self, last: bool) -> None:
-        """Say before a forward whether its backward ends the step."""
+        """Set before a forward whether its backward ends the step."""
         if last:
             self._sent = 0
             for bucket in self._buckets:
                 bucket.missing = len(bucket.parameters)
 
     def finish(self) -> None:
-        """After the last backward: return when every parameter has the sum over ranks as its gradient."""
-        for bucket in self._buckets[self._sent :]:  # what this step did not use has no gradient
+        """Wait after the last backward until every parameter has the sum over ranks as its gradient."""
+        for bucket in self._buckets[self._sent :]:  # unused parameters have no gradient
             bucket.send(self._group)
         self._sent = len(self._buckets)
         for bucket in self._buckets:
@@ -71,7 +71,7 @@ class Replicas:
 
     def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1
-        # On every rank in the same order, whatever the order in which gradients come.
+        # All ranks send in the same order, whatever the order in which gradients come.
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
             self._buckets[self._sent].send(self._group)
             self._sent += 1

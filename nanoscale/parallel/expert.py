@@ -1,8 +1,9 @@
-"""Mixtures of experts over ranks: ep gives each rank some of the experts, tp a part of every expert's width.
+"""MoE over ranks: ep gives each rank some of the experts, tp a part of every expert's width.
 
-With ep, tokens travel to the ranks that have their experts and back, by two all-to-alls of as many rows as the
-routing wants (Lepikhin et al. 2020, arXiv:2006.16668, section 3.3, without its limit on an expert's tokens).
-With tp, every rank of it routes all tokens alike, and the parts of an expert add up as a dense block's do.
+With ep, tokens are sent to the ranks of their experts and back, by two all-to-alls with as many rows as the
+routing requires (Lepikhin et al. 2020, arXiv:2006.16668, section 3.3, without its limit on an expert's
+tokens). With tp, every rank routes all tokens in the same way, and the partial results of an expert are summed
+as in a dense block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nanoscale.parallel.mesh import ExpertLayout
 from nanoscale.parallel.sequence_parallel import Stream
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2}
-"""the dimension of an expert's inner width, which tp divides"""
+"""The dimension of an expert's inner width, which tp divides."""
 _HIDDEN = {"gate": 2, "up": 2, "down": 1}
 
 
@@ -34,21 +35,22 @@ def apply(
     experts: ExpertLayout | None,
     sequence_parallel: bool,
 ) -> None:
-    """Divide the mixtures of a stage on the meta device, in place."""
+    """Divide the MoE blocks of a stage on the meta device, in place."""
     if tensor is None and experts is None:
         return
     for layer in model.layers.values():
         mixture = layer.mlp
         assert isinstance(mixture, MixtureOfExperts)
         if tensor is not None:
-            # Every rank routes the whole sequence, and has the gradient of its part of the experts.
+            # Every rank routes the whole sequence, and has the gradient of its share of the experts.
             divide(mixture.router, layer, tensor, {"weight": Replicate()}, added_up)
             Stream.over(tensor, sequence_parallel).around(mixture)
         _divide_experts(mixture.experts, layer, tensor, experts)
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
-    """Along which dimension FSDP cuts a matrix: whole experts, or `hidden` where they are too few."""
+    """Return the dimension along which FSDP shards a matrix: whole experts, or `hidden` if there are too
+    few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
     other = _HIDDEN[name]
     return other if local.shape[0] % ranks and local.shape[other] % ranks == 0 else 0
@@ -73,10 +75,10 @@ def _divide_experts(
 
 
 def _own(share: int, weight: Tensor) -> Tensor:
-    """This rank's part of a matrix.
+    """Return this rank's shard of a matrix.
 
-    Its gradient is the sum over the tokens of all ranks of ep. FSDP then takes the mean over the ranks that are
-    left, and what everything else has is the mean over all of them.
+    Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
+    all other gradients are averaged over all ranks.
     """
     local = alike(weight)
     if share > 1 and local.requires_grad:
@@ -87,12 +89,13 @@ def _own(share: int, weight: Tensor) -> Tensor:
 def _exchange(
     group: ProcessGroup, run: Callable[..., Tensor], tokens: Tensor, load: Tensor
 ) -> Tensor:
-    """As `Experts`: tokens `[choices, hidden]` in the order of all experts, whose loads are `[experts]`."""
+    """Run `Experts` on other ranks: tokens `[choices, hidden]`, sorted by expert, whose loads are
+    `[experts]`."""
     ranks = group.size()
     coming = all_to_all_single_autograd(load, None, None, group).view(ranks, -1)
     sending, receiving = torch.stack((load.view(ranks, -1).sum(1), coming.sum(1))).tolist()
     arrived = all_to_all_single_autograd(tokens, receiving, sending, group)
-    # They come rank by rank, and of each rank expert by expert.
+    # They arrive rank by rank, and from each rank expert by expert.
     own = torch.arange(coming.shape[1], device=load.device)
     expert = own.repeat(ranks).repeat_interleave(coming.flatten(), output_size=sum(receiving))
     order, back = sort(expert)

@@ -1,4 +1,4 @@
-"""Data parallelism: what each ZeRO stage shards, and when it communicates, by FSDP2.
+"""Data parallelism by FSDP2: the sharding of each ZeRO stage, and the times of its communication.
 
 | stage | parameters are whole | gradients are reduced |
 |---|---|---|
@@ -7,11 +7,11 @@
 | 2 | as 1 | scattered after every micro batch |
 | 3 | inside a block's forward and backward only | scattered after every micro batch |
 
-Stage 0 is a sharding over groups of one rank: DDP's communication, by the means of the other stages, which
-work with every other axis; where there is none, and nothing to cast, `replicas` does with less. Between steps
-stages 1 and 2 keep their parameters sharded, so that they need less than ZeRO's definition (Rajbhandari et al.
-2020, arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients
-travel once, at its end: micro batches of several stages alternate there, and each would gather and scatter
+Stage 0 is a sharding over groups of one rank: DDP's communication, by the code of the other stages, which
+supports every other axis; without other axes and casts, `replicas` does with less. Between steps stages 1 and
+2 keep their parameters sharded, so they need less memory than ZeRO's definition (Rajbhandari et al. 2020,
+arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients are
+reduced once, at its end: micro batches of several stages alternate there, and each would gather and scatter
 everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
 """
 
@@ -46,7 +46,7 @@ def shard(
 ) -> None:
     """Shard the parameters of a stage on the meta device in place over all of `mesh`.
 
-    With ep, those of the experts over the ranks that have the same ones.
+    With ep, those of the experts are sharded over the ranks that have the same ones.
     """
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -58,7 +58,7 @@ def shard(
     if model.first and model.has_ends:
         fully_shard(model.embed, **options)
     if model.last and model.has_ends:
-        # The backward begins with these two: gathering them again at once would be wasted.
+        # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
     if config.parallel.pp == 1 and config.model.source != "hf":
@@ -66,18 +66,18 @@ def shard(
 
 
 def _free_early(model: Transformer) -> None:
-    """Have FSDP2 free two buffers before the loss, where a step needs the most memory.
+    """Make FSDP2 free two buffers before the loss, where a step needs the most memory.
 
-    The first is the input of the last reduction of the micro batch before, which is the gradient of the whole
-    embedding: FSDP2 keeps it until its next reduction. The second is the flat gather of the norm and the head,
-    which it keeps until the forward pass is over.
+    The first is the input of the last reduction of the previous micro batch, which is the gradient of the
+    whole embedding: FSDP2 keeps it until its next reduction. The second is the flat gather of the norm and the
+    head, which it keeps until the forward pass is over.
     """
-    # Before FSDP2's own hook, which gathers the norm and the head, and after it.
+    # Runs before FSDP2's own hook, which gathers the norm and the head, and after it.
     model.norm.register_forward_pre_hook(lambda *_: _free_reductions(model), prepend=True)
     model.head.register_forward_pre_hook(lambda *_: _free_gather(model))
 
 
-# As in torch.distributed.fsdp._fully_shard (`_fsdp_param_group`, `_fsdp_state`), what uses the memory next
+# As in torch.distributed.fsdp._fully_shard (`_fsdp_param_group`, `_fsdp_state`), the next user of the memory
 # waits for the last operation that has read it.
 
 
@@ -108,10 +108,10 @@ def _communication(model: nn.Module) -> Any:
 def _experts_apart(
     block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
 ) -> Callable[[nn.Parameter], Any] | None:
-    """Over which ranks and along which dimension the matrices of experts are cut; everything else by its rows.
+    """Return the ranks and the dimension over which each parameter is sharded: experts, or others by rows.
 
-    They are the block's to gather, as all of its parameters: a unit of their own would gather within what
-    activation checkpointing runs twice.
+    The block gathers experts with all of its parameters: a unit of their own would gather within the region
+    that activation checkpointing runs twice.
 
     Raises:
         UserError: this torch is too old for ep.
@@ -133,7 +133,7 @@ def _experts_apart(
             HSDPMeshInfo,
             ShardPlacementResult,
         )
-    except ImportError as error:  # before torch 2.12 all parameters of a unit were spread alike
+    except ImportError as error:  # before torch 2.12 all parameters of a unit had one sharding
         text = f"parallel.ep={layout.group.size()} needs torch 2.12 or newer, and this is {torch.__version__}"
         raise UserError("layout", text) from error
     where = FSDPMeshInfo(spread, shard_mesh_dim=0)
@@ -152,19 +152,19 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def begin_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
-    """Say before a forward whether its backward ends the step, so that nothing is sent in vain."""
+    """Set before a forward whether its backward ends the step, so that nothing is sent needlessly."""
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(last)
         model.set_requires_gradient_sync(last or stage > 1)
         model.set_requires_all_reduce(last)
         model.set_reshard_after_backward(last or stage == 3)
         # FSDP2 prefetches in the order of all forward passes of a step. At the end of a backward pass it would
-        # gather for nothing what the forward pass before ended with: the norm and the head.
+        # needlessly gather the last units of the previous forward pass: the norm and the head.
         getattr(_communication(model), "post_forward_order", []).clear()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole parameters that a forward without a backward has left behind."""
+    """Free the gathered parameters that a forward without a backward has left."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,7 +1,7 @@
-"""Which of PyTorch's kernels a rank computes products and attention with.
+"""The choice of PyTorch's kernels for products and attention on a rank.
 
-They are set for the process as a whole, before anything is compiled: a choice within a block would be traced
-with it, and autograd's threads would not see it.
+They are set for the whole process, before anything is compiled: a choice within a block would be traced with
+it, and autograd's threads would not see it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _SWITCHES = {
     "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
     "math": torch.backends.cuda.enable_math_sdp,
 }
-"""PyTorch's kernels of attention; those of flash and math have one for CPUs"""
+"""PyTorch's attention kernels; flash and math also have one for CPUs."""
 _NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
-"""by their numbers in torch.nn.attention.SDPBackend"""
+"""Names by their numbers in torch.nn.attention.SDPBackend."""
 
 
 def set_kernels(config: Config) -> None:
-    """Let this process use the kernels that the configuration asks for."""
+    """Enable the kernels that the configuration selects, for this process."""
     if config.precision.tf32 is True:
         torch.set_float32_matmul_precision("high")
     if config.backend.attention != "auto":
@@ -35,9 +35,9 @@ def set_kernels(config: Config) -> None:
 
 
 def kernels_in_use(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return the kernel that attention uses on this rank, and cuDNN's version; None where it is unknown.
+    """Return the attention kernel of this rank, and cuDNN's version; None if unknown.
 
-    PyTorch's own choice is asked for with a sample of the shape that blocks compute.
+    PyTorch's own choice is determined with a sample of the blocks' shape.
     """
     return {"attention": _attention(config, device), "cudnn": torch.backends.cudnn.version()}
 
@@ -45,7 +45,7 @@ def kernels_in_use(config: Config, device: torch.device) -> dict[str, Any]:
 def _attention(config: Config, device: torch.device) -> str | None:
     model, layout, data = config.model, config.parallel, config.data
     if model.source == "hf":
-        return None  # it is for transformers to choose
+        return None  # transformers chooses it
     head_dim = model.head_dim or model.hidden // model.heads
     dtype = DTYPES[config.precision.compute]
     if layout.cp > 1 and layout.cp_method == "ring":

@@ -1,7 +1,7 @@
-"""Modules whose parameters are divided over ranks, and which compute with their own parts as plain tensors.
+"""Modules whose parameters are sharded over ranks, and which compute with their local shards as plain tensors.
 
-A parameter is a DTensor to all that owns it: FSDP2, the optimizer, checkpoints. A module's own code sees the
-rank's part in its place, so that no operation on activations goes through DTensor.
+A parameter is a DTensor for its owners: FSDP2, the optimizer, checkpoints. A module's own code sees the rank's
+shard in its place, so that no operation on activations goes through DTensor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, distribute_ten
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Placements = Mapping[str, Placement | Sequence[Placement]]
-"""of parameters by their names in a module, on each axis of a mesh"""
+"""Placements of parameters, by their names in a module, on each axis of a mesh."""
 Read = Callable[[Tensor], Tensor]
-"""from a parameter to this rank's part, and on the way back from the part's gradient to the parameter's"""
+"""A function from a parameter to this rank's shard, whose backward maps the shard's gradient to the
+parameter's."""
 
 
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> None:
@@ -32,20 +33,20 @@ def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> N
 def divide(
     module: nn.Module, unit: nn.Module, mesh: DeviceMesh, placements: Placements, read: Read
 ) -> None:
-    """Distribute, and let the module's `forward` compute with what `read` gives of its parameters.
+    """Distribute, and let the module's `forward` compute with the results of `read` for its parameters.
 
-    They are read when `unit` is called, which the module is in or is itself: where FSDP2 has gathered them, and
-    before what activation checkpointing repeats and torch.compile sees.
+    They are read when `unit` is called, which contains the module or is the module: after FSDP2 has gathered
+    them, and outside of the regions that activation checkpointing repeats and torch.compile traces.
     """
     distribute(module, mesh, placements)
     parts, forward = _Parts(module), type(module).forward
     unit.register_forward_pre_hook(lambda *_: parts.take(read))
-    # No `partial`: torch.compile would take each for another one, and compile every block anew.
+    # No `partial`: torch.compile would treat each as a new function, and compile every block anew.
     module.forward = lambda *inputs: forward(parts, *inputs)
 
 
 class _Parts:
-    """What a module's own code has for `self`."""
+    """The object that a module's own code gets as `self`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -60,18 +61,18 @@ class _Parts:
 
 
 def alike(parameter: Tensor) -> Tensor:
-    """A part has its own gradient, or ranks that have the same part find the same gradient of it."""
+    """Return a shard with its own gradient; ranks that share a shard have the same gradient."""
     return _part(parameter, _placements(parameter))
 
 
 def added_up(parameter: Tensor) -> Tensor:
-    """What ranks find for a part that all of them have adds up to its gradient."""
+    """Return a shard whose gradient is the sum of the gradients of all ranks that have it."""
     sums = (Partial() if it.is_replicate() else it for it in _placements(parameter))
     return _part(parameter, tuple(sums))
 
 
 def once(parameter: Tensor) -> Tensor:
-    """A part that all ranks have is the first one's summand of their result, and 0 elsewhere."""
+    """Return a replicated shard on the first rank, which adds it to the result, and 0 on the others."""
     part = alike(parameter)
     assert isinstance(parameter, DTensor)
     if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
@@ -90,7 +91,8 @@ def _part(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """As `DTensor.to_local`, which finds out about every gradient anew what its parameter knows."""
+    """A `DTensor.to_local` that keeps the placements, which PyTorch would determine anew for every
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient: tuple[Placement, ...]) -> Tensor:

@@ -1,7 +1,8 @@
 """Adapters of layers that tensor parallelism has divided.
 
-Of a layer divided by column every rank has all of A and its rows of B; of one divided by row its columns of A
-and all of B. Then what an adapter adds is divided as the layer's own result is; no more is communicated.
+For a layer divided by column every rank has all of A and its rows of B; for one divided by row its columns of
+A and all of B. So an adapter's output is divided like the layer's own result, and no further communication is
+needed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from nanoscale.parallel.local_parameters import added_up, divide
 
 
 def apply(model: Transformer, settings: Lora, mesh: DeviceMesh | None) -> None:
-    """Give a stage on the meta device its adapters, after `tensor.apply`, in place."""
+    """Add adapters to a stage on the meta device, after `tensor.apply`, in place."""
     attach(model, settings)
     if mesh is None:
         return

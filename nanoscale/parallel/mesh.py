@@ -14,33 +14,34 @@ from nanoscale.config.schema import Config, Parallel
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """Where the experts are. Ranks of ep are neighbours in dp_shard · cp, and each has other experts."""
+    """The layout of experts. Ranks of ep are neighbours in dp_shard · cp, and each has other experts."""
 
     data: DeviceMesh
-    """as that of the layout, of the ranks that have the same experts"""
+    """The mesh of data parallelism over the ranks that have the same experts."""
     divided: DeviceMesh
-    """`[ep, tp]`, or ep alone"""
+    """`[ep, tp]`, or ep alone."""
     group: ProcessGroup
-    """of ep"""
+    """The ranks of ep."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where this rank stands, and whom it works with on each axis; None on an axis of one."""
+    """This rank's coordinates, and its groups on each axis; None on an axis of one."""
 
     place: Coordinates
     data: DeviceMesh | None
-    """what parameters and gradients are spread over: `[dp_replicate, dp_shard · cp]`, or the last alone.
-    Ranks of cp hold the same parameters for other tokens, as ranks of dp do. None in a single process only."""
+    """The mesh over which parameters and gradients are sharded: `[dp_replicate, dp_shard · cp]`, or the last
+    alone. Ranks of cp hold the same parameters for other tokens, as ranks of dp do. None only in a single
+    process."""
     tensor: DeviceMesh | None
     context: ProcessGroup | None
     pipeline: ProcessGroup | None
     experts: ExpertLayout | None = None
-    """with ep"""
+    """The layout of experts with ep."""
 
 
 def lay_out(config: Config, device_type: str) -> Layout:
-    """Arrange all ranks. Every rank calls it once, after it has joined the others."""
+    """Arrange all ranks. Every rank calls it once, after it has joined the process group."""
     if not dist.is_initialized():
         return Layout(Coordinates(0, 0, 0, 0), None, None, None, None)
     parallel = config.parallel
@@ -83,7 +84,7 @@ def _lay_out_experts(config: Config, device_type: str) -> ExpertLayout:
 
 
 def _data_ranks(parallel: Parallel) -> int:
-    """Ranks that have other tokens and, before anything is sharded, the same parameters."""
+    """Return the number of ranks that have other tokens and, before sharding, the same parameters."""
     assert isinstance(parallel.dp, int), "the launcher freezes a number"
     return parallel.dp * parallel.cp
 
@@ -93,13 +94,13 @@ def _spread(mesh: DeviceMesh, copies: int) -> DeviceMesh:
 
 
 def _mesh(device_type: str, **degrees: int) -> DeviceMesh:
-    """A mesh of the axes that have more than one rank, and of dp_shard in any case."""
+    """Create a mesh of the axes that have more than one rank, and of dp_shard in any case."""
     kept = {name: size for name, size in degrees.items() if size > 1 or name == "dp_shard"}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def context_group(config: Config, device_type: str) -> ProcessGroup | None:
-    """The ranks that share a sequence with this one; None without cp. Every rank calls it."""
+    """Return the ranks that share a sequence with this one; None without cp. Every rank calls it."""
     parallel = config.parallel
     if parallel.cp == 1:
         return None

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: which blocks a rank holds, and the schedule in which micro batches pass through them.
+"""Pipeline parallelism: the blocks of a rank, and the schedule in which micro batches pass through them.
 
-The schedules are torch.distributed.pipelining's. Sources: GPipe, Huang et al. 2019, arXiv:1811.06965; 1F1B
-and its interleaving, Narayanan et al. 2021, arXiv:2104.04473; looped BFS, Lamy-Poirier 2022,
-arXiv:2211.05953; zero bubble and ZB-V, Qi et al. 2023, arXiv:2401.10241; DualPipe, DeepSeek-V3 2024,
-arXiv:2412.19437, cut in half to a V.
+The schedules are torch.distributed.pipelining's. Sources: GPipe, Huang et al. 2019, arXiv:1811.06965; 1F1B and
+its interleaving, Narayanan et al. 2021, arXiv:2104.04473; looped BFS, Lamy-Poirier 2022, arXiv:2211.05953;
+zero bubble and ZB-V, Qi et al. 2023, arXiv:2401.10241; DualPipe, DeepSeek-V3 2024, arXiv:2412.19437, cut in
+half to a V.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ MULTI: dict[str, type[PipelineScheduleMulti]] = {
 }
 
 Loss = Callable[[Tensor], Tensor]
-"""From the sum of the losses of a micro batch to what the backward pass begins with."""
+"""A function from the sum of the losses of a micro batch to the loss of the backward pass."""
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes from a stage to the next for one micro batch."""
+    """The tensor that a stage sends to the next one for one micro batch."""
 
     shape: tuple[int, int, int]
-    """`[batch, seq, hidden]` of this rank"""
+    """`[batch, seq, hidden]` of this rank."""
     dtype: torch.dtype
     device: torch.device
 
 
 def stages_of(parallel: Parallel, rank: int) -> list[int]:
-    """The stages of a pipeline rank, in the order in which tokens pass through them."""
+    """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
     assert isinstance(parallel.virtual_stages, int), "the launcher freezes a number"
     return stages.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
 
@@ -76,7 +76,7 @@ class Pipeline:
         boundary: Boundary,
         loss: Loss,
     ) -> None:
-        """`parts`: the rank's stages by number; `accumulation`: micro batches a step."""
+        """Create the pipeline of the rank's stages by number, for `accumulation` micro batches a step."""
         self._parts = parts
         self._parallel = parallel
         self._group = group
@@ -87,17 +87,17 @@ class Pipeline:
         )
 
     def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
-        """Forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
+        """Run forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
         takes = [inputs] if 0 in self._parts else []
         target = targets if self._has_last else None
-        # What has a name goes to every stage, cut into micro batches as the tokens are.
+        # Keyword arguments go to every stage, cut into micro batches like the tokens.
         named = {"targets": targets} | ({} if documents is None else {"documents": documents})
         self._schedule.step(*takes, target=target, return_outputs=False, **named)
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None, targets: Tensor | None
     ) -> Tensor | None:
-        """Forward alone, of `[batch, seq]`: what the last stage gives on its rank, None on others."""
+        """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None."""
         hidden = tokens
         for number, part in sorted(self._parts.items()):
             if number > 0 and self._peer(number - 1) != self._group.rank():
@@ -135,7 +135,7 @@ class Pipeline:
         loss = torch.empty(
             (), dtype=torch.promote_types(hidden.dtype, torch.float32), device="meta"
         )
-        # Of what enters the first stage nobody asks the shape: it is not sent.
+        # The shape of the first stage's input is not needed: it is not sent.
         return _Stage(
             part,
             number,
@@ -148,7 +148,8 @@ class Pipeline:
 
 
 def _require_torch(schedule: str) -> None:
-    """Before 2.13 a backward pass that goes through an autograd.Function, as the loss is, cannot be split."""
+    """Refuse torch before 2.13, which cannot split a backward pass through an autograd.Function, such as the
+    loss."""
     if schedule in stages.SPLIT_BACKWARD and torch.__version__ < "2.13":
         text = f"needs torch 2.13 or newer, and this is {torch.__version__}"
         others = "1f1b and interleaved-1f1b do not"
@@ -156,10 +157,10 @@ def _require_torch(schedule: str) -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage that computes a block again once for all gradients of its weights, not for each matrix anew.
+    """A stage that recomputes a block once for all gradients of its weights, not for each matrix anew.
 
-    Where the backward pass is split, torch asks autograd for every matrix's gradient apart, and what is
-    computed again is otherwise of one such call alone, and stays until the last.
+    If the backward pass is split, torch requests every matrix's gradient from autograd separately; recomputed
+    tensors would otherwise belong to one such call, and stay until the last.
     """
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

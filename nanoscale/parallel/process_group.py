@@ -1,4 +1,4 @@
-"""The process group of all ranks, and the few collectives on Python objects that are not part of a step."""
+"""The process group of all ranks, and the few collectives on Python objects outside of steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 def join(world_size: int, device: torch.device, timeout_s: float) -> None:
-    """Meet the other ranks; nothing to do for one. Tensors in host memory travel over gloo, always.
+    """Join the other ranks; a single rank does nothing. Tensors in host memory always use gloo.
 
     Args:
         timeout_s: how long ranks wait for each other in any group, seconds.
     """
     if world_size == 1:
         return
-    # A new group does not take over its parent's timeout: it takes these.
+    # A new group does not inherit its parent's timeout: it uses these.
     limit = timedelta(seconds=timeout_s)
     distributed_c10d.default_pg_timeout = limit
     distributed_c10d.default_pg_nccl_timeout = limit
     if device.type == "cpu":
-        # Else PyTorch notes every collective with its Python stack, which nobody reads; in 2.11 threads do so
-        # without a lock, and a checkpoint is written by one of them.
+        # Otherwise PyTorch records every collective with its Python stack, which nobody reads; in 2.11 threads
+        # do so without a lock, and one of them writes a checkpoint.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         _take_no_core_on_waking()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -39,11 +39,11 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> None:
 def _take_no_core_on_waking() -> None:
     """Let threads that wake up wait for their turn: this one, and those that it starts from now on.
 
-    A thread of gloo asks its sockets over and over for as long as another holds their lock. Where it was given
-    that one's core, on waking up, both stand still until its slice of time is over: with 4 ranks on 2 cores a
-    small all_reduce took 6.0 ms, and takes 1.3 without that.
+    A thread of gloo polls its sockets as long as another holds their lock. If it got that thread's core on
+    waking up, both would stall until its time slice ends: with 4 ranks on 2 cores a small all_reduce took 6.0
+    ms, and takes 1.3 without that.
     """
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:  # nobody chose it
+    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:  # nobody changed it
         with suppress(OSError):  # a sandbox may forbid it
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -54,7 +54,7 @@ def leave() -> None:
 
 
 def local_device(device_type: str) -> torch.device:
-    """This rank's device, by its number on the host."""
+    """Return this rank's device, by its number on the host."""
     if device_type == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -63,7 +63,7 @@ def local_device(device_type: str) -> torch.device:
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in the order of ranks, on every rank. `group`: another one of all ranks."""
+    """Return every rank's value, in the order of ranks, on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
         return [value]
     values: list[T] = [value] * dist.get_world_size()
@@ -72,7 +72,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value on every rank. `group`: another one of all ranks."""
+    """Return rank 0's value on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -81,7 +81,7 @@ def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 
 def gather_numbers(numbers: list[float]) -> torch.Tensor:
-    """Every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
+    """Return every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
     mine = torch.tensor(numbers, dtype=torch.float64)
     if not dist.is_initialized():
         return mine[None]

@@ -1,10 +1,10 @@
-"""Causal attention over a sequence that is divided over a ring of ranks; keys and values travel.
+"""Causal attention over a sequence that is divided over a ring of ranks, which pass keys and values on.
 
 Source: Liu et al. 2023 (Ring Attention, arXiv:2310.01889). A causal mask would leave the first ranks idle, so
 the sequence is cut into 2 · degree chunks and rank r holds chunks r and 2 · degree − 1 − r, in that order (the
 "zig-zag"; Llama Team 2024, arXiv:2407.21783, section 3.3.2, divides so; Brandon et al. 2023, arXiv:2311.09431,
-stripe single tokens to the same end). Every rank then computes one causal block and, at each of the
-degree − 1 hops, half of a whole block.
+stripe single tokens for the same reason). Every rank then computes one causal block and, at each of the degree
+− 1 hops, half of a whole block.
 
 Shapes: this rank's q, out `[batch, heads, seq, head_dim]`; k, v `[batch, kv_heads, seq, head_dim]`.
 """
@@ -31,7 +31,8 @@ def ring_attention(
 
 
 class _Ring(torch.autograd.Function):
-    """Saves what this rank holds, q, k, v, out and lse, and sends keys and values round again backward."""
+    """Ring attention that saves this rank's q, k, v, out and lse, and sends keys and values round again
+    backward."""
 
     @staticmethod
     def forward(
@@ -49,8 +50,8 @@ class _Ring(torch.autograd.Function):
         return *grads, None, None, None
 
 
-# Each pass is one operation to PyTorch: its compiler goes round it, and selective activation checkpointing can
-# keep its result and then neither computes nor communicates again. Operations know a group by its name.
+# Each pass is one operation to PyTorch: its compiler skips it, and selective activation checkpointing can keep
+# its result and then neither computes nor communicates again. Operations refer to a group by its name.
 
 
 @torch.library.custom_op("nanoscale::ring_attention", mutates_args=())
@@ -105,7 +106,8 @@ def _named(group: Any) -> dist.ProcessGroup:
 
 
 def _tokens_outside(x: Tensor) -> Tensor:
-    """`[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it next."""
+    """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it
+    next."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -116,7 +118,8 @@ def _empty_tokens_outside(x: Tensor) -> Tensor:
 def pass_keys(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, kernel: Kernel, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """This rank's out, and the log-sum-exp `[batch, heads, seq]` of all that its queries attend to."""
+    """Return this rank's out, and the log-sum-exp `[batch, heads, seq]` of all keys that its queries attend
+    to."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     coming = Transfer((k, v), group)
     out, lse = (x.to(accumulator(q.dtype)) for x in kernel.forward(q, k, v, True, scale))
@@ -143,7 +146,7 @@ def pass_gradients(
     kernel: Kernel,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """The gradients of this rank's q, k and v."""
+    """Return the gradients of this rank's q, k and v."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
     coming = Transfer((k, v), group)
     grad_q, grad_k, grad_v = (
@@ -151,7 +154,7 @@ def pass_gradients(
         for part in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
     )
     for hop in range(1, degree):
-        # Gradients travel one hop behind their keys, while those of the next keys are computed.
+        # Gradients are sent one hop behind their keys, while those of the next keys are computed.
         grads = Transfer((grad_k, grad_v), group)
         k, v = coming.wait()
         if hop + 1 < degree:
@@ -176,7 +179,7 @@ def pass_gradients(
 
 
 def _needed(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
-    """Which of a rank's queries attend to which of another rank's keys."""
+    """Return the slices of a rank's queries and of another rank's keys that attend to each other."""
     half = seq // 2
     if owner < rank:
         return slice(None), slice(half)
@@ -184,7 +187,7 @@ def _needed(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Put another block's average and log-sum-exp to those so far, in place."""
+    """Merge another block's average and log-sum-exp into those so far, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
@@ -192,9 +195,9 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 
 class Transfer:
-    """Tensors on their way to the next rank of the ring, and as many of the same shapes from the one before.
+    """Tensors in transit to the next rank of the ring, and tensors of the same shapes from the previous one.
 
-    All ranks start and await their transfers in the same order. What is sent is held until it has left.
+    All ranks start and await their transfers in the same order. Sent tensors are held until they have left.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

@@ -2,10 +2,10 @@
 
 | the stream | into attention or feed-forward | out of it |
 |---|---|---|
-| divided along the sequence | gathered | summands added up and scattered |
-| whole on every rank | as it is | summands added up |
+| divided along the sequence | gathered | partial sums reduced and scattered |
+| whole on every rank | unchanged | partial sums reduced |
 
-The gradient of each of the two ways is the other one.
+The gradient of each of the two directions is the other one.
 
 Sources: the second row is the f and g of Shoeybi et al. 2019, arXiv:1909.08053, section 3; the first the g and
 ḡ of Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
@@ -20,36 +20,38 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-# As operations that give a new tensor: activation checkpointing can keep what they give, and torch.compile
+# As operations that return a new tensor: activation checkpointing can keep their results, and torch.compile
 # traces them.
 collective = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
 class Stream:
-    """How the ranks of one group have `[…, seq, hidden]` between the blocks."""
+    """The residual stream `[…, seq, hidden]` between the blocks, on the ranks of one group."""
 
     group: str
     ranks: int
     divided: bool
-    """`[…, seq / ranks, hidden]` on each"""
+    """True if each rank has `[…, seq / ranks, hidden]`."""
 
     @staticmethod
     def over(mesh: DeviceMesh, divided: bool) -> Stream:
         return Stream(mesh.get_group().group_name, mesh.size(), divided)
 
     def whole(self, hidden: Tensor) -> Tensor:
-        """From the stream to `[…, seq, hidden]`, of which every rank computes another part of what follows."""
+        """Gather the stream to `[…, seq, hidden]`, from which every rank computes another part of the next
+        result."""
         found: Tensor = _Whole.apply(hidden, self.group, self.ranks, self.divided)
         return found
 
     def summed(self, part: Tensor) -> Tensor:
-        """From every rank's summand `[…, seq, hidden]` to the stream."""
+        """Reduce every rank's partial sum `[…, seq, hidden]` to the stream."""
         found: Tensor = _Summed.apply(part, self.group, self.ranks, self.divided)
         return found
 
     def around(self, module: nn.Module) -> None:
-        """Let a module that computes a rank's summand of its result take the stream and give it, in place."""
+        """Wrap a module that computes a rank's partial sum so that it takes and returns the stream, in
+        place."""
         inside = module.forward
 
         def forward(hidden: Tensor, *others: Any) -> Tensor:
@@ -85,7 +87,7 @@ def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
         return x
     found = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
     found = collective.wait_tensor(found)
-    # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied where there is one sample.
+    # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied if there is one sample.
     return found.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
 
 

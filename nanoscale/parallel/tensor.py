@@ -1,7 +1,7 @@
 """Tensor parallelism: matrices split by column then by row, the vocabulary and the sequence divided.
 
-Source: Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3; the division of the sequence between the
-blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+Source: Shoeybi et al. 2019 (Megatron-LM, arXiv:1909.08053), section 3; the division of the sequence between
+the blocks is Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     """Split one stage of a model over the ranks of `mesh`, in place, on any device.
 
     Between the blocks the residual stream is `[batch, seq / tp, hidden]` with sequence parallelism, else
-    whole. Every rank has the logits of its part of the vocabulary.
+    whole. Every rank has the logits of its shard of the vocabulary.
     """
     stream = Stream.over(mesh, sequence_parallel)
     for block in model.layers.values():
@@ -47,7 +47,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
 
 
 def divide_block(block: nn.Module, mesh: DeviceMesh, stream: Stream) -> None:
-    """One block, in place, all but a mixture of experts."""
+    """Divide one block, in place, except an MoE."""
     for name, module in block.named_modules():
         if name in _BY_COLUMN:
             divide(module, block, mesh, {"weight": Shard(0), "bias": Shard(0)}, alike)
@@ -55,20 +55,20 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: Stream) -> None:
             divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, once)
         if name in _NORMS:
             _replicate(module, block, mesh, stream)
-        if name in _HEAD_NORMS:  # of a rank's heads
+        if name in _HEAD_NORMS:  # norms of a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, added_up)
         if isinstance(module, Attention | SwiGLU | GeluMLP):
             stream.around(module)
 
 
 def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: Stream) -> None:
-    """A norm of the stream: of a part of its tokens, or of all of them on every rank."""
+    """Replicate a norm of the stream, which sees a part of its tokens, or all of them on every rank."""
     everywhere = {"weight": Replicate(), "bias": Replicate()}
     divide(norm, unit, mesh, everywhere, added_up if stream.divided else alike)
 
 
 def _divide_rows(embedding: nn.Embedding, mesh: DeviceMesh, stream: Stream) -> None:
-    """Every rank looks up the tokens `[…, seq]` whose rows it has."""
+    """Divide an embedding: every rank looks up the tokens `[…, seq]` whose rows it has."""
     distribute(embedding, mesh, {"weight": Shard(0)})
     look_up = partial(_look_up, embedding, mesh.get_local_rank(), stream)
     embedding.forward = look_up  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ def _look_up(embedding: nn.Embedding, rank: int, stream: Stream, tokens: Tensor)
 
 
 def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: Stream) -> None:
-    """Every rank computes the logits of its rows of the vocabulary, from the hidden states of all tokens."""
+    """Divide a head: every rank computes the logits of its rows of the vocabulary, for all tokens."""
     apply_rows = partial(_apply_rows, head, mesh, stream)
     if isinstance(head, Head):
         distribute(head, mesh, {"weight": Shard(0)})

@@ -1,4 +1,4 @@
-"""The run directory: where each thing of a run lies, and how it is written there."""
+"""The run directory: the paths of a run's files, and atomic writing of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STREAMS: tuple[Stream, ...] = ("out", "err")
 
 DEFAULT_ROOT = Path("runs")
 ARRAY = ".array"
-"""how the name of the folder ends that runs of an array share"""
+"""The ending of the name of the folder that runs of an array share."""
 SIGNATURE = "signature"
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 _ATTEMPT = re.compile(r"attempt-(\d+)")
@@ -93,12 +93,12 @@ class RunDirectory:
 
     @property
     def task(self) -> Path:
-        """What such a job is told beside the configuration."""
+        """The task of such a job beside the configuration."""
         return self.path / "task.json"
 
     @property
     def result(self) -> Path:
-        """What a job that is no training, and of no run, has found out."""
+        """The result of a job that is no training and belongs to no run."""
         return self.path / "result.json"
 
     @property
@@ -107,7 +107,7 @@ class RunDirectory:
 
     @property
     def signature(self) -> Path:
-        """By which its user's own launches know the run; see trust.py."""
+        """The signature by which a user's own launches recognise the run; see trust.py."""
         return self.path / SIGNATURE
 
     @property
@@ -119,7 +119,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def workspace(self, attempt: int) -> Path:
-        """Where an attempt prepares what it changes in `checkpoints/`; see fence.py."""
+        """Return the folder in which an attempt prepares its changes of `checkpoints/`; see fence.py."""
         return self.checkpoints / f".attempt-{attempt}"
 
     @property
@@ -128,7 +128,7 @@ class RunDirectory:
 
     @property
     def profile(self) -> Path:
-        """Traces of the steps that `profile.steps` chose."""
+        """Traces of the steps that `profile.steps` selects."""
         return self.path / "profile"
 
     @property
@@ -137,7 +137,7 @@ class RunDirectory:
 
     @property
     def reference(self) -> str:
-        """The shortest thing to type for it in the current folder."""
+        """The shortest argument for this run in the current folder."""
         if self.path.parent == _absolute(DEFAULT_ROOT):
             return self.name
         here = _absolute(Path())
@@ -147,40 +147,40 @@ class RunDirectory:
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that a checkpoint was published of, in order; whether it is whole is not looked at."""
+        """List the steps of published checkpoints, in order, without checking them."""
         found = (_CHECKPOINT.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
         return sorted(int(match[1]) for match in found if match)
 
     def last_attempt(self) -> int:
-        """The number of the newest attempt that has logs; 0 before the first."""
+        """Return the number of the newest attempt that has logs; 0 before the first."""
         found = (_ATTEMPT.fullmatch(path.name) for path in self.logs.glob("attempt-*"))
         return max((int(match[1]) for match in found if match), default=0)
 
     def attempt_config(self, attempt: int) -> Path:
-        """Where the configuration of an earlier attempt is kept when a later one changed it."""
+        """Return the copy of an earlier attempt's configuration that a later one changed."""
         return self.path / f"config.attempt-{attempt}.yaml"
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt}"
 
     def log(self, attempt: int, host: str, rank: int, stream: Stream) -> Path:
-        """What a rank prints in an attempt; `rank` is the global one."""
+        """Return the log of a rank's output in an attempt; `rank` is the global one."""
         return self.attempt_logs(attempt) / f"{host}.rank-{rank}.{stream}"
 
     def agent_log(self, attempt: int, host: str) -> Path:
-        """What the agent of a host prints in an attempt."""
+        """Return the log of a host's agent in an attempt."""
         return self.attempt_logs(attempt) / f"{host}.agent.log"
 
     def rank_failure(self, attempt: int, host: str, rank: int) -> Path:
-        """Where a rank writes why it failed."""
+        """Return the file in which a rank reports its failure."""
         return self.attempt_logs(attempt) / f"{host}.rank-{rank}.failure.json"
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Make the folder of a new run.
+        """Create the folder of a new run.
 
         Raises:
-            UserError: the name is taken or unusable, or the root cannot be written to.
+            UserError: the name is used or invalid, or the root cannot be written to.
         """
         with cls.build(root, name):
             pass
@@ -189,12 +189,12 @@ class RunDirectory:
     @classmethod
     @contextmanager
     def build(cls, root: Path, name: str) -> Iterator[RunDirectory]:
-        """Fill the folder of a new run aside; it appears under its name when the block ends well.
+        """Fill the folder of a new run in a temporary place; it gets its name when the block succeeds.
 
-        Nothing is left of it when the block raises, the root included if it was not there before.
+        If the block raises, nothing remains, including a root that did not exist before.
 
         Raises:
-            UserError: the name is taken or unusable, or the root cannot be written to.
+            UserError: the name is used or invalid, or the root cannot be written to.
         """
         root = _absolute(root)
         check_name(name)
@@ -212,7 +212,7 @@ class RunDirectory:
             try:
                 aside.rename(root / name)
             except OSError as error:
-                check_free(root, name)  # somebody was faster
+                check_free(root, name)  # another process was faster
                 raise _unwritable(root, error) from error
             _fsync_folder(root)
         except BaseException:
@@ -224,10 +224,10 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path | str, root: Path = DEFAULT_ROOT) -> RunDirectory:
-        """An existing run, by its path or by its name under `root`.
+        """Open an existing run, by its path or by its name under `root`.
 
         Raises:
-            UserError: there is no run directory there.
+            UserError: there is no run directory.
         """
         for candidate in (Path(path), root / path):
             run = cls(_absolute(candidate))
@@ -237,7 +237,7 @@ class RunDirectory:
 
     @classmethod
     def all(cls, root: Path = DEFAULT_ROOT) -> list[RunDirectory]:
-        """Every run under `root`, the oldest first; none where there is no such folder."""
+        """List every run under `root`, the oldest first; empty if there is no such folder."""
         root = _absolute(root)
         if not root.is_dir():
             return []
@@ -247,7 +247,7 @@ class RunDirectory:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError where `name` cannot be the name of a folder that is easy to type."""
+    """Raise a UserError if `name` cannot be the name of a folder that is easy to type."""
     legal = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
     legal = legal.lstrip(".-").strip()
     while len(legal.encode()) > _LONGEST_NAME:
@@ -267,7 +267,7 @@ def check_name(name: str) -> None:
 
 
 def check_free(root: Path, name: str) -> None:
-    """Raise a UserError where a run of that name exists already."""
+    """Raise a UserError if a run of that name exists already."""
     root = _absolute(root)
     if not os.path.lexists(root / name):
         return
@@ -289,7 +289,7 @@ def check_free(root: Path, name: str) -> None:
 
 
 def check_root(root: Path) -> None:
-    """Raise a UserError where no run can be created under `root`. Writes nothing."""
+    """Raise a UserError if no run can be created under `root`. Writes nothing."""
     root = _absolute(root)
     existing = next(p for p in (root, *root.parents) if os.path.lexists(p))
     if not existing.is_dir():
@@ -300,9 +300,9 @@ def check_root(root: Path) -> None:
 
 
 def write_problem(folder: Path) -> str | None:
-    """Return why nothing can be written in a folder; None if it can.
+    """Return the reason why a folder is not writable; None if it is.
 
-    It is tried with a file that no one sees: permissions alone do not tell of quotas and file servers.
+    It writes a hidden file: permissions alone do not show quotas and problems of file servers.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix=".nanoscale-", buffering=0) as file:
@@ -313,13 +313,14 @@ def write_problem(folder: Path) -> str | None:
 
 
 def free_name(root: Path, name: str) -> str:
-    """`name`, or the first of name-2, name-3, … that no run under `root` has, no longer than a name may be."""
+    """Return `name`, or the first of name-2, name-3, … that no run under `root` has, within the longest
+    name."""
     root = _absolute(root)
     return next(n for n in _numbered(name) if not os.path.lexists(root / n))
 
 
 def _numbered(name: str, room: int = 0) -> Iterator[str]:
-    """Yield `name`, name-2, name-3, …, and leave `room` bytes for what is put behind it."""
+    """Yield `name`, name-2, name-3, …, and leave `room` bytes for a suffix."""
     yield name
     for number in itertools.count(2):
         end = f"-{number}"
@@ -328,7 +329,7 @@ def _numbered(name: str, room: int = 0) -> Iterator[str]:
 
 
 def free_names(root: Path, shared: str, count: int) -> str:
-    """`shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
+    """Return `shared`, or the first of shared-2, … under which `count` numbered runs and their folder fit."""
     root = _absolute(root)
     ends = [ARRAY, *(f"-{number}" for number in range(count))]
     candidates = _numbered(shared, room=len(f"-{count}"))
@@ -339,7 +340,7 @@ def free_names(root: Path, shared: str, count: int) -> str:
 
 @contextmanager
 def taken_back(root: Path) -> Iterator[list[Path]]:
-    """Remove the folders that the block lists if it raises, and `root` if it was not there before."""
+    """Remove the folders that the block lists if it raises, and `root` if it did not exist before."""
     made = _missing_parents(_absolute(root))
     folders: list[Path] = []
     try:
@@ -354,7 +355,7 @@ def taken_back(root: Path) -> Iterator[list[Path]]:
 
 
 def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) -> None:
-    """Write a file so that readers and a crash see the whole old one or the whole new one.
+    """Write a file so that readers and a crash see either the whole old one or the whole new one.
 
     It is written beside `path` first, or in `folder`, and renamed.
     """

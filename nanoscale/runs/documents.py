@@ -1,4 +1,4 @@
-"""JSON files of a run directory, read as what they should hold: a damaged one is a UserError that names it."""
+"""JSON files of a run directory, read into their types: a damaged one is a UserError that names it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def read_record(kind: type[T], path: Path) -> T:
-    """Read a JSON file that holds the fields of a dataclass; names that it does not have are left out.
+    """Read a JSON file that holds the fields of a dataclass; unknown names are ignored.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -55,12 +55,12 @@ def read_record(kind: type[T], path: Path) -> T:
 
 
 def damaged(path: Path, why: str) -> UserError:
-    """Return the error of a file of a run that is not what nanoscale wrote."""
+    """Return the error for a file of a run that nanoscale did not write in this form."""
     return UserError("run", f"{path} {why}", [Violation(path.name, None, "", why)])
 
 
 def fits_type(hint: Any, value: object) -> bool:
-    """True if a JSON value is one of a type annotation."""
+    """True if a JSON value matches a type annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened to a run, one line each, from the launcher, the agent and rank 0."""
+"""The file events.jsonl: the events of a run, one line each, from the launcher, the agent and rank 0."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object, Tail
 
 ATTEMPT = "attempt"
-"""the kind of the event by which an attempt begins"""
+"""The kind of the event that begins an attempt."""
 STOP = "stop"
-"""the kind of the event that `nanoscale runs stop` leaves before it sends a signal"""
+"""The kind of the event that `nanoscale runs stop` records before it sends a signal."""
 
 
 def append(run: RunDirectory, kind: str, message: str, **fields: Any) -> None:
-    """Record that something happened now; `fields` go beside `time`, `kind` and `message`."""
+    """Record an event now; `fields` are stored beside `time`, `kind` and `message`."""
     jsonlines.append(run.events, {"time": time.time(), "kind": kind, "message": message, **fields})
 
 
 def read(run: RunDirectory) -> list[Object]:
-    """All events so far, the oldest first, each with a `time`, a `kind` and a `message`.
+    """Return all events so far, the oldest first, each with a `time`, a `kind` and a `message`.
 
     Raises:
         UserError: the file is damaged.
@@ -34,11 +34,11 @@ _TYPES: dict[str, tuple[tuple[type, ...], Any]] = {
     "kind": ((str,), "?"),
     "message": ((str,), ""),
 }
-"""types of what every event has, and what stands for one that is missing"""
+"""The types of the fields of every event, and the default for a missing one."""
 
 
 def _whole(event: Object) -> Object:
-    """An event in which nothing that readers rely on is missing or of another type."""
+    """Return an event in which all fields that readers rely on have their types."""
     counted = {name: event[name] for name in ("step", "attempt") if type(event.get(name)) is int}
     others = {name: value for name, value in event.items() if name not in ("step", "attempt")}
     return {**others, **counted} | {
@@ -48,16 +48,16 @@ def _whole(event: Object) -> Object:
 
 
 def follow(run: RunDirectory) -> Tail:
-    """A reader whose `poll()` gives the events that were added since it last did."""
+    """Return a reader whose `poll()` returns the events added since the previous call."""
     return Tail(run.events)
 
 
 def stop_requested(run: RunDirectory) -> bool:
-    """Return True if `nanoscale runs stop` was typed since the newest attempt began."""
+    """True if `nanoscale runs stop` was typed since the newest attempt began."""
     kinds = (event.get("kind") for event in reversed(read(run)))
     return next((kind for kind in kinds if kind in (ATTEMPT, STOP)), None) == STOP
 
 
 def last(run: RunDirectory, kind: str) -> Object | None:
-    """The newest event of a kind."""
+    """Return the newest event of a kind."""
     return next((event for event in reversed(read(run)) if event.get("kind") == kind), None)

@@ -1,6 +1,6 @@
-"""What went wrong: which of many failed ranks was the first cause, and what it means.
+"""The diagnosis of a failure: the first cause among many failed ranks, and its meaning.
 
-Everything here is pure but the writing and reading at the end.
+Everything here is pure except the writing and reading at the end.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from nanoscale.runs.documents import read_record
 Document = dict[str, Any]
 
 _MESSAGE_LENGTH, _TRACEBACK_LENGTH = 1 << 12, 1 << 14
-"""characters; all ranks of a host may fail, and the agent tells it in one message"""
+"""Characters; all ranks of a host may fail, and the agent reports them in one message."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank ended badly: what it said itself, and what its agent saw."""
+    """The failure of one rank: its own report, and its agent's observation."""
 
     rank: int | None
-    """None: not a rank, but the agent of the host"""
+    """None: the agent of the host failed, not a rank."""
     local_rank: int | None
     host: str
     time: float
-    """UNIX seconds: when it raised, else when its end was seen"""
+    """UNIX seconds of the exception, otherwise of the noticed end."""
     type: str = ""
-    """name of the exception with its module; "" where the rank died without a word"""
+    """The exception's name with its module; "" if the rank died without a report."""
     message: str = ""
     traceback: str = ""
     user_error: Document | None = None
-    """the UserError as a document, where it was one"""
+    """The UserError as a document, if it was one."""
     exit_code: int | None = None
-    """of its process; negative: the signal that ended it; None: still going or unknown"""
+    """The exit code of its process; negative: the signal that ended it; None: still running or unknown."""
     diagnosis: str = ""
-    """what happened, where whoever noticed it knows; "" leaves it to `diagnose`"""
+    """The diagnosis, if it is known already; "" leaves it to `diagnose`."""
     remedy: str = ""
 
     @classmethod
     def of(
         cls, error: BaseException, *, rank: int | None, local_rank: int | None, host: str
     ) -> RankFailure:
-        """The failure of a rank that raised `error` now."""
+        """Return the failure of a rank that raised `error` now."""
         return cls(
             rank=rank,
             local_rank=local_rank,
@@ -66,22 +66,22 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the agent saw of the machine, to tell apart what looks alike."""
+    """The agent's observations of the machine, which distinguish similar failures."""
 
     oom_kills: int = 0
-    """processes that the kernel's out-of-memory killer ended during the attempt"""
+    """Processes that the kernel's out-of-memory killer ended during the attempt."""
     available_gib: float | None = None
-    """host memory that was free for programs when the failure was seen"""
+    """Host memory available to programs when the failure was noticed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """failure.json: the first cause of an attempt's end, and what to do about it."""
+    """The content of failure.json: the first cause of an attempt's end, and the remedy."""
 
     attempt: int
     host: str
     rank: int | None
-    """None: it was no rank that failed, but the agent of the host"""
+    """None: the agent of the host failed, not a rank."""
     local_rank: int | None
     time: float
     exit_code: int | None
@@ -92,10 +92,10 @@ class Failure:
     diagnosis: str
     remedy: str
     log: str
-    """file to read on, relative to the run directory"""
+    """The log to read next, relative to the run directory."""
     user_error: Document | None = None
     also_failed: tuple[int, ...] = ()
-    """other ranks that failed, as a consequence or later"""
+    """Other ranks that failed, as a consequence or later."""
 
     @property
     def who(self) -> str:
@@ -103,12 +103,12 @@ class Failure:
 
 
 def first_cause(failures: Sequence[RankFailure]) -> RankFailure:
-    """The failure that the others follow from: a cause before consequences, then the earliest."""
+    """Return the failure that the others follow from: a cause before consequences, then the earliest."""
     return min(failures, key=lambda failure: (_distance_from_cause(failure), failure.time))
 
 
 def is_consequence(failure: RankFailure) -> bool:
-    """Whether the rank only noticed that another one was gone."""
+    """True if the rank only noticed that another one was lost."""
     return _distance_from_cause(failure) > 0
 
 
@@ -119,11 +119,11 @@ def digest(
     evidence: Mapping[str, Evidence],
     log: str | None = None,
 ) -> Failure:
-    """Make of all that failed the one document to show.
+    """Combine all failures into one document.
 
     Args:
-        evidence: of each host, by its name.
-        log: the agents' common log, where they have no log of their own each.
+        evidence: by name of the host.
+        log: the agents' common log, if they have no separate logs.
     """
     cause = first_cause(failures)
     diagnosis, remedy = diagnose(cause, evidence.get(cause.host, Evidence()))
@@ -149,7 +149,7 @@ def digest(
 def agent_failure(
     host: str, diagnosis: str, remedy: str = "", exit_code: int | None = None
 ) -> RankFailure:
-    """The failure of a host, or of its agent, noticed now."""
+    """Return the failure of a host, or of its agent, noticed now."""
     return RankFailure(
         rank=None,
         local_rank=None,
@@ -162,7 +162,7 @@ def agent_failure(
 
 
 def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
-    """A rank that somebody has stopped and not let go on."""
+    """Return the failure of a rank that was stopped by a signal and not continued."""
     return RankFailure(
         rank=rank,
         local_rank=local_rank,
@@ -174,7 +174,7 @@ def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
 
 
 def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
-    """The first of the ranks for which the others have waited in vain.
+    """Return the failure of the first of the ranks for which the others timed out.
 
     Args:
         silent: all of them, each with its rank and host.
@@ -192,13 +192,13 @@ def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
 
 
 def waited_in_vain(failures: Sequence[RankFailure]) -> bool:
-    """Whether all that failed were ranks whose wait for another one ran out."""
+    """True if all failures are timeouts of ranks that waited for another one."""
     texts = (f"{failure.type} {failure.message}" for failure in failures)
     return bool(failures) and all(_TIMEOUT.search(text) for text in texts)
 
 
 def signal_name(exit_code: int | None) -> str | None:
-    """`SIGKILL` of -9; None where no signal ended the process."""
+    """Return the signal, such as `SIGKILL` for -9; None if no signal ended the process."""
     if exit_code is None or exit_code >= 0:
         return None
     try:
@@ -222,7 +222,8 @@ _TIMEOUT = re.compile(r"timed out|timeout|DistStoreError|wait.*expired", re.IGNO
 
 
 def _distance_from_cause(failure: RankFailure) -> int:
-    """0 a cause of its own · 1 an abort, which may follow from a lost peer · 2 a lost peer."""
+    """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost
+    peer."""
     if failure.diagnosis:
         return 0
     if failure.exit_code == -signal.SIGABRT and not failure.type:
@@ -341,7 +342,7 @@ _BY_SIGNAL = {
 
 
 def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
-    """What probably happened, and what to do; each a phrase without a full stop."""
+    """Return the probable cause and the remedy; each a phrase without a full stop."""
     if failure.diagnosis:
         return failure.diagnosis, failure.remedy
     if failure.user_error is not None:
@@ -403,13 +404,13 @@ def _log(run: RunDirectory, attempt: int, host: str, rank: int | None) -> str:
 
 
 def write_rank_failure(path: Path, failure: RankFailure) -> None:
-    """Leave a rank's own word for the agent to find."""
+    """Write a rank's report for the agent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(failure))
 
 
 def read_rank_failure(path: Path) -> RankFailure | None:
-    """A rank's own word; None where it left none."""
+    """Read a rank's report; None if it left none."""
     try:
         return read_record(RankFailure, path)
     except (FileNotFoundError, UserError):
@@ -417,7 +418,7 @@ def read_rank_failure(path: Path) -> RankFailure | None:
 
 
 def document(failure: Failure) -> Document:
-    """failure.json."""
+    """Return the content of failure.json."""
     return asdict(failure)
 
 
@@ -427,7 +428,7 @@ def write(run: RunDirectory, failure: Failure) -> None:
 
 
 def read(run: RunDirectory) -> Failure | None:
-    """Read failure.json; None where there is none.
+    """Read failure.json; None if it does not exist.
 
     Raises:
         UserError: it is damaged.
@@ -439,7 +440,7 @@ def read(run: RunDirectory) -> Failure | None:
 
 
 def user_error(failure: Failure | RankFailure) -> UserError | None:
-    """The user's error that a rank raised, as it was; None where it was another failure."""
+    """Return the UserError that a rank raised; None if it was another failure."""
     content = failure.user_error
     if content is None:
         return None
@@ -462,7 +463,7 @@ def _user_document(error: UserError) -> Document:
 
 
 def _shortened(text: str, length: int) -> str:
-    """Return both ends of a text that is too long."""
+    """Shorten a text that is too long; both ends are kept."""
     if len(text) <= length:
         return text
     left_out = len(text) - length
@@ -470,7 +471,7 @@ def _shortened(text: str, length: int) -> str:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON knows."""
+    """Return a value that JSON can represent."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else str(value)

@@ -1,12 +1,12 @@
-"""The fence of a run: only the attempt that was begun last can change its checkpoints.
+"""The fence of a run: only the newest attempt can change its checkpoints.
 
-Each attempt has a workspace, the folder `checkpoints/.attempt-<k>`, which its launcher makes and no rank ever
-does. Whatever ranks change in `checkpoints/` is one rename out of their workspace (a checkpoint that is
-published, the link `latest`) or into it (a checkpoint that is deleted). Before a further attempt begins, the
-launcher takes the workspace away: it renames it, then renames what is in there, piece by piece, until it is
-empty and can be removed. After that a rank's rename finds nothing to take or nowhere to put it, on whatever
-host it is and however late it comes. Of two renames of one thing the file system lets one happen, so there is
-no moment between a check and an act, and no need for locks, which not every shared file system has.
+Each attempt has a workspace, the folder `checkpoints/.attempt-<k>`, which its launcher creates and no rank
+ever does. Every change of ranks in `checkpoints/` is one rename out of their workspace (a checkpoint that is
+published, the link `latest`) or into it (a checkpoint that is deleted). Before another attempt begins, the
+launcher removes the workspace: it renames it, then renames its content, one entry at a time, until it is empty
+and can be removed. After that a rank's rename has no source or no destination, on any host and however late it
+comes. Of two renames of one file the file system performs one, so there is no moment between a check and an
+act, and no need for locks, which some shared file systems lack.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 
 class FencedError(OSError):
-    """The run has gone on without this rank's attempt, which can change nothing there any more."""
+    """The run has continued without this rank's attempt, which can no longer change anything."""
 
 
 class MissingFolderError(FencedError):
-    """The run's folder, or that of its checkpoints, was deleted or renamed while the run was going on."""
+    """The run's folder, or that of its checkpoints, was deleted or renamed during the run."""
 
 
 def begin(run: RunDirectory, attempt: int) -> None:
-    """Let an attempt change the checkpoints, and no other one any more. For launchers."""
+    """Let an attempt, and no other one, change the checkpoints. For launchers."""
     end(run)
     run.workspace(attempt).mkdir()
 
 
 def end(run: RunDirectory) -> None:
-    """Let no attempt change the checkpoints any more, and remove what was not published."""
+    """Let no attempt change the checkpoints any more, and remove unpublished files."""
     for workspace in run.checkpoints.glob(".attempt-*"):
         workspace.rename(workspace.with_name(f".ended-{uuid.uuid4().hex}"))
     for workspace in run.checkpoints.glob(".ended-*"):
@@ -47,16 +47,16 @@ def end(run: RunDirectory) -> None:
     for remains in run.checkpoints.glob(".deleting-*"):
         if remains.is_symlink():
             remains.unlink(missing_ok=True)
-        else:  # where a rank still writes there, the last of it goes with the next attempt
+        else:  # if a rank still writes there, the next attempt removes the rest
             shutil.rmtree(remains, ignore_errors=True)
 
 
 def require(workspace: Path) -> None:
-    """Raise a FencedError where the run has gone on without the attempt that has this workspace.
+    """Raise a FencedError if the run has continued without the attempt that has this workspace.
 
-    That is a MissingFolderError where nobody has taken the run, and its folder is not there any more.
+    It is a MissingFolderError if the run was not taken over, but its folder does not exist any more.
 
-    The folder is touched, not looked at: a client of a network file system would answer a look from memory.
+    The folder is modified, not only read: a client of a network file system could answer from its cache.
     """
     try:
         os.utime(workspace)
@@ -73,7 +73,7 @@ def require(workspace: Path) -> None:
 
 @contextmanager
 def explained(workspace: Path) -> Iterator[None]:
-    """Turn what fails because the workspace was taken away into the FencedError that it is."""
+    """Turn errors that follow from the removed workspace into a FencedError."""
     try:
         yield
     except FencedError:
@@ -87,8 +87,9 @@ def explained(workspace: Path) -> Iterator[None]:
 
 
 def _take_away(workspace: Path) -> None:
-    """Piece by piece: another host may still know the folder by its handle, and rename into it or out of it."""
-    while workspace.exists():  # a rank may still be filling it
+    """Remove a workspace entry by entry: another host may still hold its handle, and rename into it or out of
+    it."""
+    while workspace.exists():  # a rank may still write into it
         for thing in list(workspace.iterdir()):
             with suppress(FileNotFoundError):  # it was published at the last moment
                 thing.rename(workspace.with_name(f".deleting-{uuid.uuid4().hex}"))

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, that one process appends to while others read."""
+"""Files of one JSON object per line, to which one process appends while others read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _END_BYTES = 1 << 16
 
 
 def append(path: Path, value: Object) -> None:
-    """Add one line. Several processes may append to one file: each line is one write.
+    """Append one line. Several processes may append to one file: each line is one write.
 
-    A line that a killed writer left unfinished is closed first, so that it costs only itself.
+    A line that a killed writer left unfinished is closed first, so that only this line is lost.
     """
     line = json.dumps(value, ensure_ascii=False) + "\n"
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        # The size of a file grows page by page within a write: another's half line would look like a torn one.
+        # The size of a file grows page by page within a write: another writer's half line would look like a
+        # torn one.
         fcntl.flock(handle, fcntl.LOCK_EX)
         size = os.fstat(handle).st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":
@@ -36,10 +37,10 @@ def append(path: Path, value: Object) -> None:
 
 
 def read(path: Path) -> list[Object]:
-    """All whole lines; none where there is no such file. What a killed writer left unfinished is left out.
+    """Return all complete lines; none if there is no such file. A torn last line is left out.
 
     Raises:
-        UserError: it cannot be read, or holds other lines than objects.
+        UserError: it cannot be read, or holds lines that are no objects.
     """
     try:
         content = path.read_bytes()
@@ -51,7 +52,7 @@ def read(path: Path) -> list[Object]:
 
 
 def read_end(path: Path) -> list[Object]:
-    """The last few lines of a file that may be long. Raises UserError as `read` does."""
+    """Return the last few lines of a file that may be long. Raises UserError like `read`."""
     try:
         content = tail.read_end(path, _END_BYTES)
     except FileNotFoundError:
@@ -62,20 +63,20 @@ def read_end(path: Path) -> list[Object]:
 
 
 def _only_objects(path: Path, lines: list[bytes]) -> list[Object]:
-    """The objects of lines; a torn one begins as an object does, and a crash may leave zeros."""
+    """Return the objects of lines; a torn one begins like an object, and a crash may leave zeros."""
     if any(line.strip(b"\0 \t\r")[:1] not in (b"{", b"") for line in lines):
         raise damaged(path, "holds something else than one JSON object a line")
     return list(_objects(lines[:-1]))
 
 
 class Tail:
-    """Reads what was added since the last look. A line counts when its end has arrived."""
+    """A reader of lines added since the last poll. A line counts when its end has arrived."""
 
     def __init__(self, path: Path) -> None:
         self._lines = tail.LineTail(path)
 
     def poll(self) -> list[Object]:
-        """The objects of the new whole lines; damaged lines are left out."""
+        """Return the objects of the new complete lines; damaged lines are left out."""
         return list(_objects(self._lines.poll()))
 
 

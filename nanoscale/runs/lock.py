@@ -1,18 +1,18 @@
-"""The lock of a run: one launcher at a time, named to whoever comes second, on whatever host.
+"""The lock of a run: one launcher at a time on all hosts; a second one is told the holder.
 
-A run directory has one token, a file that is made with it and never again: `lock` while nobody has the run,
-`lock.<random>` while a launcher has it. To take the run, also from a launcher that is dead, is to rename the
-token from the name that it was seen under to one's own. Of several who try, the file system lets one succeed.
+A run directory has one token, a file that is created with it and never again: `lock` if nobody holds the run,
+`lock.<random>` while a launcher holds it. To take the run, also from a dead launcher, a launcher renames the
+token from the name that it has read to its own. If several try, the file system lets one succeed.
 
-The holder writes into the token who it is, keeps a flock on it, and touches it every few seconds: its beat.
-Whoever comes second is refused where the flock is held. Not on every shared file system does a flock reach
-other hosts, so a free one says nothing yet; whether the holder is alive shows on its own host by its process,
-and on another by watching for a few beats whether the token changes. The clocks of two hosts are never
-compared. What the token says proves nothing, as it may come from somebody else: on the holder's own host a
+The holder writes its identity into the token, keeps a flock on it, and touches it every few seconds: its
+heartbeat. A second launcher is refused if the flock is held. On some shared file systems a flock does not
+reach other hosts, so a free one proves nothing; on the holder's own host its process shows whether it is
+alive, and on another host the token's heartbeat over a few intervals. The clocks of two hosts are never
+compared. The token's content proves nothing, since anybody may have written it: on the holder's own host a
 process counts as the holder only while it has the token open for writing.
 
-A holder that was suspended for longer than that finds the token gone, at its next beat at the latest. Before
-it writes anything it asks `lost`, which beats first if the last beat is not recent.
+A holder that was suspended for longer finds the token missing at its next heartbeat at the latest. Before it
+writes anything it calls `lost`, which sends a heartbeat first if the last one is not recent.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nanoscale.runs.directory import RunDirectory
 
 BEAT_S = 3.0
 PATIENCE_BEATS = 3
-"""without which the holder is taken for dead"""
+"""Heartbeats without which the holder is considered dead."""
 
 _FREE = "lock"
 _TRIES = 5
 _PAUSE_S = 0.02
 _LOOK_S = 0.1
 _SHOWN_S = 60.0
-"""how old a beat may be, by this host's clock, for a holder elsewhere to be shown as one"""
+"""The greatest age of a heartbeat, by this host's clock, for a holder on another host to be shown."""
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _GONE = (errno.ENOENT, errno.ESTALE)
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -62,12 +62,12 @@ class Owner:
     pid: int
     user: str
     since: float
-    """UNIX seconds"""
+    """UNIX seconds."""
     command: str
     kernel: str = ""
-    """which one counts the process's id, and in which namespace, since which boot"""
+    """The kernel, namespace and boot in which the process id is valid."""
     born: int | None = None
-    """when the process began, in the kernel's ticks: an id is used again"""
+    """The start of the process, in the kernel's ticks: ids are reused."""
 
     @classmethod
     def me(cls) -> Owner:
@@ -83,7 +83,7 @@ class Owner:
 
     @property
     def is_here(self) -> bool:
-        """Whether `pid` is that of a process of this host, or was."""
+        """True if `pid` is that of a present or past process of this host."""
         return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel())
 
     def __str__(self) -> str:
@@ -92,17 +92,17 @@ class Owner:
 
 
 class TakenOverError(UserError):
-    """Another launcher has the run now, or its folder is not in its place any more."""
+    """Another launcher holds the run now, or its folder was moved."""
 
 
 @dataclass(frozen=True)
 class _Token:
-    """What was seen of the token; equal as long as nobody beats or takes it."""
+    """A state of the token; equal as long as nobody touches or takes it."""
 
     name: str
     changed: int
     inode: int
-    """the file's number; not its device, which differs between two mounts of one network file system"""
+    """The file's number; not its device, which differs between two mounts of one network file system."""
     owner: Owner
 
     @property
@@ -116,11 +116,11 @@ class _Token:
 
 
 class RunLock:
-    """Holds a run from `with` to its end, or until the process dies.
+    """A lock of a run from `with` to its end, or until the process dies.
 
     Args:
         run: the run.
-        folder: where it lies for now, if it is yet to be moved to its place.
+        folder: its temporary folder, if it is yet to be moved.
 
     Raises:
         UserError: another launcher holds it, or it cannot be locked.
@@ -134,7 +134,7 @@ class RunLock:
         self._beaten = 0.0
         self._lost = False
         self._was_in_place = False
-        """False also until a folder that is being prepared has been moved to its place"""
+        """False also until a folder in preparation has been moved to its final path."""
         self._closing = threading.Event()
 
     def __enter__(self) -> RunLock:
@@ -156,21 +156,22 @@ class RunLock:
         trace: TracebackType | None,
     ) -> None:
         self._closing.set()
-        with suppress(OSError):  # it may not be ours any more
+        with suppress(OSError):  # another launcher may have it
             _rename(self._folder, self._name, _FREE)
         os.close(self._handle)
         os.close(self._folder)
 
     @property
     def lost(self) -> bool:
-        """Whether another launcher has taken the run, or its folder is not in its place any more."""
-        # Nobody takes it within PATIENCE_BEATS of our last beat.
+        """True if another launcher has taken the run, or its folder was moved."""
+        # Nobody takes it within PATIENCE_BEATS of our last heartbeat.
         if not self._lost and _now() - self._beaten > 1.5 * BEAT_S:
             self._beat()
         return self._lost
 
     def require(self) -> None:
-        """Raise a TakenOverError where another launcher has taken the run, or its folder is gone."""
+        """Raise a TakenOverError if another launcher has taken the run, or its folder does not exist any
+        more."""
         if not self._is_in_place():
             raise _missing_folder(self.run, self._folder)
         if self.lost:
@@ -190,7 +191,7 @@ class RunLock:
             dead = seen if self._stays(seen) else None
 
     def _look_and_lock(self) -> tuple[_Token, int]:
-        """The token, and a descriptor of it with a flock, where there are flocks."""
+        """Return the token, and a descriptor of it with a flock, if the file system has flocks."""
         for _ in range(_TRIES):
             seen = _look(self._folder)
             with suppress(FileNotFoundError):
@@ -198,16 +199,16 @@ class RunLock:
                 if _flock(handle, fcntl.LOCK_EX):
                     return seen, handle
                 os.close(handle)
-            time.sleep(_PAUSE_S)  # others hold it for a moment, only to look
+            time.sleep(_PAUSE_S)  # others lock it briefly to read it
         raise _held(self.run, seen.owner)
 
     def _rename_token(self, seen: _Token, handle: int) -> bool:
-        """Whether the token is ours now; another may have been faster."""
+        """True if the token is ours now; another process may have been faster."""
         self._beaten = _now()
         try:
             with suppress(FileNotFoundError):
                 _rename(self._folder, seen.name, self._name)
-            # A server whose answer was lost may deny what it did: only the result counts.
+            # A server whose answer was lost may deny its own rename: only the result counts.
             os.utime(self._name, dir_fd=self._folder)
         except OSError as error:
             os.close(handle)
@@ -221,7 +222,7 @@ class RunLock:
         return True
 
     def _stays(self, seen: _Token) -> bool:
-        """Whether the token of a holder on another host stays as it is, so that the holder must be dead.
+        """True if the token of a holder on another host does not change, so that the holder must be dead.
 
         Raises:
             UserError: the holder is alive.
@@ -252,11 +253,11 @@ class RunLock:
             self._lost = self._lost or (self._was_in_place and not in_place)
             self._was_in_place = in_place
         except OSError as error:
-            # Where the file server does not answer, nobody else gets the run either.
+            # If the file server does not answer, nobody else can take the run either.
             self._lost = self._lost or error.errno in _GONE
 
     def _is_in_place(self) -> bool:
-        """Return True if the folder that this lock is in is found where the run is."""
+        """True if the folder of this lock is still at the run's path."""
         try:
             present, own = self.run.path.stat(), os.fstat(self._folder)
         except OSError as error:
@@ -265,9 +266,9 @@ class RunLock:
 
 
 def owner(run: RunDirectory) -> Owner | None:
-    """Who holds the run now; None where nobody does.
+    """Return the present holder of the run; None if there is none.
 
-    Of a holder on another host, where flocks do not reach, it is a guess: only to take the lock makes sure.
+    For a holder on another host, which flocks do not reach, this is a guess: only taking the lock is certain.
     """
     try:
         folder = _open_folder(run.path)
@@ -288,7 +289,7 @@ def owner(run: RunDirectory) -> Owner | None:
 
 
 def refuse_if_held(run: RunDirectory) -> None:
-    """Raise a UserError where a launcher holds the run."""
+    """Raise a UserError if a launcher holds the run."""
     holder = owner(run)
     if holder is not None:
         raise _held(run, holder)
@@ -303,9 +304,7 @@ def terminate(run: RunDirectory, holder: Owner) -> None:
     if not holder.is_here:
         raise _elsewhere(run, holder)
     with suppress(ProcessLookupError):
-        process = os.pidfd_open(
-            holder.pid
-        )  # from here on the number cannot become another process's
+        process = os.pidfd_open(holder.pid)  # from here on the id cannot belong to another process
         try:
             if owner(run) == holder:
                 signal.pidfd_send_signal(process, signal.SIGTERM)
@@ -335,7 +334,7 @@ def _elsewhere(run: RunDirectory, holder: Owner) -> UserError:
 
 
 def _look(folder: int) -> _Token:
-    """The token as it is now. A holder that has only just taken it gets time to say who it is."""
+    """Return the present token. A holder that has just taken it gets time to write its identity."""
     unknown = Owner("an unknown host", 0, "an unknown user", 0.0, "unknown command")
     seen = None
     for _ in range(_TRIES):
@@ -361,19 +360,19 @@ def _find(folder: int) -> str:
     names = [name for name in os.listdir(folder) if name == _FREE or name.startswith(f"{_FREE}.")]
     if not names:
         raise FileNotFoundError
-    return max(names)  # while it is given back, both names may show up
+    return max(names)  # while it is released, both names may appear
 
 
 def _read_owner(handle: int, name: str) -> Owner | None:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         record = json.loads(os.read(handle, 65536))
-        if record.pop("token") == name:  # not that of the holder before
+        if record.pop("token") == name:  # not that of the previous holder
             return _checked(Owner(**record))
     return None
 
 
 def _checked(owner: Owner) -> Owner:
-    """Raise a ValueError where a value is of another type than a launcher writes."""
+    """Raise a ValueError if a value has another type than launchers write."""
     texts = (owner.host, owner.user, owner.command, owner.kernel)
     if not all(isinstance(text, str) for text in texts) or type(owner.pid) is not int:
         raise ValueError(owner)
@@ -382,9 +381,9 @@ def _checked(owner: Owner) -> Owner:
 
 
 def _has_open(owner: Owner, inode: int) -> bool:
-    """Return True if the process has the file open for writing.
+    """True if the process has the file open for writing.
 
-    What another user's process has open is not shown: it is believed, and cannot be signalled from here.
+    The open files of another user's process are hidden: it is believed, and cannot be signalled from here.
     """
     if owner.born is None or _born(owner.pid) != owner.born:
         return False
@@ -399,7 +398,7 @@ def _has_open(owner: Owner, inode: int) -> bool:
 def _writes(descriptor: Path, inode: int) -> bool:
     with suppress(OSError):
         if not descriptor.readlink().name.startswith(_FREE):
-            return False  # so that no file on a disk that does not answer is looked at
+            return False  # so that no file on an unresponsive disk is accessed
         about = (descriptor.parent.with_name("fdinfo") / descriptor.name).read_text("ascii")
         flags = re.search(r"^flags:\s*([0-7]+)", about, re.M)
         writable = flags is not None and int(flags[1], 8) & os.O_ACCMODE != os.O_RDONLY
@@ -416,7 +415,7 @@ def _is_locked(folder: int, name: str) -> bool:
 
 
 def _flock(handle: int, kind: int) -> bool:
-    """Whether nobody is in the way, as far as flocks tell."""
+    """True if no other process holds a flock, as far as flocks show."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -439,12 +438,13 @@ def _open_folder(path: Path) -> int:
 
 
 def _now() -> float:
-    """Seconds, also those that the machine was asleep."""
+    """Return seconds, including those of the machine's sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _kernel() -> str:
-    """Two containers on one host may share a host name and a kernel, and count their processes apart."""
+    """Return an id of kernel, namespace and boot: two containers on one host may share a host name and a
+    kernel."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
@@ -452,7 +452,7 @@ def _kernel() -> str:
 
 
 def _born(pid: int) -> int | None:
-    """When a process began; None where there is none, or only what its parent has not yet taken note of."""
+    """Return the start of a process; None if it does not exist, or is a zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
     except OSError:
@@ -485,7 +485,7 @@ def _held(run: RunDirectory, owner: Owner) -> UserError:
 
 
 def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
-    """The error for a run whose folder was deleted or renamed; `folder`: a descriptor of it."""
+    """Return the error for a run whose folder was deleted or renamed; `folder` is a descriptor of it."""
     path = ""
     with suppress(OSError):
         if os.fstat(folder).st_nlink:  # none: it was deleted

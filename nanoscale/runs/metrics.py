@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object per logged step. Rank 0 writes it, everybody may read it."""
+"""The file metrics.jsonl: one object per logged step. Rank 0 writes it, everybody may read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoscale.runs.jsonlines import Object, Tail
 
 
 def read(run: RunDirectory) -> list[Object]:
-    """Every whole line so far; a torn last line is not one.
+    """Return every complete line so far, without a torn last line.
 
     Raises:
         UserError: the file is damaged.
@@ -18,18 +18,18 @@ def read(run: RunDirectory) -> list[Object]:
 
 
 def follow(run: RunDirectory) -> Tail:
-    """A reader whose `poll()` gives the objects that were added since it last did."""
+    """Return a reader whose `poll()` returns the objects added since the previous call."""
     return Tail(run.metrics)
 
 
 def last(run: RunDirectory) -> Object | None:
-    """The newest logged step."""
+    """Return the newest logged step."""
     records = jsonlines.read_end(run.metrics)
     return _checked(run, records[-1]) if records else None
 
 
 def _checked(run: RunDirectory, record: Object) -> Object:
-    """A record of numbers; null stands for what is no finite number."""
+    """Return a record of numbers; null stands for a number that is not finite."""
     if type(record.get("step")) is not int:
         raise damaged(run.metrics, "has a record without a `step`")
     return {name: value if _is_number(value) else None for name, value in record.items()}

@@ -1,4 +1,4 @@
-"""A rank and its run, as the job of the rank sees them."""
+"""The context of a rank's job: its identity, its run and the flag to stop."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopFlag:
-    """Whether the run was asked to stop. The loop looks at it, agrees on a step and stops there."""
+    """A flag that is set when the run is asked to stop. The loop reads it, agrees on a step and stops there."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def listen(self) -> None:
-        """Let the stop signals raise the flag, and do nothing else. Main thread only."""
+        """Let the stop signals set the flag, and do nothing else. Main thread only."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._raise)
 
@@ -30,7 +30,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank knows about itself and its run."""
+    """A rank's identity and its run."""
 
     run: RunDirectory
     config: Config
@@ -39,7 +39,7 @@ class RankContext:
     world_size: int
     host: str
     attempt: int
-    """0 where no launcher has begun it, but torchrun"""
+    """0 if torchrun started it, without a launcher."""
     stop: StopFlag
 
     @property

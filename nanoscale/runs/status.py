@@ -1,4 +1,4 @@
-"""status.json: where a run stands. Only its launcher writes it."""
+"""The file status.json: the state of a run. Only its launcher writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDED: tuple[State, ...] = ("completed", "failed", "stopped", "preempted")
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands; times are UNIX seconds, those of the attempt null before they come."""
+    """The state of a run; times are UNIX seconds, and null before they occur."""
 
     state: State
     attempt: int
@@ -25,10 +25,10 @@ class Status:
     started: float | None = None
     ended: float | None = None
     exit_code: int | None = None
-    """of the attempt's launcher"""
+    """The exit code of the attempt's launcher."""
 
     def starting(self, attempt: int) -> Status:
-        """The status of a new attempt, from now."""
+        """Return the status of a new attempt, from now."""
         return Status("starting", attempt, self.created, started=time.time())
 
     def running(self) -> Status:
@@ -39,7 +39,7 @@ class Status:
 
 
 def prepared() -> Status:
-    """The status of a run that was created now and never launched."""
+    """Return the status of a run that was created now and never launched."""
     return Status("prepared", attempt=0, created=time.time())
 
 
@@ -48,7 +48,7 @@ def write(run: RunDirectory, status: Status) -> None:
 
 
 def read(run: RunDirectory) -> Status:
-    """Where the run stands; `prepared` where it cannot be read, so that a launcher goes on all the same."""
+    """Return the state of the run; `prepared` if it cannot be read, so that a launcher can continue."""
     try:
         return require(run)
     except UserError:
@@ -56,7 +56,7 @@ def read(run: RunDirectory) -> Status:
 
 
 def require(run: RunDirectory) -> Status:
-    """Return where the run stands, to show it.
+    """Return the state of the run, to show it.
 
     Raises:
         UserError: status.json is missing or damaged.

@@ -1,4 +1,4 @@
-"""How long a run's steps take once it has warmed up: what a prediction can be held against."""
+"""The steady step time of a run after its warm-up, which predictions are compared with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.jsonlines import Object
 
 WARM_UP = 3
-"""steps after each start that do not count: memory is allocated, code compiled, files are read first"""
+"""Steps after each start that do not count: memory is allocated, code compiled, files are read first."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,15 @@ class Steady:
     """The steady steps of a run's present configuration."""
 
     steps: int
-    """that there are; a logged record may be the mean of several"""
+    """The number of steps; a logged record may be the mean of several."""
     seconds: float | None
-    """of a step, the median of the records; None where there are none"""
+    """Seconds of a step, the median of the records; None if there are none."""
     memory_gib: float | None
-    """the most that was logged, over all steps"""
+    """The largest logged value, over all steps."""
 
 
 def steady(run: RunDirectory) -> Steady:
-    """Sum up metrics.jsonl as far as the steps are of the run's present configuration."""
+    """Summarise metrics.jsonl for steps of the run's present configuration."""
     began, starts = _began(run)
     records = [record for record in metrics.read(run) if _number(record.get("step")) is not None]
     steps, times, memory = 0, [], []
@@ -38,7 +38,7 @@ def steady(run: RunDirectory) -> Steady:
             continue
         if (used := _number(record.get("memory_gib"))) is not None:
             memory.append(used)
-        # A record holds the mean since the one before it, or since the start between them.
+        # A record holds the mean since the previous one, or since a start between them.
         warming = any(start < step and first <= start + WARM_UP for start in starts)
         if seconds is not None and seconds > 0 and not warming:
             steps += step - first + 1
@@ -47,7 +47,8 @@ def steady(run: RunDirectory) -> Steady:
 
 
 def _began(run: RunDirectory) -> tuple[int, list[int]]:
-    """The step after which the present configuration was trained, and those after which an attempt began."""
+    """Return the step after which the present configuration was trained, and those after which an attempt
+    began."""
     attempt, resumed = 0, dict[int, int]()
     for event in events.read(run):
         if event.get("kind") == "attempt":
@@ -61,5 +62,5 @@ def _began(run: RunDirectory) -> tuple[int, list[int]]:
 
 
 def _number(value: Object | float | None) -> float | None:
-    """None also for what stands in the file in the place of a number."""
+    """Return a number; None also for the placeholder of one in the file."""
     return float(value) if isinstance(value, (int, float)) else None

@@ -1,4 +1,4 @@
-"""slurm.json: the job that a run was handed to SLURM as."""
+"""The file slurm.json: the SLURM job of a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Submission:
     """A job of SLURM, or one task of an array of jobs."""
 
     job: str
-    """number of the job, or of the array"""
+    """The number of the job, or of the array."""
     task: int | None = None
-    """which one of the array"""
+    """The task's index in the array."""
     script: str | None = None
-    """what `nanoscale submit` wrote; null: one of somebody's own"""
+    """The script that `nanoscale submit` wrote; null: a user's own."""
     cluster: str | None = None
-    """which of several clusters; null where SLURM named none"""
+    """The name of one of several clusters; null if SLURM named none."""
     time: float = field(default_factory=time.time)
-    """UNIX seconds: when it was handed in, or was first seen"""
+    """UNIX seconds of the submission, or of its first detection."""
     cancelled: float | None = None
-    """when we took it out of the queue: SLURM may forget it at once"""
+    """The time of our cancellation: SLURM may forget the job at once."""
 
     def __str__(self) -> str:
         return self.job if self.task is None else f"{self.job}_{self.task}"
@@ -38,7 +38,7 @@ def write(run: RunDirectory, submission: Submission) -> None:
 
 
 def read(run: RunDirectory) -> Submission | None:
-    """The newest job of the run; None where it was never handed to SLURM.
+    """Return the newest job of the run; None if it was never submitted to SLURM.
 
     Raises:
         UserError: slurm.json is damaged.
@@ -50,7 +50,7 @@ def read(run: RunDirectory) -> Submission | None:
 
 
 def find(run: RunDirectory) -> Submission | None:
-    """Return the same, None also where slurm.json is damaged."""
+    """Return the same, or None if slurm.json is damaged."""
     try:
         return read(run)
     except UserError:
@@ -60,7 +60,7 @@ def find(run: RunDirectory) -> Submission | None:
 def note(run: RunDirectory, environment: Mapping[str, str] = os.environ) -> None:
     """Record the batch job that this process is a part of, if its script passes signals on to us.
 
-    Our scripts say so in NANOSCALE_BATCH. Another script of the user's may do more than this run.
+    Our scripts set NANOSCALE_BATCH. A user's own script may do more than this run.
     """
     job = environment.get("SLURM_JOB_ID")
     if job is None or environment.get("NANOSCALE_BATCH") != job:

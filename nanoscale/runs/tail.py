@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LONGEST_LINE = 1 << 20
-"""bytes; a line that is longer counts as several"""
+"""Bytes; a longer line counts as several."""
 _READ_BYTES = 1 << 20
 
 
@@ -26,10 +26,10 @@ def read_end(path: Path, limit: int) -> bytes:
 
 
 class LineSplitter:
-    """Divides bytes into lines as they come, in time proportional to the bytes.
+    """A splitter of bytes into lines as they come, in time proportional to the bytes.
 
     Args:
-        longest: a line that has so many bytes and still no end is given as it is.
+        longest: a line with this many bytes and no end yet is returned as it is.
     """
 
     def __init__(self, longest: int = LONGEST_LINE) -> None:
@@ -52,23 +52,23 @@ class LineSplitter:
         return lines
 
     def rest(self) -> bytes:
-        """Return what came after the last line's end, and forget it."""
+        """Return the bytes after the last line's end, and forget them."""
         rest, self._unfinished, self._size = b"".join(self._unfinished), [], 0
         return rest
 
 
 class FileTail:
-    """Reads what was added to a file since the last look."""
+    """A reader of bytes added to a file since the last read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.replaced = False
-        """True if the last look began anew, since the file was replaced or shortened"""
+        """True if the last read began anew, since the file was replaced or truncated."""
         self._offset = 0
         self._inode = 0
 
     def read(self, limit: int = -1) -> bytes:
-        """Return the new bytes, at most `limit` of them. A file that was replaced is read from its start."""
+        """Return the new bytes, at most `limit` of them. A replaced file is read from its start."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 self._look(os.fstat(file.fileno()))
@@ -80,7 +80,7 @@ class FileTail:
         return data
 
     def skip(self, keep: int) -> int:
-        """Leave out all new bytes but the last `keep`; return how many were left out."""
+        """Skip all new bytes but the last `keep`; return the number of skipped bytes."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -97,30 +97,30 @@ class FileTail:
 
 
 class LineTail:
-    """Gives the lines that were added since the last look, once their ends have arrived."""
+    """A reader of lines added since the last poll, once their ends have arrived."""
 
     def __init__(self, path: Path, longest: int = LONGEST_LINE) -> None:
         self.path = path
         self.grew_at = time.monotonic()
-        """when there was something new"""
+        """The time of the last new bytes."""
         self._file = FileTail(path)
         self._lines = LineSplitter(longest)
 
     def poll(self, limit: int = -1) -> list[bytes]:
-        """The new whole lines of at most `limit` new bytes."""
+        """Return the new complete lines of at most `limit` new bytes."""
         return self._lines.feed(self._read(limit))
 
     def batches(self) -> Iterator[list[bytes]]:
-        """The new whole lines of a file that may be larger than memory, some at a time."""
+        """Yield the new complete lines of a file that may be larger than memory, in batches."""
         while data := self._read(_READ_BYTES):
             yield self._lines.feed(data)
 
     def rest(self) -> bytes:
-        """What came after the last line's end, and forget it."""
+        """Return the bytes after the last line's end, and forget them."""
         return self._lines.rest()
 
     def skip(self, keep: int) -> int:
-        """Leave out all new bytes but the last `keep`; return how many were left out."""
+        """Skip all new bytes but the last `keep`; return the number of skipped bytes."""
         count = self._file.skip(keep)
         if self._file.replaced:
             self._lines.rest()

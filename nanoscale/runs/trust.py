@@ -1,8 +1,8 @@
-"""Signatures of run folders, which tell those of this user's own runs from those of somebody else.
+"""Signatures of run folders, which distinguish this user's own runs from other people's.
 
 Some keys of a configuration name code or programs (`executes` in the schema). A launch signs their values with
-a secret that lies among the user's own settings. Nobody without the secret can sign a folder, and a value that
-is changed in config.yaml later does not fit the signature. A folder may be moved, and is known on every machine
+a secret in the user's own settings. Without the secret nobody can sign a folder, and a value that is changed
+in config.yaml later does not match the signature. A folder may be moved, and is recognised on every machine
 that shares the user's home.
 """
 
@@ -28,7 +28,7 @@ _BYTES = 32
 
 
 def executed(config: Config) -> dict[str, Any]:
-    """Return the keys that name code or programs and have another value than their default, with the values."""
+    """Return the keys that name code or programs and differ from their defaults, with the values."""
     values = {name: _value(config, name) for name, key in declared().items() if key.executes}
     return {
         name: value
@@ -38,7 +38,7 @@ def executed(config: Config) -> dict[str, Any]:
 
 
 def sign(run: RunDirectory, config: Config) -> None:
-    """Leave a signature in the run folder; none where this user has no place for a secret.
+    """Write a signature into the run folder; none if this user has no place for a secret.
 
     Raises:
         OSError: the run folder cannot be written to.
@@ -49,7 +49,7 @@ def sign(run: RunDirectory, config: Config) -> None:
 
 
 def is_signed(folder: Path, config: Config) -> bool:
-    """Return True if a run of this user made the folder, with the same values of the keys that are executed."""
+    """True if a run of this user made the folder, with the same values of the keys that are executed."""
     secret = _read_secret()
     try:
         found = (folder / SIGNATURE).read_text("ascii").strip()
@@ -59,7 +59,7 @@ def is_signed(folder: Path, config: Config) -> bool:
 
 
 def is_own(run: RunDirectory) -> bool:
-    """Return True if a run of this user made the run folder."""
+    """True if a run of this user made the run folder."""
     try:
         return is_signed(run.path, load(run.config))
     except UserError:
@@ -95,7 +95,7 @@ def _read_secret() -> bytes | None:
 
 
 def _make_secret() -> bytes | None:
-    """Return a new secret, or that of another process which was faster; None where none can be kept."""
+    """Return a new secret, or that of a faster process; None if none can be stored."""
     file = _secret_file()
     if file is None:
         return None
@@ -115,7 +115,7 @@ def _make_secret() -> bytes | None:
 
 def _name(aside: Path, file: Path) -> None:
     try:
-        os.link(aside, file)  # unlike a rename, it replaces none
+        os.link(aside, file)  # unlike a rename, it never replaces a file
     except FileExistsError:
         raise
     except OSError:  # a file system without links

@@ -1,4 +1,4 @@
-"""What all ranks do at the same step: stop, or save a checkpoint because of the time."""
+"""The agreement of all ranks on a step at which to stop, or to save a checkpoint because of the time."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import torch.distributed as dist
 
 
 class Flag(Protocol):
-    """Set from a signal handler at any time."""
+    """A flag that a signal handler may set at any time."""
 
     requested: bool
 
 
 class Agreement:
-    """Asks once a step whether any rank was told to stop, and whether rank 0's clock wants a checkpoint.
+    """A collective question, once a step: was any rank asked to stop, and is a checkpoint due by rank 0's
+    clock?
 
-    One question carries both. It is sent off before a step and answered before the next, so that nobody waits
-    for it and the device is never synchronised.
+    One question carries both. It is sent before a step and answered before the next, so that nobody waits for
+    it and the device is never synchronised.
     """
 
     def __init__(self, flag: Flag, save_every_s: float = 0.0) -> None:
-        """The clock starts now. `save_every_s`: seconds between two checkpoints; 0: none is saved by time."""
+        """Start the clock. `save_every_s`: seconds between two checkpoints; 0: none is saved by time."""
         self.save_is_due = False
-        """True if all ranks save after the step that follows, because of the time"""
+        """True if all ranks save after the next step, because of the time."""
         self._flag = flag
         self._save_every_s = save_every_s
         self._since = time.monotonic()
@@ -34,9 +35,9 @@ class Agreement:
         self._saved_since_asked = False
 
     def stops(self, failed: bool = False) -> bool:
-        """Whether to stop now; the same answer on every rank. Call it before every step.
+        """True if all ranks stop now; the same answer on every rank. Call it before every step.
 
-        `failed`: something of this rank beside the training has gone wrong, and all shall stop to see.
+        `failed`: something other than the training has failed on this rank, and all ranks shall stop to check.
         """
         stop, save = self._flag.requested or failed, self._time_is_over()
         if not dist.is_initialized():
@@ -55,12 +56,12 @@ class Agreement:
         return False
 
     def saved(self) -> None:
-        """Restart the clock: a checkpoint was saved, and what was asked before no longer counts."""
+        """Restart the clock: a checkpoint was saved, and a pending request no longer counts."""
         self._since = time.monotonic()
         self._saved_since_asked = self._question is not None
 
     def close(self) -> None:
-        """Take in the answer that nobody needs any more."""
+        """Receive the last answer, which is not needed."""
         if self._question is not None:
             self._question.wait()
             self._question = None

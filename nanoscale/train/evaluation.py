@@ -1,4 +1,5 @@
-"""The loss of a checkpoint on validation data: what the ranks of `nanoscale eval` do. They change nothing."""
+"""Evaluation of a checkpoint on validation data: the job of the ranks of `nanoscale eval`, which change
+nothing."""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
     from nanoscale.runs.rank_context import RankContext
 
 _WEIGHTS = ("model.", "balance.")
-"""what of a training's state the model computes with"""
+"""Prefixes of a training's state that the model computes with."""
 T = TypeVar("T")
 _SAID_EVERY_S = 1.0
 _DECODED = 1 << 16
-"""tokens that are decoded at once"""
+"""Tokens that are decoded at once."""
 
 
 def run(context: RankContext) -> str:
-    """Evaluate, and leave the figures in the first rank's result.
+    """Evaluate, and write the figures to the first rank's result.
 
-    The task is `checkpoint`, the path and step of one, or null for the weights of `model.init_from`; and
+    The task holds `checkpoint`, the path and step of one, or null for the weights of `model.init_from`; and
     `samples` of all sources together, null for all of their splits.
 
     Raises:
-        UserError: the data or the checkpoint are not what the configuration needs.
+        UserError: the data or the checkpoint do not fit the configuration.
     """
     config, task = context.config, read_json(context.run.task)
     device = process_group.local_device(config.launcher.device)
@@ -55,7 +56,7 @@ def run(context: RankContext) -> str:
         begin(engine, config, lambda *_, **__: None)
     else:
         stored = StoredCheckpoint(Path(task["checkpoint"]), task["step"])
-        if config.lora.rank:  # the checkpoint has the adapters alone
+        if config.lora.rank:  # the checkpoint has only the adapters
             begin(engine, config, lambda *_, **__: None)
             require_same_base(config, base_of(config, context.rank), stored.manifest)
         load_weights(engine, stored)
@@ -71,16 +72,16 @@ def run(context: RankContext) -> str:
 
 
 def open_validation(config: Config) -> Dataset:
-    """Open the data of a configuration, with what it holds out.
+    """Open the data of a configuration, with its held-out samples.
 
     Raises:
-        UserError: it holds nothing out, not a sample's tokens.
+        UserError: it holds out less than a sample's tokens.
     """
-    train = replace(config.train, sample_tokens=0)  # a tokenizer is welcome, not needed
+    train = replace(config.train, sample_tokens=0)  # a tokenizer is useful, but not needed
     data = open_data(config.data, train, config.model.vocab)
     if data.valid:
         return data
-    try:  # without eval_every nobody needed it until now, so that nobody was told what is too small
+    try:  # without eval_every a too small split was not reported until now
         return open_data(config.data, replace(train, eval_every=1), config.model.vocab)
     except UserError as error:
         violations = [_to_evaluate(it) for it in error.violations]
@@ -88,7 +89,7 @@ def open_validation(config: Config) -> Dataset:
 
 
 def _to_evaluate(wrong: Violation) -> Violation:
-    """The same without the advice not to evaluate."""
+    """Return the violation without the advice not to evaluate."""
     ways = tuple(text for text in wrong.suggestions if text != "train.eval_every=0")
     return replace(wrong, suggestions=ways)
 
@@ -96,7 +97,7 @@ def _to_evaluate(wrong: Violation) -> Violation:
 def _evaluate(
     context: RankContext, engine: Engine, part: Validation, asked: int | None
 ) -> dict[str, Any]:
-    """On the samples of one source."""
+    """Evaluate the samples of one source."""
     loader, sizes = part.loader, derive(context.config)
     wanted = len(loader) if asked is None else samples_of(part, asked)
     samples = loader.evaluated(wanted)
@@ -115,7 +116,7 @@ def _evaluate(
 
 
 def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
-    """Take over what a checkpoint has of the model, without the optimizer's states.
+    """Load the model's tensors of a checkpoint, without the optimizer's states.
 
     Raises:
         UserError: it is damaged, or of another model.
@@ -127,14 +128,14 @@ def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
 
 
 def count_bytes(valid: Loader, samples: int, tokenizer: Tokenizer) -> int:
-    """Bytes of the text that the predicted tokens of a split's first samples are."""
+    """Count the bytes of text of the predicted tokens of a split's first samples."""
     targets = (valid.batch([number]).targets[0] for number in range(samples))
     rows = (row[row != IGNORED] for row in targets)
     return sum(len(tokenizer.decode(part).encode()) for part in _parts(rows, tokenizer.eos))
 
 
 def _parts(rows: Iterable[np.ndarray], end: int) -> Iterator[list[int]]:
-    """Tokens one after another, cut where documents end, or where they are many."""
+    """Yield tokens in chunks, cut at the ends of documents, or at the most tokens."""
     held: list[int] = []
     for row in rows:
         held += row.tolist()
@@ -146,12 +147,12 @@ def _parts(rows: Iterable[np.ndarray], end: int) -> Iterator[list[int]]:
 
 
 def _last(tokens: list[int], token: int) -> int:
-    """Its last place; -1 where it is nowhere."""
+    """Return the last position of a token; -1 if it does not occur."""
     return next((n for n in range(len(tokens) - 1, -1, -1) if tokens[n] == token), -1)
 
 
 def _told(batches: Iterable[T], count: int) -> Iterator[T]:
-    """The same, and how far it is, on standard output."""
+    """Yield the batches, and print the progress on standard output."""
     last = 0.0
     for number, batch in enumerate(batches, 1):
         if time.monotonic() - last > _SAID_EVERY_S:

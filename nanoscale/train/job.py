@@ -1,4 +1,4 @@
-"""What a rank does from joining the others to leaving them."""
+"""The training job of a rank, from joining the process group to leaving it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def run(context: RankContext) -> str:
     """Train one run to its end, or until asked to stop: "completed" or "stopped".
 
     Raises:
-        UserError: the data or the checkpoints are not what the configuration needs.
+        UserError: the data or the checkpoints do not fit the configuration.
         NonFiniteError: the training has diverged.
         OSError: a checkpoint could not be written.
-        FencedError: the run has gone on without this rank's attempt.
+        FencedError: the run has continued without this rank's attempt.
     """
     config = context.config
     device = process_group.local_device(config.launcher.device)
@@ -90,18 +90,19 @@ def make_engine(config: Config, device: torch.device) -> Engine:
 
 
 def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
-    """Load the newest whole checkpoint of the run, if it has any.
+    """Load the newest complete checkpoint of the run, if it has any.
 
     Raises:
-        UserError: none of them is whole, or they are of another model or other data; or a launcher has the run.
+        UserError: none of them is complete, or they are of another model or other data; or a launcher holds
+            the run.
     """
     note = noter(context)
-    if context.attempt == 0 and context.rank == 0:  # torchrun's, which knows of no runs
+    if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
     if not process_group.from_first(store.list_checkpoints(context.run.checkpoints)):
         begin(engine, config=context.config, note=note)
-        # before any optimizer state is made
+        # before any optimizer state is created
         return Progress(base=base_of(context.config, context.rank))
     state = engine.empty_state()
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
@@ -114,7 +115,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
             f"{data.description}; a resumed run must go on with the same sources and weights",
         )
     base = None
-    if context.config.lora.rank:  # the checkpoint has the adapters alone
+    if context.config.lora.rank:  # the checkpoint has only the adapters
         begin(engine, context.config, note)
         base = base_of(context.config, context.rank)
         require_same_base(context.config, base, manifest)
@@ -124,10 +125,10 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
 
 
 def begin(engine: Engine, config: Config, note: Note) -> None:
-    """Read the weights that the model begins with, where it does not begin with random ones.
+    """Load the model's initial weights, unless they are random.
 
     Raises:
-        UserError: the folder is not here, or not what it was at the launch.
+        UserError: the folder is missing, or has changed since the launch.
     """
     folder = config.model.init_from
     if folder is None:
@@ -141,7 +142,7 @@ def begin(engine: Engine, config: Config, note: Note) -> None:
 
 
 def base_of(config: Config, rank: int) -> str | None:
-    """With lora, the fingerprint of the model that the adapters are for, once `begin` has read it."""
+    """Return, with lora, the fingerprint of the adapters' base model, once `begin` has loaded it."""
     folder = config.model.init_from
     if not config.lora.rank or folder is None:
         return None
@@ -164,20 +165,20 @@ def show_sample(training: Training, data: Dataset) -> None:
 
 
 def sinks_of(context: RankContext, step: int) -> list[Sink]:
-    """Those of the run on rank 0, on others none."""
+    """Return the run's sinks on rank 0, and none on others."""
     if context.rank > 0:
         return []
     return open_sinks(context.run, context.workspace, context.config.logger, step)
 
 
 def record_kernels(context: RankContext, device: torch.device) -> None:
-    """Add to the run's environment.json what rank 0 computes attention with."""
+    """Record rank 0's attention kernel in the run's environment.json."""
     if context.rank == 0:
         _record(context, "kernels", kernels_in_use(context.config, device))
 
 
 def record_cores(context: RankContext, device: torch.device) -> None:
-    """Add to the run's environment.json on which CPU cores each rank with a GPU runs."""
+    """Record the CPU cores of each rank with a GPU in the run's environment.json."""
     if device.type == "cuda":
         _record(context, "rank_cores", process_group.gather(ranges(os.sched_getaffinity(0))))
 

@@ -30,19 +30,19 @@ from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
 
 Write = Callable[[State, dict[str, Any]], Saved | None]
-"""Writes a state, or begins to; what is there when it returns."""
+"""A function that writes a state, or begins to; it returns a checkpoint that is complete by then."""
 Note = Callable[..., None]
-"""Records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
+"""A function that records an event of the run, from rank 0 only: `note(kind, message, **fields)`."""
 
 
 @dataclass
 class Progress:
-    """Where the training stands; all that it goes on from besides tensors."""
+    """The progress of the training: the state to resume from, besides tensors."""
 
     step: int = 0
     consumed_samples: int = 0
     base: str | None = None
-    """with lora, the fingerprint of the frozen weights, which no checkpoint holds"""
+    """The fingerprint of the frozen weights with lora, which no checkpoint holds."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Training:
         try:
             return self._train(agreement)
         except BaseException:
-            with suppress(OSError):  # what is being written is of a step before
+            with suppress(OSError):  # the checkpoint in progress is of an earlier step
                 self.report_saved(self.saver.finish())
             raise
 
@@ -95,7 +95,7 @@ class Training:
                 self.log(result, evaluating)
             else:
                 if saving:
-                    result.grad_norm.item()  # so that the work still queued counts as the step's
+                    result.grad_norm.item()  # so that queued work counts as the step's
                 self.meter.end()
             if saving:
                 self.save(self.saver.begin, by_time=not every_step)
@@ -107,7 +107,7 @@ class Training:
         return "completed"
 
     def advance(self) -> StepResult:
-        """One optimizer step."""
+        """Run one optimizer step."""
         step = self.progress.step + 1
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
@@ -128,7 +128,7 @@ class Training:
         return self.config.optimizer.lr * factor
 
     def log(self, result: StepResult, evaluating: bool) -> None:
-        """Gather one step's figures from all ranks and write them down.
+        """Gather one step's metrics from all ranks and write them.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
@@ -155,12 +155,12 @@ class Training:
         self.require_finite_gradients(result)
 
     def require_finite_gradients(self, result: StepResult) -> None:
-        """Raise a NonFiniteError, unless the loss scale has seen to it and the step was not taken."""
+        """Raise a NonFiniteError, unless the step was skipped because of the loss scale."""
         if not result.skipped or self.engine.scale_is_exhausted:
             require_finite(self.progress.step, grad_norm=result.grad_norm.item())
 
     def evaluate(self) -> dict[str, float]:
-        """The mean loss of the validation samples, and of each source's where there are several."""
+        """Return the mean loss of the validation samples, and of each source if there are several."""
         found = {part.name: self.evaluate_on(part) for part in self.data.valid}
         mean = sum(part.share * found[part.name] for part in self.data.valid)
         each = {f"eval_loss/{name}": loss for name, loss in found.items() if name}
@@ -185,14 +185,14 @@ class Training:
         return "stopped"
 
     def save(self, write: Write, by_time: bool = False) -> None:
-        """Let a checkpoint of this step be written, unless there is one; old ones are dropped.
+        """Write a checkpoint of this step, unless there is one; old ones are deleted.
 
-        `by_time`: it is saved because of `checkpoint.every_minutes` alone.
+        `by_time`: it is saved only because of `checkpoint.every_minutes`.
 
         Raises:
-            NonFiniteError: the step's gradients were not finite, and its weights are worth nothing.
-            OSError: this checkpoint, or the one before, could not be written.
-            FencedError: the run has gone on without this rank's attempt.
+            NonFiniteError: the step's gradients were not finite, so its weights are useless.
+            OSError: this checkpoint, or the previous one, could not be written.
+            FencedError: the run has continued without this rank's attempt.
         """
         if self.last is None or self.saved_step == self.progress.step:
             return
@@ -234,16 +234,17 @@ class Training:
 
 
 def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[float, int]:
-    """The sum of the losses of all ranks' batches and the number of their tokens; see `Engine.evaluate`."""
+    """Return the sum of the losses of all ranks' batches and the number of their tokens; see
+    `Engine.evaluate`."""
     total = process_group.gather_numbers(list(engine.evaluate(batches))).sum(dim=0)
     return total[0].item(), int(total[1].item())
 
 
 def samples_of(part: Validation, samples: int) -> int:
-    """How many of an evaluation's samples are one source's."""
+    """Return the number of an evaluation's samples that come from one source."""
     return max(1, round(part.share * samples))
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every so many steps, or never (0), happens after this one."""
+    """True if an action that happens every `every` steps, or never (0), is due after this step."""
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""A piece of text from the model as it is after the training."""
+"""A text sampled from the model after the training."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class NextToken(Protocol):
 def sample(
     engine: NextToken, tokenizer: Tokenizer, prompt: str, length: int, context: int, seed: int
 ) -> str:
-    """The prompt and what follows it: `length` tokens, fewer where a document ends.
+    """Return the prompt and its continuation: `length` tokens, fewer if a document ends.
 
     Every rank must call this at the same time; all draw the same tokens. `context` is the longest sequence
-    that the model has seen.
+    that the model was trained on.
     """
     generator = torch.Generator().manual_seed(seed)
     prompted = tokenizer.encode(prompt)
     tokens = [tokenizer.eos, *prompted]
-    # No early end at a document's end: ranks that disagreed would wait for each other for ever.
+    # No early exit at a document's end: ranks that disagreed would wait for each other for ever.
     for _ in range(length):
         with decoding(), uncompiled():
             logits = engine.next_token_logits(tokens[-context:])

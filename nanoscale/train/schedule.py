@@ -8,11 +8,11 @@ from nanoscale.config.schema import Scheduler
 
 
 def lr_factor(scheduler: Scheduler, step: int, steps: int) -> float:
-    """The multiple of the peak rate for the update that ends `step`, of 1 … `steps`.
+    """Return the multiple of the peak rate for the update that ends `step`, of 1 … `steps`.
 
-    The warm-up reaches the peak at `warmup_steps`; every falling shape reaches `min_ratio` at `steps`.
-    Cosine: Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts. WSD: Hu et al. 2024,
-    arXiv:2404.06395, section 4, with a linear decay.
+    The warm-up reaches the peak at `warmup_steps`; every falling shape reaches `min_ratio` at `steps`. Cosine:
+    Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, without restarts. WSD: Hu et al. 2024, arXiv:2404.06395,
+    section 4, with a linear decay.
     """
     if step <= scheduler.warmup_steps:
         return step / scheduler.warmup_steps

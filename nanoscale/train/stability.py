@@ -1,4 +1,4 @@
-"""Noticing that a training has gone wrong."""
+"""Detection of a diverged training."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 
 class NonFiniteError(ArithmeticError):
-    """The loss or the gradient norm is NaN or infinite: going on would only waste the devices' time."""
+    """The loss or the gradient norm is NaN or infinite: continuing would waste the devices' time."""
 
 
 def require_finite(step: int, **values: float) -> None:
-    """Raise a NonFiniteError that names the step and whatever is not a finite number."""
+    """Raise a NonFiniteError that names the step and every value that is not finite."""
     wrong = {name: value for name, value in values.items() if not math.isfinite(value)}
     if wrong:
         found = " and ".join(f"{name} is {value}" for name, value in wrong.items())

@@ -35,16 +35,17 @@ def load_quietly(device: torch.device) -> Any:
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     # It calls some collectives by names that PyTorch has renamed, which users cannot change.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # An all-reduce for inference on CPUs, which it would compile before the first step.
+    # It would compile an all-reduce for inference on CPUs before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     _load_muon_as_it_is()
     return deepspeed
 
 
 def _load_muon_as_it_is() -> None:
-    """An optimizer that nobody can choose here, and that ZeRO imports; compiling it would load the compiler.
+    """Load an optimizer that is not available here, but imported by ZeRO; compiling it would load the
+        compiler.
 
-    That is 1.4 s of every rank's start.
+    That would take 1.4 s of every rank's start.
     """
     from deepspeed.runtime import compiler
 

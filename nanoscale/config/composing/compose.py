@@ -1,8 +1,9 @@
-"""From the words of a command line to a typed configuration that knows where each value is from.
+"""Composition: from the overrides of a command line to a typed configuration that records the source of each
+value.
 
-Hydra merges, in this order: the schema's defaults, the chosen option of every group, the recipe,
-the groups chosen on the command line once more (so that they win over the recipe), and the keys
-set on the command line. `rules.check` then holds the result against the laws across keys.
+Hydra merges, in this order: the schema's defaults, the chosen option of every group, the recipe, the groups
+chosen on the command line once more (so that they win over the recipe), and the keys set on the command line.
+`rules.check` then checks the result against the rules across keys.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ def compose(
     config_file: Path | None = None,
     options: Mapping[str, Setting] | None = None,
 ) -> Composed:
-    """Compose the configuration that the override words ask for.
+    """Compose the configuration for these overrides.
 
     Args:
         words: overrides in Hydra's grammar, as in ``["recipe=llama-8b", "train.steps=10"]``.
-        config_dir: a folder of the user's with groups and recipes that come before ours.
-        config_file: a frozen configuration to take in the place of a recipe.
-        options: dotted key → what an option of the command line sets it to; no grammar applies.
+        config_dir: a user's folder with groups and recipes that take precedence over ours.
+        config_file: a frozen configuration in place of a recipe.
+        options: dotted key → the value set by a command-line option; no grammar applies.
 
     Raises:
-        UserError: with everything that is wrong in the words and the files.
+        UserError: with all problems of the overrides and the files.
     """
     from hydra import initialize_config_dir
 
@@ -84,7 +85,7 @@ def compose(
         frozen = config_file is not None and not composed.by_hand(any_model.KEY)
         return _with_shape(composed, merged, *any_model.take(composed, frozen=frozen))
     frozen = config_file is not None and not composed.by_hand(pretrained.KEY)
-    if config.model.init_from is None or frozen:  # a frozen file has the shape, complete
+    if config.model.init_from is None or frozen:  # a frozen file has the complete shape
         return composed
     found = pretrained.read(composed)
     values = pretrained.take_shape(composed, found)
@@ -94,7 +95,7 @@ def compose(
 def _with_shape(
     composed: Composed, merged: dict[str, Any], source: str, values: dict[str, Any]
 ) -> Composed:
-    """The same with a model's shape, which the values of other keys may refer to."""
+    """Return the configuration with a model's shape, which the values of other keys may refer to."""
     for name, value in values.items():
         plain = asdict(value) if isinstance(value, RopeScaling) else value
         if value != getattr(composed.config.model, name):
@@ -110,7 +111,7 @@ def _with_shape(
 
 
 def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tuple[str, Setting]]:
-    """Set what the options say, as if it were the command line's last words."""
+    """Yield the settings of options, as if they were the last overrides of the command line."""
     given = dict(asked.settings)
     for key, setting in options.items():
         value, problem = setting.value, misplaced(key, setting.value)
@@ -124,7 +125,7 @@ def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tupl
 
 
 def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violation]:
-    """Check that the file can stand in the recipe's place."""
+    """Check that the file can replace the recipe."""
     violations = []
     if library.config_file is not None and not library.config_file.exists():
         path, library.config_file = str(library.config_file), None
@@ -137,7 +138,7 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
 
 
 def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]:
-    """Merge the files that the choices name; also return them, in the order in which they were merged."""
+    """Merge the files of the chosen options; also return them, in the order in which they were merged."""
     from hydra import compose as hydra_compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
@@ -165,7 +166,7 @@ def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a key as the command line does: a mapping is merged into the one that is there, {} empties it."""
+    """Set a key as the command line does: a mapping is merged into the existing one, {} empties it."""
     *sections, leaf = key.split(".")
     values = raw
     for section in sections:

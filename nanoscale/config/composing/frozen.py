@@ -27,12 +27,12 @@ RESOLVED = """\
 
 
 def dump(config: Config, requested: Config | None = None) -> str:
-    """The configuration as YAML, in the schema's order.
+    """Return the configuration as YAML, in the schema's order.
 
     Args:
-        config: what `rules.check` returned.
-        requested: what `compose` returned before it was checked, so that the keys that were left
-            open can be resolved anew when the file is taken up with other devices or degrees.
+        config: the result of `rules.check`.
+        requested: the result of `compose` before it was checked, so that keys that were left open can be
+            resolved anew when the file is used with other devices or degrees.
     """
     final = asdict(config)
     text = HEADER + to_yaml(escaped(final))

@@ -1,7 +1,7 @@
-"""How Hydra finds our files: a config source of our own, and the plugin that puts it in place.
+"""Hydra's search for our files: a config source of our own, and the plugin that installs it.
 
-Hydra's own file source takes the first match with the user's folder last, parses YAML that we
-refuse, and knows no lines. This one serves what the Library in force finds.
+Hydra's own file source takes the first match with the user's folder last, parses YAML that we refuse, and
+records no lines. This one serves the files of the active Library.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _values: ContextVar[bool] = ContextVar("values", default=True)
 
 
 _HIDDEN = "\ufdd0{"
-"""stands for `${` in what Hydra merges: references are resolved afterwards, by nanoscale's own rule"""
+"""A placeholder for `${` in Hydra's input: references are resolved afterwards, by nanoscale's own rule."""
 
 
 def revealed(merged: Any) -> Any:
-    """Return what Hydra has merged as plain data."""
+    """Return Hydra's result as plain data."""
     return _renamed(OmegaConf.to_container(merged, resolve=False), _HIDDEN, "${")
 
 
@@ -46,7 +46,7 @@ def _renamed(value: Any, old: str, new: str) -> Any:
 
 @contextmanager
 def searching(library: Library) -> Iterator[None]:
-    """Within it, Hydra sees the library's files and no others."""
+    """Restrict Hydra to the library's files within the body."""
     _introduce()
     token = _library.set(library)
     try:
@@ -57,8 +57,8 @@ def searching(library: Library) -> Iterator[None]:
 
 @cache
 def _introduce() -> None:
-    """Make our sources known to Hydra, and leave the files out that its own settings come from: a composition
-    uses none of them."""
+    """Register our sources with Hydra, and drop the files of its own settings, which a composition does not
+    use."""
     for plugin in (LibrarySource, LibrarySearchPath):
         Plugins.instance().register(plugin)
     ConfigStore.instance().store("config", HydraConf(defaults=[]), group="hydra")
@@ -66,7 +66,7 @@ def _introduce() -> None:
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Within it, files are their lists of defaults alone: all that decides about the order of merging."""
+    """Reduce files to their lists of defaults within the body: only these decide the order of merging."""
     token = _values.set(False)
     try:
         yield
@@ -75,7 +75,7 @@ def without_values() -> Iterator[None]:
 
 
 class LibrarySearchPath(SearchPathPlugin):
-    """Puts the library where the application's folder would be."""
+    """A plugin that puts the library in the place of the application's folder."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if _library.get() is None:
@@ -86,7 +86,7 @@ class LibrarySearchPath(SearchPathPlugin):
 
 
 class LibrarySource(ConfigSource):
-    """Serves the files of the library in force."""
+    """A source of the files of the active library."""
 
     @staticmethod
     def scheme() -> str:

@@ -1,9 +1,9 @@
 r"""References in values, by one rule for every key: a text may hold `${section.key}`, another key's value, and
 a key that names paths also `${oc.env:VAR}` or `${oc.env:VAR,default}`, an environment variable.
 
-`\${` stands for `${` itself. Lists hold texts for other programs, as in `launcher.slurm.setup`, and stand as
-they are unless their key names paths. What a reference stands for is written to the run directory, and
-provenance.json has the reference, with the name of the variable. Names that look like secrets are refused.
+`\${` is an escaped `${`. Lists of texts for other programs, as in `launcher.slurm.setup`, are not resolved
+unless their key names paths. The run directory holds the resolved values, and provenance.json the reference,
+with the name of the variable. Names that look like secrets are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanoscale.config.suggest import nearest_key
 from nanoscale.config.violations import shown
 
 SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|KEY", re.IGNORECASE)
-"""in the name of an environment variable whose value is never written"""
+"""A pattern for names of environment variables whose values are never written."""
 
 _START = re.compile(r"(\\*)\$\{")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
@@ -33,13 +33,13 @@ class _Reference:
     """One `${…}` of a text."""
 
     key: str | None
-    """the key that it refers to; None: an environment variable, or nothing that can be read"""
+    """The key that it refers to; None: an environment variable, or nothing readable."""
     variable: str | None = None
     default: str | None = None
 
 
 def problem(key: str, value: object) -> str:
-    """Return what is wrong with the references in a key's value; empty if nothing is."""
+    """Return a problem of the references in a key's value; empty if there is none."""
     for text in _texts(key, value):
         references = [part for part in _parts(text) if isinstance(part, _Reference)]
         for it in references:
@@ -116,7 +116,7 @@ def unescape(key: str, value: Any) -> Any:
 
 
 def _keys(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every declared key that is present, with the section that holds it and its name there."""
+    """Yield every declared key that is present, with its section and its name there."""
     for name in reference.declared():
         *sections, leaf = name.split(".")
         values: Any = config
@@ -153,7 +153,8 @@ def _fits(key: str, other: str) -> bool:
 
 
 def _resolved(key: str, value: Any, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
-    """The value of `key` with its references replaced; `trail`: the keys that refer to each other so far."""
+    """Return the value of `key` with its references replaced; `trail` lists the keys that refer to each other
+    so far."""
     if isinstance(value, str) and (parts := list(_parts(value))) and parts != [value]:
         if len(parts) == 1 and isinstance(parts[0], _Reference):
             return _target(parts[0], raw, trail)
@@ -171,7 +172,7 @@ def _in_text(it: _Reference, value: object) -> str:
 
 
 def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> Any:
-    """What one reference stands for."""
+    """Return the target of one reference."""
     if it.variable is not None:
         text = os.environ.get(it.variable) or it.default
         if text is None:
@@ -195,7 +196,7 @@ def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> A
 
 
 def _parts(text: str) -> Iterator[str | _Reference]:
-    """A text divided into what stands as it is and its references."""
+    """Yield the parts of a text: literal texts and references."""
     start, plain = 0, ""
     while match := _START.search(text, start):
         plain += text[start : match.start()] + "\\" * (len(match[1]) // 2)
@@ -225,7 +226,7 @@ def _reference(body: str) -> _Reference:
 
 
 def _texts(key: str, value: object) -> list[str]:
-    """The texts of a value that may hold references."""
+    """List the texts of a value that may hold references."""
     texts: list[str] = []
 
     def note(text: str) -> str:
@@ -251,7 +252,7 @@ def _map_texts(key: str, value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _map_entries(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same mapping or list with other entries; lists of texts for other programs stay as they are."""
+    """Return the mapping or list with other entries; lists of texts for other programs are unchanged."""
     if isinstance(value, dict):
         return {name: change(entry) for name, entry in value.items()}
     declared = reference.declared().get(key)

@@ -1,4 +1,4 @@
-"""Every file that a configuration can be composed from, and where messages say it lies.
+"""The files that a configuration can be composed from, and their names in messages.
 
 The user's folders come first: a file of the same name there hides ours.
 """
@@ -25,14 +25,14 @@ from nanoscale.config.violations import refuse, shown
 
 RECIPE = "recipe"
 ROOT = "config"
-"""conf/config.yaml: the order in which everything is merged"""
+"""conf/config.yaml, which defines the order of merging."""
 SCHEMA = "schema"
-"""no file: the defaults of the schema; `schema/model` are those of one section"""
+"""No file: the defaults of the schema; `schema/model` are those of one section."""
 
 
 @cache
 def packaged() -> tuple[Path, Path]:
-    """The folders `conf` and `recipes` that come with nanoscale: in the wheel, or the sources."""
+    """Return the folders `conf` and `recipes` of nanoscale, from the wheel or the sources."""
     package = Path(nanoscale.__file__).resolve().parent
     inside = package / "conf"
     base = package if inside.is_dir() else package.parent
@@ -41,17 +41,17 @@ def packaged() -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Option:
-    """One file that a group offers."""
+    """One file of a group."""
 
     group: str
     name: str
     path: Path
     origin: str
-    """`nanoscale`, or the folder of the user's that it lies in"""
+    """`nanoscale`, or the user's folder that contains it."""
 
     @property
     def about(self) -> str:
-        """The first line of the comment at its head."""
+        """Return the first line of the comment at its head."""
         for line in self.path.read_text(errors="replace", encoding="utf-8").splitlines():
             if line.startswith("#") and line.strip("# "):
                 return line.strip("# ").rstrip(".")
@@ -62,16 +62,16 @@ class Option:
 
 @dataclass
 class Library:
-    """The folders searched for one composition, and what was read from them."""
+    """The folders searched for one composition, and the files read from them."""
 
     config_dir: Path | None = None
     config_file: Path | None = None
     choices: dict[str, str | None] = field(default_factory=dict)
-    """groups that the command line decides; null: the group goes back to the schema's defaults"""
+    """Groups chosen on the command line; null: the group returns to the schema's defaults."""
     touched: frozenset[str] = frozenset()
-    """keys that the command line sets"""
+    """Keys set on the command line."""
     violations: list[Violation] = field(default_factory=list)
-    """what is wrong with the files served so far"""
+    """The problems of the files served so far."""
     served: dict[str, Document] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Library:
             refuse([Violation("--config-dir", str(self.config_dir), source, message)])
 
     def folders(self, group: str) -> list[Path]:
-        """Where a group's files lie, first match first."""
+        """List the folders of a group's files, in the order of precedence."""
         conf, recipes = packaged()
         mine = self.config_dir
         if group != RECIPE:
@@ -92,12 +92,12 @@ class Library:
     @staticmethod
     @cache
     def groups() -> tuple[str, ...]:
-        """The groups, in the order of the schema, then recipe."""
+        """Return the groups, in the order of the schema, then recipe."""
         conf, _ = packaged()
         return (*(name for name in reference.sections() if name and (conf / name).is_dir()), RECIPE)
 
     def options(self, group: str) -> dict[str, Option]:
-        """What a group offers, by name; names of files in sub-folders hold a slash."""
+        """Return a group's options by name; names of files in sub-folders contain a slash."""
         found: dict[str, Option] = {}
         ours = packaged()
         for folder in self.folders(group):
@@ -109,7 +109,7 @@ class Library:
         return dict(sorted(found.items()))
 
     def find(self, config: str) -> Path | None:
-        """The file of a Hydra config path such as `model/llama-8b` or `recipe/./mine.yaml`."""
+        """Return the file of a Hydra config path such as `model/llama-8b` or `recipe/./mine.yaml`."""
         group, _, name = config.partition("/")
         if not name:
             return packaged()[0] / "config.yaml" if config == ROOT else None
@@ -127,13 +127,13 @@ class Library:
         return None
 
     def serve(self, config: str) -> Document:
-        """The content that Hydra merges, without what is wrong with it (kept in violations)."""
+        """Return the content that Hydra merges; its problems are removed and kept in `violations`."""
         if config not in self.served:
             self.served[config] = self._load(config)
         return self.served[config]
 
     def unasked(self) -> frozenset[str]:
-        """The names of served files that nobody chose: usual options of groups, a frozen file."""
+        """Return the names of served files that nobody chose: default options of groups, a frozen file."""
         chosen = {RECIPE, *self.choices}
         for document in self.served.values():
             chosen.update(_overridden(document))
@@ -145,7 +145,8 @@ class Library:
         )
 
     def circle(self) -> str:
-        """The name of a served file that is based on itself, however indirectly; empty if none."""
+        """Return the name of a served file that is based on itself, directly or indirectly; empty if there is
+        none."""
         for start, document in self.served.items():
             reached, ahead = {start}, self._bases(start)
             while ahead:
@@ -189,7 +190,7 @@ class Library:
         return Document(document.name, content, document.lines)
 
     def _root(self, document: Document) -> Document:
-        """Ours, with the command line's choices a second time at the end, after the recipe."""
+        """Return our root file, with the command line's choices repeated at the end, after the recipe."""
         entries = [
             {RECIPE: str(self.config_file)} if _is_recipe(entry) and self.config_file else entry
             for entry in document.content["defaults"]
@@ -202,7 +203,7 @@ class Library:
         return Document(document.name, {"defaults": [SCHEMA, *entries, *last]}, document.lines)
 
     def _check_header(self, path: Path, document: Document, group: str) -> None:
-        """Hydra's `# @package` would move the keys; we have one place for each."""
+        """Refuse Hydra's `# @package`, which would move the keys; here each key has one place."""
         expected = "_global_" if group == RECIPE else "_group_"
         for line, text in enumerate(path.read_text("utf-8-sig").splitlines(), 1):
             found = re.match(r"#\s*@package\s+(\S+)", text)
@@ -219,7 +220,7 @@ class Library:
     def _known(
         self, document: Document, content: dict[str, Any], section: str, path: str
     ) -> dict[str, Any]:
-        """The part of a mapping that the schema declares."""
+        """Return the part of a mapping that the schema declares."""
         kept: dict[str, Any] = {}
         for name, value in content.items():
             dotted = f"{section}.{name}" if section else name
@@ -244,7 +245,8 @@ class Library:
         return kept
 
     def _option_as_key(self, group: str, option: object, source: str) -> Violation:
-        """`model: llama-1b` at the left margin of a recipe, which means an option of the group."""
+        """Return the violation for `model: llama-1b` at the top level of a recipe, which means an option of
+        the group."""
         known = self.options(group)
         near = (str(option),) if option in known else nearest(str(option), known) or tuple(known)
         return Violation(
@@ -255,7 +257,7 @@ class Library:
         )  # fmt: skip
 
     def _defaults(self, document: Document, group: str, path: Path) -> list[Any]:
-        """The checked defaults list: what the file is based on, then groups it overrides."""
+        """Return the checked defaults list: the file's bases, then the groups that it overrides."""
         entries = document.content.get("defaults") or []
         if not isinstance(entries, list):
             self._wrong_entry(document, "defaults", entries, "must be a list of files")
@@ -279,7 +281,7 @@ class Library:
         if entry == "_self_":
             return [entry]
         if group == RECIPE and is_path(entry):
-            # Hydra looks a base up from the current folder; the author meant the file's own.
+            # Hydra resolves a base from the current folder; the author meant the file's own.
             base = Path(path).parent / entry
             if base.exists():
                 return [f"./{os.path.relpath(base)}"]
@@ -318,7 +320,7 @@ class Library:
 
 
 def misplaced(key: str, value: object) -> str:
-    """What is wrong with a value whatever its key's type is; empty if nothing."""
+    """Return a problem of a value that does not depend on its key's type; empty if there is none."""
     if isinstance(value, list) and not reference.declared()[key].takes_list:
         return "takes no list"
     if isinstance(value, dict) and not reference.is_mapping(key):
@@ -327,12 +329,12 @@ def misplaced(key: str, value: object) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether a recipe is given as a file rather than by name."""
+    """True if a recipe is given as a file rather than by name."""
     return name.endswith((".yaml", ".yml")) or name.startswith(("/", "./", "../"))
 
 
 def display(path: Path) -> str:
-    """How messages call a file: short, and clear about whose it is."""
+    """Return the name of a file in messages: short, and clear about its owner."""
     absolute = path.resolve()
     for folder in packaged():
         if absolute.is_relative_to(folder):
@@ -342,7 +344,7 @@ def display(path: Path) -> str:
 
 
 def _overridden(document: Document) -> Iterator[str]:
-    """The groups that a served recipe chooses from."""
+    """Yield the groups that a served recipe chooses from."""
     for entry in document.content.get("defaults", []):
         for name in entry if isinstance(entry, dict) else ():
             if name.startswith("override /"):

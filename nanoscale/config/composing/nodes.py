@@ -1,4 +1,4 @@
-"""How many hosts a job takes: `launcher.nodes`."""
+"""The number of hosts of a job: `launcher.nodes`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _RANGE = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
 
 
 def node_range(nodes: int | str | None) -> tuple[int, int] | None:
-    """The fewest and the most hosts; the same number twice where the job is not elastic.
+    """Return the fewest and the most hosts; the same number twice if the job is not elastic.
 
     Raises:
-        ValueError: neither `N` nor `MIN:MAX`; its text is the law, to follow the key.
+        ValueError: neither `N` nor `MIN:MAX`; its text is the rule, to follow the key.
     """
     if nodes is None:
         return None
@@ -34,7 +34,7 @@ def node_range(nodes: int | str | None) -> tuple[int, int] | None:
 
 
 def elastic(nodes: int | str | None) -> bool:
-    """Whether the job goes on with fewer hosts; False where `nodes` is no legal value."""
+    """True if the job continues with fewer hosts; False if `nodes` is no legal value."""
     try:
         span = node_range(nodes)
     except ValueError:
@@ -43,7 +43,7 @@ def elastic(nodes: int | str | None) -> bool:
 
 
 def violation(composed: Composed) -> Violation | None:
-    """What is wrong with `launcher.nodes`, if anything."""
+    """Return a violation of `launcher.nodes`, if there is one."""
     nodes, key = composed.config.launcher.nodes, "launcher.nodes"
     try:
         node_range(nodes)
@@ -53,7 +53,7 @@ def violation(composed: Composed) -> Violation | None:
 
 
 def _meant(text: str) -> Iterator[str]:
-    """`2-4`, `2..4` and `4:2` mean a range, and 0 the fewest."""
+    """Yield likely meanings: `2-4`, `2..4` and `4:2` mean a range, and 0 the fewest."""
     parts = [part for part in re.split(r"[^0-9A-Za-z]+", text) if part]
     if 1 <= len(parts) <= 2 and all(part.isdecimal() and len(part) < 7 for part in parts):
         numbers = sorted(max(1, int(part)) for part in parts)

@@ -1,7 +1,7 @@
-"""The override words of a command line, read with Hydra's own grammar and held against the schema.
+"""The overrides of a command line, parsed with Hydra's own grammar and compared with the schema.
 
-Hydra's messages for a mistyped key lead into its `+` and `++` prefixes, which bypass every check.
-Here a word that names nothing is refused with what it may have meant, whatever its prefix.
+Hydra's messages for a mistyped key suggest its `+` and `++` prefixes, which bypass every check. Here an
+override of an unknown name is refused with suggestions, whatever its prefix.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from nanoscale.config.violations import override as to_override
 from nanoscale.config.violations import quoted, shown
 
 _FILTERS = ("launcher.include", "launcher.exclude")
-"""keys whose values hold commas, by which Hydra divides several values"""
+"""Keys whose values contain commas, at which Hydra separates several values."""
 _BY_HOST = "cluster.pythons"
-"""the mapping whose keys are names of hosts, which hold dots"""
+"""The mapping whose keys are names of hosts, which contain dots."""
 _FEW = 10
-"""as many options are listed, whatever is near"""
+"""Up to this number, all options are listed, whatever is near."""
 
 
 @dataclass
 class Words:
-    """What the words ask for."""
+    """The content of the overrides."""
 
     choices: dict[str, str | None] = field(default_factory=dict)
-    """group → option; null where `~group` deletes the choice"""
+    """Group → option; null if `~group` deletes the choice."""
     settings: list[tuple[str, Any]] = field(default_factory=list)
-    """dotted key → raw value, in the order given"""
+    """Dotted key → raw value, in the order given."""
     typed: dict[str, str] = field(default_factory=dict)
-    """key or group → the text after its last `=`"""
+    """Key or group → the text after its last `=`."""
     violations: list[Violation] = field(default_factory=list)
 
     def for_hydra(self) -> list[str]:
-        """The choices of groups, which decide what is merged, and in which order."""
+        """Return the choices of groups, which decide the merged files and their order."""
         return [
             f"~{group}" if option is None else f"{group}={quoted(option)}"
             for group, option in self.choices.items()
@@ -55,7 +55,7 @@ class Words:
         ]
 
     def touched(self) -> frozenset[str]:
-        """Every key that the words decide, by name or by their group."""
+        """Return every key that the overrides decide, by name or by their group."""
         keys = reference.declared()
         prefixes = tuple(f"{group}." for group in self.choices if group != RECIPE)
         by_group = {key for key in keys if key.startswith(prefixes)} if prefixes else set()
@@ -63,7 +63,7 @@ class Words:
 
 
 def read_words(words: Sequence[str], library: Library) -> Words:
-    """Parse and check every word; what is wrong is left out and listed in `violations`."""
+    """Parse and check every override; wrong ones are left out and listed in `violations`."""
     result = Words()
     parser = OverridesParser.create()
     for word in words:
@@ -94,7 +94,7 @@ def with_good_advice(violation: Violation, asked: Words, library: Library) -> Vi
 
 
 def _is_accepted(advice: str, library: Library) -> bool:
-    """Whether overrides to type instead are right by themselves; True for all other advice."""
+    """True if suggested overrides are valid by themselves, and for all other advice."""
     try:
         overrides = shlex.split(advice)
     except ValueError:
@@ -109,7 +109,7 @@ def _is_accepted(advice: str, library: Library) -> bool:
 
 
 def _take(override: Override, library: Library, into: Words) -> Iterator[Violation]:
-    """Add one parsed word to `into`, or say why not."""
+    """Add one parsed override to `into`, or yield its violations."""
     key = override.key_or_group
     text = override.input_line or key
     value = None if override.is_sweep_override() else _with_text_keys(override.value())
@@ -132,7 +132,7 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
 
 
 def _with_text_keys(value: Any) -> Any:
-    """The value with mappings as YAML files have them here, whose keys are always texts."""
+    """Return the value with text keys of mappings, as in YAML files here."""
     if isinstance(value, dict):
         return {
             name if isinstance(name, str) else shown(name): _with_text_keys(entry)
@@ -208,7 +208,7 @@ def _delete(key: str, value: object, library: Library, into: Words) -> Iterator[
 
 
 def _unknown(key: str, value: object, library: Library) -> Violation:
-    """An unknown key on the command line, where it may be a group as well."""
+    """Return the violation for an unknown key on the command line, which may be meant as a group."""
     if "/" in key:
         group, _, option = key.partition("/")
         message = "is no key; a group's option is chosen with `=`"
@@ -240,7 +240,8 @@ def _sweep(override: Override, text: str) -> Violation:
 
 
 def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violation:
-    """A word outside Hydra's grammar: most often a lone name, or a value that needs quotes."""
+    """Return the violation for a text outside Hydra's grammar: most often a lone name, or a value that needs
+    quotes."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+~")
     if not equals:
@@ -274,7 +275,7 @@ _BRACKETS = {"{": "}", "[": "]", "(": ")"}
 
 
 def _missing_brackets(value: str) -> str:
-    """The closing brackets that the end of a value lacks; quoted ones count as well, which is rarely wrong."""
+    """Return the missing closing brackets of a value; quoted ones count as well, which is rarely wrong."""
     open_ones: list[str] = []
     for character in value:
         if character in _BRACKETS:
@@ -285,7 +286,7 @@ def _missing_brackets(value: str) -> str:
 
 
 def _meanings(word: str, library: Library) -> Iterator[str]:
-    """What a lone word may have meant."""
+    """Yield likely meanings of a lone word."""
     for group in [RECIPE, *(group for group in library.groups() if group != RECIPE)]:
         if library.find(f"{group}/{word}") is not None:
             yield f"{group}={word}"

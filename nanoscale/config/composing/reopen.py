@@ -1,8 +1,8 @@
-"""Values that a frozen configuration had left open, taken up again when the request changes.
+"""Values that a frozen configuration had left open, reopened when the request changes.
 
-`parallel.dp: auto` is frozen as the number it became. Repeated as it is, the file must give the
-same run. But with `parallel.tp=2` beside it, the number is no longer anybody's wish: it is open
-again. The frozen file therefore lists, under `resolved`, what was open and how it was asked for.
+`parallel.dp: auto` is frozen as the resolved number. Without overrides, the file must give the same run. But
+with `parallel.tp=2` in addition, nobody asked for that number: it is open again. The frozen file therefore
+lists, under `resolved`, the open keys and their requested values.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "train.steps": ("train.tokens", "train.global_batch", "train.seq_len"),
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
 }
-"""what check() resolves, each with the keys that it follows from, in the order to look"""
+"""The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
 
 
 def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that check() decided, with the values they were requested with."""
+    """Return the keys that check() resolved, with their requested values."""
     return {
         f"{section}.{name}": requested[section][name]
         for section, values in final.items()
@@ -67,21 +67,21 @@ def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str
 
 
 def unknown_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a frozen file lists as open under names that are no keys, with the values."""
+    """Return the entries of a frozen file's `resolved` that are no keys, with the values."""
     opened = content.get("resolved")
     listed = opened if isinstance(opened, dict) else {}
     return {name: value for name, value in listed.items() if name not in reference.declared()}
 
 
 def reopen(content: Mapping[str, Any], touched: frozenset[str]) -> dict[str, Any]:
-    """A frozen file's content, with what follows from a touched key as it was asked for."""
+    """Return a frozen file's content, with the requested values of keys that depend on a touched key."""
     content = dict(content)
     asked = content.pop("resolved", None)
     if not isinstance(asked, dict):
         return content
     changed = set(touched)
     if _is_elastic(content):
-        changed.add("launcher.nodes")  # its layout is that of the hosts that are there this time
+        changed.add("launcher.nodes")  # its layout is that of the hosts in use this time
     for key in FOLLOWS:
         if key in asked and key not in touched and changed.intersection(FOLLOWS[key]):
             content = _set(content, key, asked[key])

@@ -1,4 +1,5 @@
-"""Words that give a key several values, `optimizer.lr=1e-3,3e-4`: one run for each of their combinations."""
+"""Overrides that give a key several values, `optimizer.lr=1e-3,3e-4`: one run for each of their
+combinations."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ _WITHOUT_COMMAS = {"launcher.nodes", "launcher.slurm.time"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the runs that the words ask for."""
+    """One of the runs of the overrides."""
 
     words: tuple[str, ...]
-    """each with one value"""
+    """The overrides, each with one value."""
     chosen: dict[str, str]
-    """of every key or group that was given several values, the one of this run"""
+    """This run's value of every key or group with several values."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class _Choice:
 
 
 def expand(words: Sequence[str]) -> list[Variant]:
-    """The runs that the words ask for, the last word varying fastest; one where none has several values.
+    """Return the runs of the overrides, the last override varying fastest; one if none has several values.
 
-    Words that cannot be read are left as they are, for `compose` to refuse.
+    Unreadable overrides are passed on, for `compose` to refuse.
 
     Raises:
-        UserError: a word asks for values other than by listing them, or lists what no runs differ in.
+        UserError: an override gives several values other than by a list, or a list in which runs cannot
+            differ.
     """
     parser = OverridesParser.create()
     violations: list[Violation] = []

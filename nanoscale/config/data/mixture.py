@@ -1,4 +1,4 @@
-"""The sources that a configuration draws tokens from: one, or several in fixed shares."""
+"""The sources of a configuration's tokens: one, or several in fixed shares (a data mixture)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class Source:
 
     path: str | None
     weight: float | None = None
-    """its part of the samples beside those of the others; None: by its size, as that of all others"""
+    """Its weight among the sources; None: by its size, as for all others."""
     valid_path: str | None = None
     name: str = ""
-    """empty where it is the only one"""
+    """Empty if it is the only source."""
 
     @property
     def key(self) -> str:
-        """The section of the configuration that it stands in."""
+        """The section of the configuration that holds it."""
         return f"data.mixture.{self.name}" if self.name else "data"
 
 
 MEMBERS = ("path", "weight", "valid_path")
-"""the keys of a source in `data.mixture`"""
+"""The keys of a source in `data.mixture`."""
 
 
 def sources_of(data: Data) -> list[Source]:
-    """Of a configuration that the rules have seen; those of weight 0 are left out."""
+    """List the sources of a configuration that the rules have checked; those of weight 0 are left out."""
     if not data.mixture:
         return [Source(data.path, None, data.valid_path)]
     sources = [Source(**entry, name=name) for name, entry in data.mixture.items()]

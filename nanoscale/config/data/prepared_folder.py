@@ -1,10 +1,10 @@
-"""The folder that `nanoscale data prepare` makes: names, and the manifest that describes it.
+"""The folder of `nanoscale data prepare`: names, and the manifest that describes it.
 
-    OUT/  tokens.bin tokens.idx  valid.bin valid.idx  tokenizer.json tokenizer_config.json  manifest.json
-          tokens.answers  valid.answers  chat_template.jinja
+ OUT/  tokens.bin tokens.idx  valid.bin valid.idx  tokenizer.json tokenizer_config.json  manifest.json
+       tokens.answers  valid.answers  chat_template.jinja
 
-The files of `valid` are there with --validation, those of the tokenizer unless bytes are the tokens, and those
-of the second line with --chat.
+The files of `valid` are present with --validation, those of the tokenizer unless bytes are the tokens, and
+those of the second line with --chat.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ MANIFEST = "manifest.json"
 
 
 def answers_of(prefix: str | Path) -> Path:
-    """Which tokens of a prefix are answers: one byte a token, 1 where it is of an answer, else 0."""
+    """Return the file of the marks of answers of a prefix: one byte per token, 1 for tokens of an answer, else
+    0."""
     return Path(f"{prefix}.answers")
 
 
 def folder_of(path: str | Path) -> Path | None:
-    """The prepared folder that a path is, or whose tokens it names; None where it is none."""
+    """Return the prepared folder that a path is, or whose tokens it names; None if there is none."""
     given = Path(path).expanduser()
     for folder in (given, given.parent):
         named = folder == given or given.name in (TOKENS, VALID)
@@ -36,7 +37,7 @@ def folder_of(path: str | Path) -> Path | None:
 
 
 def manifest(folder: Path) -> dict[str, Any] | None:
-    """What is in a prepared folder; None where its manifest says nothing."""
+    """Return the manifest of a prepared folder; None if it is missing or unreadable."""
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):

@@ -1,10 +1,11 @@
-"""What can be seen of token files without reading them: their headers and sizes. Imports no numpy.
+"""The headers and sizes of token files, checked without reading the tokens. Imports no numpy.
 
 Megatron-LM's `.idx`, little-endian: magic, version (u64), type code (u8), number of sequences (u64), number of
-entries of the document index (u64), then the length of each sequence in tokens (i32), its place in the `.bin`
-in bytes (i64), and for each document the sequence it begins with (i64), the number of sequences at the end.
+entries of the document index (u64), then the length of each sequence in tokens (i32), its position in the
+`.bin` in bytes (i64), and for each document the sequence it begins with (i64), the number of sequences at the
+end.
 
-datatrove's `.ds.index`: where each document ends, in tokens (u64).
+datatrove's `.ds.index`: the end of each document, in tokens (u64).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
-"""type code of tokens → the array module's letter; 6 and 7 are no integers"""
+"""Type code of tokens → the array module's letter; 6 and 7 are no integers."""
 LOOKED_AT = 1 << 16
-"""tokens at the beginning of a file whose ids are looked at"""
+"""Tokens at the beginning of a file whose ids are checked."""
 
 
 class DamagedError(Exception):
-    """A file is not what it should be."""
+    """A damaged file, or one of another format."""
 
     def __init__(self, path: Path, what: str, kind: str = "damaged token file") -> None:
         super().__init__(f"{kind}: {path}: {what}")
@@ -35,14 +36,14 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Index:
-    """What the header of an `.idx` says."""
+    """The header of an `.idx`."""
 
     code: int
     sequences: int
 
 
 def read_index(path: Path) -> Index:
-    """The header, after a look at the length of the file. Raises DamagedError."""
+    """Read the header and check the length of the file. Raises DamagedError."""
     size = path.stat().st_size
     with path.open("rb") as stream:
         raw = stream.read(HEADER.size)
@@ -64,7 +65,7 @@ def read_index(path: Path) -> Index:
 
 
 def check_sizes(tokens: Path, index: Path, described: int) -> None:
-    """The `.bin` holds what its `.idx` describes, in bytes. Raises DamagedError."""
+    """Check that the `.bin` has the size that its `.idx` describes. Raises DamagedError."""
     size = tokens.stat().st_size
     if size < described:
         raise DamagedError(tokens, f"it holds {size} bytes where {index.name} says {described}")
@@ -76,10 +77,10 @@ def check_sizes(tokens: Path, index: Path, described: int) -> None:
 
 
 def glance_at_megatron(prefix: str) -> int:
-    """The largest of the first ids, if a pair of files belongs together as far as a few bytes of each tell.
+    """Return the largest of the first ids, if a few bytes of a pair of files match.
 
     Raises:
-        DamagedError: it does not.
+        DamagedError: they do not match.
         OSError: a file cannot be read.
     """
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
@@ -96,14 +97,14 @@ def glance_at_megatron(prefix: str) -> int:
 
 
 def glance_at_datatrove(path: str) -> int:
-    """The same of a `.ds` and its `.ds.index`."""
+    """Return the same for a `.ds` and its `.ds.index`."""
     tokens, index = Path(path), Path(f"{path}.index")
     count, size = read_ends(index), tokens.stat().st_size
     return _largest(tokens, {2: "H", 4: "I"}[bytes_a_token(tokens, index, size, count)])
 
 
 def read_ends(index: Path) -> int:
-    """The tokens that a `.ds.index` describes. Raises DamagedError."""
+    """Return the number of tokens that a `.ds.index` describes. Raises DamagedError."""
     size = index.stat().st_size
     if size == 0 or size % 8:
         raise DamagedError(index, f"it holds {size} bytes, which are no ends of documents")
@@ -112,7 +113,8 @@ def read_ends(index: Path) -> int:
 
 
 def bytes_a_token(tokens: Path, index: Path, size: int, count: int) -> int:
-    """Of a `.ds` file of `size` bytes with `count` tokens: 2 or 4. Raises DamagedError."""
+    """Return the bytes per token of a `.ds` file of `size` bytes with `count` tokens: 2 or 4. Raises
+    DamagedError."""
     if count == 0 or size == 0:
         raise DamagedError(tokens, "it holds no token", "no tokens to train on")
     if size % count or size // count not in (2, 4):
@@ -128,7 +130,7 @@ def _read(stream: BinaryIO, at: int, form: str) -> int:
 
 
 def _largest(path: Path, letter: str) -> int:
-    """Of the first ids; a negative one counts as too large for any vocabulary."""
+    """Return the largest of the first ids; a negative one counts as too large for any vocabulary."""
     first = array(letter)
     with path.open("rb") as stream:
         first.frombytes(stream.read(first.itemsize * LOOKED_AT))

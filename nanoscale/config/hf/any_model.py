@@ -1,8 +1,8 @@
-"""`model=hf`: a causal language model whose code is transformers', described by its config.json.
+"""The source `model=hf`: a causal language model with transformers' code, described by its config.json.
 
-The configuration holds the whole of config.json, so that a run no longer needs the file, and beside it the
-sizes that the laws and the tables ask for. Nothing here imports transformers: whether it knows the model is
-asked of another process, before a launch.
+The configuration holds the whole config.json, so that a run no longer needs the file, and in addition the
+sizes that the rules and the tables need. Nothing here imports transformers: another process checks, before a
+launch, whether it supports the model.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _SIZES = {
     "vocab": ("vocab_size",),
     "max_seq_len": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
 }
-"""our keys, and what config.json may call them"""
+"""Our keys, and their names in config.json."""
 _OWN_WORDS = ("source", "name", "init_from", "trust_remote_code", "hf_config", "parameters")
-"""keys of the model that mean something here"""
+"""Keys of the model that have a meaning here."""
 
 
 def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
-    """Where the shape is from, and the values of the model's keys.
+    """Return the source of the shape, and the values of the model's keys.
 
     Args:
         frozen: the configuration is that of a run, which holds config.json already.
 
     Raises:
-        UserError: there is no such model, it is none that predicts the next token, or it is another than keys
-            that were said beside it have it.
+        UserError: there is no such model, it does not predict the next token, or it contradicts keys that were
+            set in addition.
     """
     model = composed.config.model
     try:
@@ -69,7 +69,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
 
 
 def sizes(document: Json) -> Json:
-    """Those of our keys that config.json speaks of."""
+    """Return our keys that config.json defines."""
     found = {}
     for ours, names in _SIZES.items():
         numbers = [document[name] for name in names if type(document.get(name)) is int]
@@ -81,7 +81,7 @@ def sizes(document: Json) -> Json:
 
 
 def has_experts(document: Json) -> bool:
-    """Whether tokens pass through a part of the parameters only."""
+    """True if tokens pass through only a part of the parameters."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return any(document.get(name) for name in names)
 
@@ -106,7 +106,8 @@ def _shape_keys() -> list[str]:
 
 
 def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
-    """What is known; else what was said, or what a run has `kept`; else the least."""
+    """Return the sizes from config.json, else the values that were set or that a run has `kept`, else the
+    least."""
     model = composed.config.model
     least = {"layers": 1, "hidden": 1, "heads": 1, "ffn": 1}
     said = {name: getattr(model, name) for name in _SIZES if kept or _said(composed, name)}
@@ -119,7 +120,7 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
 
 
 def _conflicts(composed: Composed, values: Json, known: Json, source: str) -> Iterator[Violation]:
-    """Keys that were said, and either are otherwise in config.json or mean nothing here."""
+    """Yield keys that were set, but differ from config.json or mean nothing here."""
     for name in _shape_keys():
         mine, given = getattr(composed.config.model, name), values[name]
         if mine == given or mine is None or not _said(composed, name):
@@ -141,9 +142,9 @@ def _writer(composed: Composed, key: str) -> str:
 
 
 def _said(composed: Composed, name: str) -> bool:
-    """Whether somebody set a key who ranks no lower than whoever chose the model.
+    """True if a key was set with at least the precedence of the choice of the model.
 
-    A recipe's shape gives way to a model that is named on the command line.
+    A model named on the command line replaces a recipe's shape.
     """
     chosen_by_hand = composed.by_hand(KEY) or "model=hf" in composed.words
     said = composed.by_hand if chosen_by_hand else composed.asked_for

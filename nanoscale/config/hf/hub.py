@@ -19,7 +19,7 @@ from nanoscale.config.suggest import nearest
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _OFFLINE = "HF_HUB_OFFLINE"
 _PATIENCE_S = 1.0
-"""before a wait is worth a line"""
+"""Seconds before a wait is reported."""
 
 
 def is_name(asked: str) -> bool:
@@ -28,9 +28,10 @@ def is_name(asked: str) -> bool:
 
 
 def missing_path(asked: str) -> str | None:
-    """Return why `asked`, which does not exist here, means a path; None if it may be a name at the hub.
+    """Return the reason why `asked`, which does not exist here, means a path; None if it may be a name at the
+    hub.
 
-    `models/smal` is a path where there is a folder `models`: a typo must not be looked up on the network.
+    `models/smal` is a path if there is a folder `models`: a typo must not be looked up on the network.
     """
     if not is_name(asked):
         return "is no folder, and no name that a model can have"
@@ -41,7 +42,7 @@ def missing_path(asked: str) -> str | None:
 
 
 def similar_paths(asked: str) -> list[str]:
-    """Folders beside a path that does not exist whose names are like its own."""
+    """List folders beside a missing path whose names are similar to its own."""
     path = Path(asked)
     try:
         names = [entry.name for entry in path.expanduser().parent.iterdir() if entry.is_dir()]
@@ -55,8 +56,8 @@ def asking(name: str) -> Iterator[bool]:
     """Write one line on standard error if the hub takes time to answer, and keep its library silent.
 
     Yields:
-        True if the hub cannot be asked, so that only its cache may be looked at: the library would try again
-        for half a minute.
+        True if the hub cannot be reached, so that only its cache may be used: the library would retry for half
+            a minute.
     """
     library = logging.getLogger("huggingface_hub")
     level, host = library.level, hub_host()
@@ -76,7 +77,7 @@ def asking(name: str) -> Iterator[bool]:
 
 
 def why_not(error: Exception) -> str:
-    """Return in one clause why the hub has not given what it was asked for within `asking`."""
+    """Return in one clause why a request to the hub within `asking` failed."""
     not_there = isinstance(error, OSError)  # the libraries' errors of networks and caches are
     if not_there and is_offline():
         return f"its cache has none of this name; {_OFFLINE}=1 is set, and the hub was not asked"
@@ -86,18 +87,18 @@ def why_not(error: Exception) -> str:
 
 
 def is_offline() -> bool:
-    """True if the user wants the hub's cache alone."""
+    """True if the user allows only the hub's cache."""
     said = os.environ.get(_OFFLINE) or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return said.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def hub_host() -> str:
-    """The host that is asked."""
+    """Return the hub's host."""
     return urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or "the hub"
 
 
 def unreachable() -> str | None:
-    """Return why the hub's host has no address here; None if it has one, or a proxy will know it."""
+    """Return the reason why the hub's host has no address here; None if it has one, or a proxy resolves it."""
     if getproxies().keys() & {"https", "http", "all"}:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`model.init_from`: where the folder of a Hugging Face model is, and how its shape enters a configuration."""
+"""The model of `model.init_from`: its folder, and its shape in a configuration."""
 
 from __future__ import annotations
 
@@ -26,42 +26,42 @@ if TYPE_CHECKING:
 KEY = "model.init_from"
 _MODEL_BY_HAND = re.compile(r"\+*model=")
 _TRAINING = ("balance", "balance_rate")
-"""keys of a mixture of experts that no folder speaks of: they shape no weight"""
+"""Keys of MoE that no folder defines: they do not affect the shape of weights."""
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""what is fetched of a model by its name"""
+"""The files that are downloaded for a model name."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model to begin with."""
+    """A model to start from."""
 
     folder: Path
     shape: Model
 
 
 class NoSuchModelError(Exception):
-    """There is no such folder, and no such name can be had; the text says why."""
+    """No such folder exists, and no such name can be fetched; the text says why."""
 
 
 def is_folder(asked: str) -> bool:
-    """Whether a folder is meant, not a name at the hub."""
+    """True if a folder is meant, not a name at the hub."""
     return Path(asked).expanduser().is_dir() or not is_name(asked)
 
 
 def absolute_name(asked: str) -> str:
-    """A folder by a path that means the same everywhere; a name at the hub as it is."""
+    """Return a folder by its absolute path, and a name at the hub unchanged."""
     return str(Path(asked).expanduser().absolute()) if is_folder(asked) else asked
 
 
 def locate(asked: str, *, weights: bool) -> Path:
-    """The folder; what a name stands for is taken from the hub's cache, or fetched.
+    """Return the model's folder; a name is resolved in the hub's cache, or fetched.
 
     Args:
-        asked: a path, or a name such as `Qwen/Qwen3-0.6B`; HF_HOME, HF_HUB_OFFLINE and HF_TOKEN hold.
-        weights: whether they are wanted too, or config.json alone.
+        asked: a path, or a name such as `Qwen/Qwen3-0.6B`; HF_HOME, HF_HUB_OFFLINE and HF_TOKEN apply.
+        weights: True if they are needed too, not only config.json.
 
     Raises:
-        NoSuchModelError: it is neither here nor there.
+        NoSuchModelError: it is neither here nor at the hub.
     """
     path = Path(asked).expanduser()
     if path.is_dir():
@@ -80,7 +80,7 @@ def locate(asked: str, *, weights: bool) -> Path:
                 return Path(found)
             found = hf_hub_download(asked, "config.json", local_files_only=cache_only)
             return Path(found).parent
-        except Exception as error:  # the network's, the hub's, the file system's
+        except Exception as error:  # errors of the network, the hub and the file system
             what = f"is no folder here, and the hub does not give it: {why_not(error)}"
             raise NoSuchModelError(what) from error
 
@@ -95,7 +95,7 @@ def refuse_model(composed: Composed, key: str, asked: str | None, error: Excepti
 
 
 def _has_hf_code(asked: str) -> bool:
-    """Whether a model of another family is one that model=hf trains."""
+    """True if model=hf can train a model of an unsupported family."""
     try:
         require_causal(read_config(locate(asked, weights=False)))
     except (NoSuchModelError, UnsupportedError):
@@ -104,7 +104,7 @@ def _has_hf_code(asked: str) -> bool:
 
 
 def read(composed: Composed) -> Pretrained:
-    """What `model.init_from` names.
+    """Read the model that `model.init_from` names.
 
     Raises:
         UserError: it names nothing, or a model of another family.
@@ -114,7 +114,7 @@ def read(composed: Composed) -> Pretrained:
     try:
         folder = locate(asked, weights=False)
         shape = read_shape(folder)
-        if not is_folder(asked):  # the cache's folder has the name of a commit
+        if not is_folder(asked):  # the cache's folder is named after a commit
             shape = replace(shape, name=asked.rpartition("/")[2])
         return Pretrained(folder, shape)
     except (NoSuchModelError, UnsupportedError) as error:
@@ -122,10 +122,10 @@ def read(composed: Composed) -> Pretrained:
 
 
 def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:
-    """The values of the model's keys: those of the folder, but for what may be said beside it.
+    """Return the values of the model's keys: the folder's, except for keys that may differ.
 
     Raises:
-        UserError: with every key that was said and is not the folder's.
+        UserError: with every key that was set and differs from the folder's.
     """
     asked, theirs = composed.config.model, found.shape
     values: dict[str, Any] = {}
@@ -147,9 +147,9 @@ def take_shape(composed: Composed, found: Pretrained) -> dict[str, Any]:
 
 
 def _said(composed: Composed, name: str) -> bool:
-    """Whether somebody set a key who ranks no lower than whoever set `model.init_from`.
+    """True if a key was set with at least the precedence of `model.init_from`.
 
-    A recipe's model gives way to a command line's folder, as it does to a command line's model.
+    A folder of the command line replaces a recipe's model, as a model of the command line does.
     """
     said = composed.asked_for
     if composed.by_hand(KEY) and not any(map(_MODEL_BY_HAND.match, composed.words)):
@@ -159,7 +159,7 @@ def _said(composed: Composed, name: str) -> bool:
 
 
 def _is_free(name: str, mine: Any, theirs: Model) -> bool:
-    """What the weights fit all the same. A head of its own begins as the embedding that it was tied to."""
+    """True if the weights fit another value too. An untied head starts as a copy of the tied embedding."""
     if name in ("kv_heads", "head_dim"):
         return mine is None
     if name == "max_seq_len":

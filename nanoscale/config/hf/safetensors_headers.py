@@ -1,4 +1,4 @@
-"""Safetensors files: what is in them, from their headers, and whether two tensors are equal. Imports no torch.
+"""Safetensors files: their content by their headers, and the comparison of two tensors. Imports no torch.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: type, shape and range of every
 tensor's bytes), and these bytes. Source: the format's section in the README of huggingface/safetensors.
@@ -16,16 +16,16 @@ from typing import Any
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-"""bytes of a number of each type that weights may have"""
+"""Bytes of a number of each dtype that weights may have."""
 Shapes = dict[str, tuple[int, ...]]
 _LONGEST_HEADER = 100_000_000
-"""bytes, the library's own limit"""
+"""Bytes, the library's own limit."""
 _COMPARED = 1 << 24
-"""bytes of two tensors that are held in memory together"""
+"""Bytes of two tensors that are in memory together."""
 
 
 class BadFileError(Exception):
-    """A file is missing or is not what its header says; the text names it."""
+    """A file is missing or does not match its header; the text names it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """of its bytes in the file"""
+    """The first of its bytes in the file."""
 
     @property
     def bytes(self) -> int:
@@ -45,10 +45,10 @@ class Stored:
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a model's folder, by name.
+    """Return every tensor of a model's folder, by name.
 
     Raises:
-        BadFileError: a file is missing, cut off, or damaged where it says what it holds.
+        BadFileError: a file is missing, truncated, or has a damaged header.
     """
     index = folder / INDEX
     if not index.is_file():
@@ -71,7 +71,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """What one file holds. Raises BadFileError where it cannot be, by its header and its size."""
+    """Return the tensors of one file. Raises BadFileError if its header or its size is invalid."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -87,7 +87,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def are_equal(a: Stored, b: Stored) -> bool:
-    """True if two tensors have one type, shape and content, which is read up to the first difference."""
+    """True if two tensors have equal dtype, shape and content, which is read up to the first difference."""
     if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype not in WIDTH:
         return False
     with a.file.open("rb") as one, b.file.open("rb") as other:

@@ -1,6 +1,6 @@
-"""The config.json of a Hugging Face model, and `config.schema.Model`: each said in the words of the other.
+"""Conversion between the config.json of a Hugging Face model and `config.schema.Model`.
 
-What a shape of ours cannot express is refused by its name: nothing is left out in silence.
+Settings that our shape cannot express are refused by name: nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from nanoscale.config.violations import shown
 
 Json = dict[str, Any]
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
-"""as Qwen2-MoE and DeepSeek have them"""
+"""The names in Qwen2-MoE and DeepSeek."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""how the class of a causal language model ends"""
+"""The endings of the class names of causal language models."""
 
 
 HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-"""how the names of their embeddings end"""
+"""The endings of the names of their embeddings."""
 
 
 class UnsupportedError(Exception):
-    """A model that the other side has no words for; the text says what of it."""
+    """A model that the other side cannot express; the text names the setting."""
 
 
 def read_shape(folder: Path) -> Model:
-    """The shape of the model in a folder.
+    """Return the shape of the model in a folder.
 
     Embeddings are tied if config.json says so and the files do not hold a head of other values: transformers 5
     ties no two tensors that differ. Without files, config.json alone counts.
 
     Raises:
-        UnsupportedError: there is no config.json, or it describes something else than our families.
+        UnsupportedError: there is no config.json, or it describes something other than our families.
     """
     document = read_config(folder)
     family = document.get("model_type")
@@ -72,12 +72,12 @@ def has_own_head(folder: Path) -> bool:
         held = read_folder(folder)
         embedding = next((held[name] for name in held if name.endswith(_EMBEDDINGS)), None)
         return HEAD in held and embedding is not None and not are_equal(held[HEAD], embedding)
-    except (BadFileError, OSError):  # whoever needs the weights reports it
+    except (BadFileError, OSError):  # the code that needs the weights reports it
         return False
 
 
 def require_causal(document: Json) -> None:
-    """Raise an UnsupportedError that says what is not trained."""
+    """Raise an UnsupportedError for models that are not trained here."""
     if "model_type" not in document:
         raise UnsupportedError("config.json has no model_type")
     if document.get("is_encoder_decoder"):
@@ -95,7 +95,7 @@ def require_causal(document: Json) -> None:
 
 
 def read_config(folder: Path) -> Json:
-    """The config.json of a folder. Raises UnsupportedError where it is missing or no JSON object."""
+    """Return the config.json of a folder. Raises UnsupportedError if it is missing or no JSON object."""
     try:
         document = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -108,10 +108,10 @@ def read_config(folder: Path) -> Json:
 
 
 def write_shape(model: Model) -> Json:
-    """The config.json of a resolved shape, without the numbers of special tokens.
+    """Return the config.json of a resolved shape, without the numbers of special tokens.
 
     Raises:
-        UnsupportedError: no family of theirs has this shape.
+        UnsupportedError: no family of transformers has this shape.
     """
     if model.position == "learned":
         return _write_gpt2(model)
@@ -125,7 +125,7 @@ def _need(document: Json, key: str) -> Any:
 
 
 def _require(document: Json, key: str, usual: Any, *others: Any) -> None:
-    """Refuse a value that means something else than what we compute."""
+    """Refuse a value that changes the computation."""
     value = document.get(key, usual)
     if value not in (usual, *others):
         raise UnsupportedError(f"{key}={shown(value)}: only {shown(usual)} is offered")
@@ -168,7 +168,8 @@ def _read_mixtral(document: Json) -> Json:
 
 
 def _read_qwen3_moe(document: Json) -> Json:
-    """Its `intermediate_size` is that of blocks without experts, of which there must be none."""
+    """Read a Qwen3-MoE; its `intermediate_size` is that of blocks without experts, of which there must be
+    none."""
     _require(document, "use_sliding_window", False)
     _require(document, "attention_bias", False)
     _require(document, "decoder_sparse_step", 1)
@@ -184,7 +185,7 @@ def _read_qwen3_moe(document: Json) -> Json:
 
 
 def _read_experts(document: Json, key: str, experts: int, taken: int) -> Json:
-    """`experts`, `taken`: what transformers takes where the file says nothing."""
+    """Read the experts' keys; `experts` and `taken` are transformers' defaults."""
     _require(document, "router_jitter_noise", 0.0)
     _require(document, "output_router_logits", False)  # with it their loss has another part
     return {
@@ -194,7 +195,7 @@ def _read_experts(document: Json, key: str, experts: int, taken: int) -> Json:
 
 
 def _read_common(document: Json, kv_heads: int | None) -> Json:
-    """`kv_heads`: what transformers takes where the file says nothing."""
+    """Read the shared keys; `kv_heads` is transformers' default."""
     _require(document, "hidden_act", "silu", "swish")
     return {
         "layers": _need(document, "num_hidden_layers"),
@@ -216,7 +217,7 @@ def _read_common(document: Json, kv_heads: int | None) -> Json:
 
 
 def _read_rope(document: Json) -> Json:
-    """From `rope_parameters`, or from the older `rope_theta` and `rope_scaling`."""
+    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise UnsupportedError("the scaling of its rotary positions is no object")
@@ -255,14 +256,15 @@ def _write_llama(model: Model) -> Json:
         "rope_theta": model.rope_theta,
         "rope_scaling": _write_scaling(model.rope_scaling),
         "tie_word_embeddings": model.tie_embeddings,
-        "initializer_range": min(model.init_std, 1.0),  # more is refused, and it draws nothing here
+        # larger values are refused, and it initialises nothing here
+        "initializer_range": min(model.init_std, 1.0),
         "attention_dropout": 0.0,
     }
     return _family(model) | document
 
 
 def _family(model: Model) -> Json:
-    """What tells the families apart; several of these options together are none's."""
+    """Return the keys by which families differ; no family has several of these options together."""
     if model.experts:
         return _family_of_experts(model)
     options = {
@@ -282,7 +284,7 @@ def _family(model: Model) -> Json:
             "attention_bias": False,
         }
     # Llama's configuration refuses heads that do not divide the hidden size. A Mistral without a window
-    # computes the same, and takes head_dim as it is.
+    # computes the same, and accepts any head_dim.
     uneven = model.hidden % model.heads != 0
     if model.sliding_window is not None or (uneven and not model.bias):
         return _named("mistral", "MistralForCausalLM") | {"sliding_window": model.sliding_window}
@@ -411,4 +413,4 @@ _READ: dict[str, Callable[[Json], Json]] = {
     "gpt2": _read_gpt2,
 }
 FAMILIES = frozenset(_READ)
-"""the values of `model_type` that our own transformer is offered for"""
+"""The values of `model_type` that our own transformer supports."""

@@ -1,7 +1,7 @@
-"""The laws across keys: what no single key can tell is wrong.
+"""The rules across keys: problems that no single key shows.
 
-`check` holds a composed configuration against all of them, reports every violation at once with
-the nearest legal values, and resolves what was left open (`auto`, null).
+`check` applies all of them to a composed configuration, reports every violation at once with the nearest legal
+values, and resolves keys that were left open (`auto`, null).
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ __all__ = ["Devices", "Host", "check", "check_machines"]
 
 
 def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
-    """Hold the configuration against every law and resolve what was left open.
+    """Apply every rule to the configuration and resolve keys that were left open.
 
     Args:
-        composed: what was asked for.
-        devices: what this machine has.
-        hosts: those of the hostfile or of SLURM, whose slots are then the world size; without
-            any, all ranks are on this machine.
+        composed: the request.
+        devices: the devices of this machine.
+        hosts: those of the hostfile or of SLURM, whose slots are then the world size; without any, all ranks
+            are on this machine.
 
     Returns:
-        the configuration with integers for `parallel.dp`, `parallel.virtual_stages`,
-        `train.micro_batch`, `train.steps`, `model.kv_heads`, `model.head_dim`, and for
-        `scheduler.decay_steps` where the schedule has a decay of its own; `launcher.device` is
-        `cpu` or `cuda`, `backend.compile` is `on` or `off`, `precision.compute` a type and
-        `precision.tf32` true or false; paths of data and of the hostfile are
-        absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on
-        hosts they stay as they were asked for.
+        the configuration with integers for `parallel.dp`, `parallel.virtual_stages`, `train.micro_batch`,
+            `train.steps`, `model.kv_heads`, `model.head_dim`, and for `scheduler.decay_steps` if the schedule
+            has a decay of its own; `launcher.device` is `cpu` or `cuda`, `backend.compile` is `on` or `off`,
+            `precision.compute` a dtype and `precision.tf32` true or false; paths of data and of the hostfile
+            are absolute. On this machine, `launcher.devices` and `launcher.threads` are integers; on hosts
+            they stay as requested.
 
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
@@ -62,7 +61,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     case, config = Case(composed, devices, hosts), composed.config
     launcher = resolve_launcher(case)
     check_foreign(case)
-    if case.violations:  # what else there is follows from degrees that must change
+    if case.violations:  # the other rules depend on degrees that must change
         _refuse(case)
     model = resolve_model(case)
     layout = resolve_layout(case, model)
@@ -102,11 +101,11 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
 
 
 def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
-    """The same for what concerns the machines alone, whatever job they are for.
+    """Check the keys about machines alone, for any kind of job.
 
     Returns:
         the configuration with the launcher, its device, and the folders resolved. On this machine
-        `launcher.devices` is an integer.
+            `launcher.devices` is an integer.
 
     Raises:
         UserError: with every violation.

@@ -1,4 +1,4 @@
-"""Laws of models whose code is transformers': what needs to know a model from within is not done to them."""
+"""Rules for models with transformers' code: settings that need to know a model's structure are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BESIDE = {
     "cp": ("cp_method",),
     "ep": (),
 }
-"""keys that an axis has for itself alone, which must go with it"""
+"""Keys of a single axis, which must be removed with it."""
 
 
 def check_foreign(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""What each backend can do: the laws by which it refuses the rest, and the table of both."""
+"""The abilities of each backend: the rules that refuse all other settings, and the table of both."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from nanoscale.config.violations import override
 OUTSIDE = (
     "run", "scheduler", "data", "checkpoint", "cluster", "launcher", "logger", "profile", "train",
 )  # fmt: skip
-"""sections that are the launcher's or the training loop's: they hold with every backend"""
+"""Sections of the launcher or the training loop: they apply to every backend."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a backend takes of one key."""
+    """The values of one key that a backend supports."""
 
     key: str
     takes: Callable[[Config], bool]
     words: str
-    """what it takes, for the table"""
+    """The supported values, for the table."""
     why: str
-    """what is wrong with everything else, to follow the key and its value"""
+    """The problem of all other values, to follow the key and its value."""
     instead: tuple[str, ...] = ()
 
 
@@ -39,7 +39,7 @@ def limits(backend: str) -> list[Limit]:
 
 
 def check_backend(case: Case) -> None:
-    """Refuse every setting that the chosen backend cannot honour, all at once."""
+    """Refuse every setting that the chosen backend does not support, all at once."""
     config = case.config
     name = config.backend.name
     for limit in limits(name):
@@ -51,7 +51,7 @@ def check_backend(case: Case) -> None:
 
 
 def table() -> list[tuple[str, str, str]]:
-    """Of every key that concerns a backend: what native and what DeepSpeed make of it."""
+    """Return, for every key that concerns a backend, the values that native and DeepSpeed support."""
     return [
         (name, _words("native", name), _words("deepspeed", name))
         for name in reference.declared()
@@ -68,7 +68,7 @@ def value(config: Config, key: str) -> Any:
 
 
 def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
-    """A key of which a backend takes some values."""
+    """Return the limit of a key of which a backend supports some values."""
 
     def takes(config: Config) -> bool:
         return value(config, key) in values
@@ -88,7 +88,7 @@ def _check_extra(case: Case) -> None:
 
 
 def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:
-    """Return overrides that say the same in our keys and keep the rest; None if a value has no such form."""
+    """Return equivalent overrides of our keys that keep the rest; None if a value has no equivalent."""
     values = [(key, reduce(getitem, path.split("."), extra)) for path, key in owned.items()]
     if not all(fits(key, it) for key, it in values):
         return None

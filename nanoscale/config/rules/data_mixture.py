@@ -1,4 +1,4 @@
-"""Laws of `data.mixture`: every source has its files, and all have tokens of one vocabulary."""
+"""Rules of `data.mixture`: every source has its files, and all have tokens of one vocabulary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = "data.mixture"
 
 
 def resolve_mixture(case: Case) -> Data:
-    """The same data, each source with its own files, and the tokenizer that made all of them."""
+    """Return the data with each source's own files, and the tokenizer that made all of them."""
     data = case.config.data
     for name in ("path", "valid_path"):
         value = getattr(data, name)
@@ -28,7 +28,8 @@ def resolve_mixture(case: Case) -> Data:
             refuse(case, f"data.{name}", value, message, f"data.{name}=null")
     before = len(case.violations)
     sources = list(_sources(case, data.mixture))
-    if len(case.violations) == before:  # else a mistyped weight would be missed here, too
+    # otherwise a mistyped weight would be reported as missing, too
+    if len(case.violations) == before:
         _weights(case, sources)
     prepared: dict[str, TokenFiles] = {}
     resolved: dict[str, dict[str, Any]] = {}
@@ -62,7 +63,7 @@ def _sources(case: Case, mixture: dict[str, Any]) -> Iterator[Source]:
 
 
 def _typed(case: Case, key: str, entry: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a source that have values of the right type."""
+    """Return the keys of a source that have values of the right type."""
     found: dict[str, Any] = {"path": None}
     for name in ("path", "valid_path"):
         value = entry.get(name)
@@ -84,7 +85,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _weights(case: Case, sources: list[Source]) -> None:
-    """All of them are given, or none; 0 leaves a source out in either case."""
+    """Check that all weights are given, or none; 0 leaves a source out in either case."""
     given = [source.name for source in sources if source.weight]
     missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]
     if given and missing:
@@ -96,7 +97,7 @@ def _weights(case: Case, sources: list[Source]) -> None:
 
 
 def _require_one_tokenizer(case: Case, prepared: dict[str, TokenFiles]) -> None:
-    """Refuse sources whose ids another tokenizer made, bytes included: they mean other texts."""
+    """Refuse sources whose ids come from different tokenizers, bytes included: they mean different texts."""
     if not prepared:
         return
     (first, files), *others = prepared.items()
@@ -111,7 +112,7 @@ def _require_one_tokenizer(case: Case, prepared: dict[str, TokenFiles]) -> None:
 
 
 def _vocabulary(files: TokenFiles) -> bytes | None:
-    """The tokenizer's file, or None for bytes."""
+    """Return the tokenizer's file, or None for bytes."""
     return files.tokenizer.read_bytes() if files.tokenizer else None
 
 

@@ -1,4 +1,4 @@
-"""Laws of the variables that the ranks are given."""
+"""Rules of the environment variables of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 _OURS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(TORCHELASTIC|NANOSCALE)_.*"
 )
-"""variables by which a rank knows who it is"""
+"""Variables that define a rank's identity."""
 
 
 def check_environment(case: Case) -> None:
-    """`launcher.env` and `launcher.pass_env`."""
+    """Check `launcher.env` and `launcher.pass_env`."""
     source = case.composed.source("launcher.env")
     for name, value in case.config.launcher.env.items():
         for message, suggestions in _wrong(name, value):

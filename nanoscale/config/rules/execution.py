@@ -1,4 +1,4 @@
-"""Laws of how blocks are run: what is kept, what is computed again, what is compiled."""
+"""Rules of the execution of blocks: kept activations, recomputation, compilation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from nanoscale.config.schema import Parallel
 from nanoscale.config.stages import SPLIT_BACKWARD
 
 _FUSED = {"flash": 256, "cudnn": 128}
-"""the widest heads that the kernels take on GPUs, backward too (PyTorch's sdp_utils.cpp)"""
+"""The widest heads that the kernels support on GPUs, backward too (PyTorch's sdp_utils.cpp)."""
 _USUAL_KEEP = f" parallel.selective_keep={Parallel().selective_keep}"
 
 
 def check_recomputation(case: Case) -> None:
-    """Activation checkpointing and the keys that belong to one of its modes."""
+    """Check activation checkpointing and the keys of its modes."""
     layout = case.config.parallel
     mode = layout.activation_checkpointing
     beside = f"parallel.activation_checkpointing={mode}"
@@ -43,7 +43,7 @@ def check_recomputation(case: Case) -> None:
 
 
 def resolve_compile(case: Case, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:
-    """Whether blocks are compiled."""
+    """Return `on` if blocks are compiled, else `off`."""
     layout, asked = case.config.parallel, case.config.backend.compile
     split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
     experts = case.config.model.experts > 0
@@ -80,7 +80,7 @@ def resolve_compile(case: Case, device: Literal["cpu", "cuda"]) -> Literal["on",
 
 
 def check_attention(case: Case, device: Literal["cpu", "cuda"]) -> None:
-    """Refuse a kernel of attention that cannot compute what is asked for, or is not ours to choose."""
+    """Refuse an attention kernel that does not support the configuration, or that the backend chooses."""
     config = case.config
     key, asked, layout = "backend.attention", config.backend.attention, config.parallel
     if asked == "auto":
@@ -99,7 +99,7 @@ def check_attention(case: Case, device: Literal["cpu", "cuda"]) -> None:
 
 
 def _unfused(case: Case, kernel: Literal["cudnn", "flash"]) -> Iterator[str]:
-    """What keeps a kernel from computing the attention on a GPU."""
+    """Yield the reasons why a kernel cannot compute the attention on a GPU."""
     model, data, compute = case.config.model, case.config.data, case.config.precision.compute
     if compute not in ("bf16", "fp16"):
         yield f"with precision.compute={compute}: it takes bf16 and fp16"

@@ -1,4 +1,4 @@
-"""Laws of files: data, checkpoints, logs and the run directory."""
+"""Rules of files: data, checkpoints, logs and the run directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from nanoscale.config.schema import Data, Run
 from nanoscale.config.violations import override
 
 BYTE_VOCAB = 257
-"""256 bytes and the end of a document"""
+"""256 bytes and the end of a document."""
 
 
 def resolve_data(case: Case) -> Data:
-    """The data with absolute paths; a prepared folder is taken apart into its files."""
+    """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = case.config.data
     if data.source == "stdlib":
         for key in ("path", "valid_path", "mixture"):
@@ -79,7 +79,7 @@ def _document_mask(case: Case, data: Data) -> bool:
 
 
 def _loss_on(case: Case, data: Data) -> Literal["all", "answers"]:
-    """`answers` where a source has them marked, unless all tokens are asked for."""
+    """Return `answers` if a source has marks of answers, unless all tokens are requested."""
     sources = sources_of(data) if data.source == "megatron" else []
     marks = [answers_of(Path(it.path).expanduser()) for it in sources if it.path is not None]
     marked = any(path.is_file() for path in marks)
@@ -119,7 +119,7 @@ def _tokenizer(case: Case, data: Data) -> None:
 
 
 def _too_few_for_bytes(case: Case, data: Data) -> None:
-    """Refuse a small vocabulary where bytes are needed; ids in a file may be of anything."""
+    """Refuse a small vocabulary if bytes are needed; ids in a file may come from any tokenizer."""
     message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
     rows = case.more_rows(BYTE_VOCAB)
     if data.source == "stdlib" or case.composed.by_hand("data.tokenizer"):
@@ -131,7 +131,7 @@ def _too_few_for_bytes(case: Case, data: Data) -> None:
 
 
 def check_saving(case: Case) -> None:
-    """What is kept must be saved, and loggers installed."""
+    """Check that kept checkpoints are saved, and that loggers are installed."""
     if case.config.logger.tensorboard == "on":
         case.require_for_ranks("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
     saving = case.config.checkpoint
@@ -150,7 +150,7 @@ def check_saving(case: Case) -> None:
 
 
 def resolve_run(case: Case) -> Run:
-    """The run's folder."""
+    """Return the run with its folder."""
     run = case.config.run
     name = run.name
     if name is not None and (legal := _legal_name(name)) != name:
@@ -170,7 +170,7 @@ def _legal_name(name: str) -> str:
 
 
 def _expanded(root: str) -> str:
-    """With `~` as the shell would have it: a folder of that name is a trap."""
+    """Expand `~` as the shell would: a folder of that name is a trap."""
     try:
         return str(Path(root).expanduser()) if root.startswith("~") else root
     except RuntimeError:
@@ -178,5 +178,5 @@ def _expanded(root: str) -> str:
 
 
 def absolute(path: str | None) -> Any:
-    """A path that means the same in every folder."""
+    """Return a path that is the same from every folder."""
     return str(Path(path).expanduser().absolute()) if path else path

@@ -1,4 +1,4 @@
-"""Laws of the layout on the hosts that were given: the ranks are exactly their slots."""
+"""Rules of the layout on given hosts: the number of ranks equals that of their slots."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nanoscale.config.machines import Host
 from nanoscale.config.rules.resolution import Case, counted
 
 _MOST_ENTRIES = 8
-"""a longer filter would be no help"""
+"""The most entries; a longer filter would not help."""
 
 
 def check_slots(case: Case, device: Literal["cpu", "cuda"]) -> None:
-    """This machine's GPUs are known; those of others are counted when they say hello."""
+    """Check the slots of this machine against its GPUs; those of other hosts are counted when they connect."""
     if case.remote or device == "cpu" or case.devices.kind == "cpu":
         return
     for host in case.hosts:
@@ -31,7 +31,7 @@ def check_slots(case: Case, device: Literal["cpu", "cuda"]) -> None:
 
 
 def refuse_degree(case: Case, dp: int, copy: int) -> None:
-    """A fixed data-parallel degree that makes more or fewer ranks than there are slots."""
+    """Refuse a fixed data-parallel degree that makes more or fewer ranks than there are slots."""
     layout, world = case.config.parallel, dp * copy
     case.refuse(
         "layout",
@@ -44,12 +44,12 @@ def refuse_degree(case: Case, dp: int, copy: int) -> None:
 
 
 def slots_of(case: Case) -> str:
-    """What the number of ranks is held against."""
+    """Describe the number of slots that ranks are compared with."""
     return f"the slots of {counted(len(case.hosts), 'host')}"
 
 
 def first_hosts(case: Case, fits: Callable[[int], bool]) -> str | None:
-    """The option that takes fewer hosts: as many of the first ones as have slots that fit."""
+    """Return the option for fewer hosts: as many of the first ones as have slots that fit."""
     if nodes.elastic(case.config.launcher.nodes):
         return None
     counts = [
@@ -59,7 +59,7 @@ def first_hosts(case: Case, fits: Callable[[int], bool]) -> str | None:
 
 
 def _part_of_hosts(case: Case, world: int) -> str | None:
-    """The filter that leaves `world` slots, the first ones."""
+    """Return the filter that leaves `world` slots, the first ones."""
     launcher = case.config.launcher
     counted_out = launcher.nodes is not None or launcher.devices != "auto"
     if launcher.hostfile is None or launcher.exclude is not None or counted_out:

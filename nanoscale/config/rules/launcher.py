@@ -1,4 +1,4 @@
-"""Laws of the launcher: where the ranks are started, and the keys that belong to each way."""
+"""Rules of the launcher: the machines of the ranks, and the keys of each launcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CONCERNS: dict[str, tuple[str, ...]] = {
     "cluster.pythons": ("ssh", "pdsh"),
     **{f"launcher.slurm.{name}": ("slurm",) for name in reference.members(Slurm)},
 }
-"""keys that mean something to some launchers only"""
+"""Keys that only some launchers use."""
 
 _MAY_BE_ZERO = {
     "cluster.context_gib",
@@ -36,17 +36,17 @@ _MAY_BE_ZERO = {
     "cluster.inter_host_us",
     "cluster.price",
 }
-"""of the hardware's numbers; nothing can be divided by the others at 0"""
+"""Hardware figures that may be 0; the others are divisors."""
 
 
 def by_hostfile(composed: Composed) -> bool:
-    """Whether the hosts are those of `launcher.hostfile`."""
+    """True if the hosts are those of `launcher.hostfile`."""
     launcher = composed.config.launcher
     return launcher.hostfile is not None and _way(composed) in ("ssh", "pdsh")
 
 
 def resolve_launcher(case: Case) -> Launcher:
-    """The launcher's name, and the hostfile with an absolute path."""
+    """Return the launcher with its name, and the hostfile with an absolute path."""
     _check_concerns(case)
     _check_ssh_args(case)
     _check_nodes(case)
@@ -61,7 +61,7 @@ def resolve_launcher(case: Case) -> Launcher:
 def resolve_ranks(
     case: Case, launcher: Launcher, device: Literal["cpu", "cuda"], ranks: int
 ) -> Launcher:
-    """What the ranks of this machine come to; elsewhere every host divides its own cores."""
+    """Return the launcher with this machine's ranks; elsewhere every host divides its own cores."""
     if case.hosts and launcher.name != "local":
         return replace(launcher, device=device)
     threads = launcher.threads
@@ -71,14 +71,14 @@ def resolve_ranks(
 
 
 def _way(composed: Composed) -> str:
-    """The launcher that is meant: a hostfile is for ssh, unless somebody asked for another."""
+    """Return the requested launcher: a hostfile implies ssh, unless another one was requested."""
     launcher = composed.config.launcher
     unsaid = launcher.name == "local" and not composed.asked_for("launcher.name")
     return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
 
 
 def _name(case: Case) -> Literal["local", "ssh", "pdsh", "slurm"]:
-    """A hostfile of this machine alone needs no ssh, unless it was asked for."""
+    """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
     asked = case.config.launcher.name
     if asked == _way(case.composed):
         return asked
@@ -110,7 +110,7 @@ def _check_concerns(case: Case) -> None:
 
 
 def _check_ssh_args(case: Case) -> None:
-    """pdsh divides what it hands on to ssh at spaces, whatever quotes there are."""
+    """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
     key, words = "launcher.ssh_args", case.config.launcher.ssh_args
     if _way(case.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
         message = "cannot hold an argument with a space, at which pdsh would divide it"
@@ -131,7 +131,7 @@ def _check_nodes(case: Case) -> None:
 
 
 def _check_master(case: Case) -> None:
-    """The other hosts must be able to reach the first one under the name they are given."""
+    """Check the master address: the other hosts must reach the first one under this name."""
     key, given = "launcher.master_addr", case.config.launcher.master_addr
     if given is not None:
         problem = hostnames.problem(given) or ("holds a user" if "@" in given else "")

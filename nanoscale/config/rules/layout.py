@@ -1,4 +1,4 @@
-"""Laws of the layout: devices, and the axes dp, tp and cp. Those of pp are in `pipeline`."""
+"""Rules of the layout: devices, and the axes dp, tp and cp. Those of pp are in `pipeline`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from nanoscale.config.rules.resolution import (
 from nanoscale.config.schema import Model
 
 _PADDING = 128
-"""vocabularies are padded to a multiple of this, which suits the tiles of a GPU's products"""
+"""The padding of vocabularies, a multiple of which suits the tiles of a GPU's products."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the degrees come to."""
+    """The resolved degrees."""
 
     device: Literal["cpu", "cuda"]
     dp: int
     ranks: int
-    """the world size"""
+    """The world size."""
 
 
 def resolve_layout(case: Case, model: Model) -> Layout:
-    """Hold the axes against the devices and the model."""
+    """Check the axes against the devices and the model."""
     device = resolve_device(case)
     dp, ranks = _degrees_on_hosts(case, device) if case.hosts else _degrees(case, device)
     _replicas(case, dp)
-    # Of a tp that must change, nothing follows for the sequence.
+    # If tp must change, it implies nothing for the sequence.
     tp = case.config.parallel.tp if _tensor(case, model) else 1
     shares = tp if case.config.parallel.sequence_parallel else 1
     _context(case, model, shares)
@@ -47,7 +47,7 @@ def resolve_layout(case: Case, model: Model) -> Layout:
 
 
 def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
-    """What the ranks compute on."""
+    """Return the device type of the ranks."""
     asked = case.config.launcher.device
     if asked == "auto":
         return "cuda" if case.remote else case.devices.kind
@@ -62,7 +62,7 @@ def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
 
 
 def _degrees(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """The data-parallel degree and the ranks, on this machine."""
+    """Return the data-parallel degree and the ranks, on this machine."""
     layout, asked = case.config.parallel, case.config.launcher.devices
     limit = case.devices.count if device == "cuda" and case.devices.kind == "cuda" else None
     if limit is not None and asked != "auto" and asked > limit:
@@ -87,7 +87,7 @@ def _degrees(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
 
 
 def _degrees_on_hosts(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
-    """The same where hosts were given: every slot of theirs is a rank."""
+    """Return the same for given hosts: every slot is a rank."""
     layout, there = case.config.parallel, case.slots
     check_slots(case, device)
     copy = layout.tp * layout.pp * layout.cp
@@ -105,12 +105,12 @@ def _degrees_on_hosts(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, 
 def _too_large(
     case: Case, copy: int, there: int, devices: str, instead: str | None, *, exact: bool
 ) -> None:
-    """One copy of the model does not fit the devices that there are; `exact`: all must be used."""
+    """Refuse a layout of which one copy does not fit the devices; `exact`: all devices must be used."""
     layout = case.config.parallel
     axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
     degree = getattr(layout, axis)
     rest = copy // degree
-    # A divisor of the degree keeps whatever else the degree divides.
+    # A divisor of the degree keeps all other divisibilities of the degree.
     fits = [
         n for n in divisors(degree) if n * rest <= there and (not exact or there % (n * rest) == 0)
     ]
@@ -170,7 +170,7 @@ def _replicas(case: Case, dp: int) -> None:
 
 
 def _tensor(case: Case, model: Model) -> bool:
-    """Whether tp divides the blocks; their rows can be padded."""
+    """True if tp divides the blocks; their rows can be padded."""
     tp = case.config.parallel.tp
     if tp == 1:
         case.refuse_idle("layout", "parallel.sequence_parallel", "parallel.tp=1")
@@ -203,7 +203,7 @@ def _tensor(case: Case, model: Model) -> bool:
 
 
 def _rows(model: Model) -> list[tuple[str, int, str]]:
-    """Tables whose rows tp divides: they can be made longer without harm."""
+    """List the tables whose rows tp divides: they can be padded without harm."""
     vocabulary = ("model.vocab", model.vocab, "token")
     positions = ("model.max_seq_len", model.max_seq_len, "position")
     return [vocabulary, positions] if model.position == "learned" else [vocabulary]
@@ -215,7 +215,7 @@ def _padded(key: str, number: int, tp: int) -> int:
 
 
 def _with_degree(case: Case, axis: str, degree: int) -> str:
-    """The override of an axis, with those that it needs beside it."""
+    """Return the override of an axis, with those that it requires."""
     layout, model = case.config.parallel, case.config.model
     if axis == "pp" and degree == 1:
         return without_pipeline(case)
@@ -264,12 +264,13 @@ def _context(case: Case, model: Model, shares: int) -> None:
 
 
 def _multiple_of(cp: int, shares: int, *, ring: bool) -> int:
-    """The law of the sequence length in one number; a ring's rank has one early and one late piece."""
+    """Return the divisor that the sequence length needs; a ring's rank has one early and one late chunk."""
     return cp * math.lcm(2 if ring and cp > 1 else 1, shares)
 
 
 def _sequence(case: Case, shares: int) -> None:
-    """`shares`: into how many parts tp divides the sequence of a rank."""
+    """Check the sequence length; `shares` is the number of parts into which tp divides the sequence of a
+    rank."""
     layout, length = case.config.parallel, case.config.train.seq_len
     ring = layout.cp_method == "ring"
     step = _multiple_of(layout.cp, shares, ring=ring)

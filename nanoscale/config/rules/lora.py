@@ -1,4 +1,4 @@
-"""Laws of adapters (`lora`): what they are for, and which layers can have one."""
+"""Rules of adapters (`lora`): their purpose, and the layers that support them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OFF = "lora.rank=0"
 _THEIRS = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=True)) | {
     f"{name}_proj": name for name in FEED_FORWARD
 }
-"""what Hugging Face calls them"""
+"""The layers' names at Hugging Face."""
 
 
 def check_lora(case: Case) -> None:

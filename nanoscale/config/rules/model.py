@@ -1,4 +1,4 @@
-"""Laws of the model's shape."""
+"""Rules of the model's shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoscale.config.schema import Model
 
 
 def resolve_model(case: Case) -> Model:
-    """The model with its heads counted; of transformers' models they are transformers' affair."""
+    """Return the model with its heads resolved; transformers resolves those of its own models."""
     model = case.config.model
     if model.source == "hf":
         _positions(case, model)

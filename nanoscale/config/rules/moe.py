@@ -1,4 +1,4 @@
-"""Laws of mixtures of experts and of the ranks that share the experts out."""
+"""Rules of MoE and of the ranks that share the experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of precision and of the optimizer."""
+"""Rules of precision and of the optimizer."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _HAS_FP8 = re.compile(
     r"|RTX [45]0[5-9]0|Ada|Blackwell)\b",
     re.IGNORECASE,
 )
-"""names of GPUs of compute capability 8.9 and more, or of AMD's that have 8-bit products"""
+"""Names of GPUs of compute capability 8.9 or newer, or of AMD's with 8-bit products."""
 
 _BEFORE_AMPERE = re.compile(
     r"\b([VP]100\w*|GV100|[KMP]\d{1,2}[mcX]?|T4G?|T\d{3,4}|TITAN|GTX|Quadro|CMP|RTX 20[5-8]0"
     r"|MI(25|50|60))\b",
     re.IGNORECASE,
 )
-"""names of GPUs without products in bf16 or TF32: NVIDIA's of compute capability below 8.0, AMD's before the
-MI100; no GPU that is still to come is among them"""
+"""Names of GPUs without products in bf16 or TF32: NVIDIA's of compute capability below 8.0, AMD's before the
+MI100; no future GPU is among them."""
 _AMD = re.compile(r"\bMI\d{2,3}[A-Z]?\b", re.IGNORECASE)
-"""names of GPUs on which PyTorch computes fp32 products without TF32"""
+"""Names of GPUs on which PyTorch computes fp32 products without TF32."""
 
 
 def resolve_precision(case: Case, device: Literal["cpu", "cuda"]) -> Precision:
-    """Return the precision with the types that `auto` means on the devices.
+    """Return the precision with the dtypes that `auto` means on the devices.
 
-    GPUs of different kinds train in a type that all of them have. The GPUs of other hosts are unknown here,
-    unless `cluster` describes them, and are taken for such as have bf16; the preflight checks look at them.
+    GPUs of different kinds train in a dtype that all of them support. The GPUs of other hosts are unknown
+    here, unless `cluster` describes them, and are assumed to support bf16; the preflight checks verify that.
     """
     precision, names = case.config.precision, device_names(case)
     compute = precision.compute
@@ -56,7 +56,7 @@ def resolve_precision(case: Case, device: Literal["cpu", "cuda"]) -> Precision:
 
 
 def lacks_bf16(name: str) -> bool:
-    """Return True if a GPU of this name has no products in bf16."""
+    """True if a GPU of this name has no products in bf16."""
     return _BEFORE_AMPERE.search(name) is not None
 
 
@@ -68,14 +68,14 @@ def _has_bf16(case: Case, names: Iterable[str]) -> bool:
 
 
 def device_names(case: Case) -> tuple[str, ...]:
-    """Return the names of the GPUs that are trained on, as far as they are known."""
+    """Return the names of the GPUs to train on, as far as they are known."""
     if case.config.cluster.device is not None:
         return (case.config.cluster.device,)
     return () if case.remote else case.devices.names
 
 
 def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
-    """Widths that go together."""
+    """Check that the dtypes are compatible."""
     precision = case.config.precision
     if (precision.params == "fp64") != (precision.compute == "fp64"):
         narrow = "params" if precision.compute == "fp64" else "compute"
@@ -112,7 +112,8 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
 
 
 def check_mask(case: Case, device: Literal["cpu", "cuda"]) -> None:
-    """PyTorch hands an attention with a mask to cuDNN on an H100, whose gradients may be NaN at such lengths.
+    """Check masked attention: on an H100 PyTorch hands it to cuDNN, whose gradients may be NaN at such
+    lengths.
 
     Source: pytorch issue 196678.
     """
@@ -156,7 +157,7 @@ def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
 
 
 def _odd_sizes(case: Case) -> list[str]:
-    """Sizes of the blocks' products that 8-bit hardware does not take."""
+    """List the sizes of the blocks' products that 8-bit hardware does not support."""
     model, train = case.config.model, case.config.train
     width = model.head_dim or model.hidden // model.heads
     sizes = {
@@ -170,7 +171,7 @@ def _odd_sizes(case: Case) -> list[str]:
 
 
 def check_optimizer(case: Case) -> None:
-    """Keys that belong to the chosen update rule."""
+    """Check the keys of the chosen update rule."""
     optimizer = case.config.optimizer
     for name in _NOT_OF[optimizer.name]:
         case.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")

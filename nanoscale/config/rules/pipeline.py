@@ -1,4 +1,4 @@
-"""Laws of the pipeline: its schedule, its stages and the micro batches that fill it."""
+"""Rules of the pipeline: its schedule, its stages and its micro batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ONLY_WITH_PP = ("parallel.schedule", "parallel.layers_per_stage")
 
 
 def resolve_virtual_stages(case: Case, model: Model) -> int:
-    """Hold the pipeline against the model; the stages a rank."""
+    """Check the pipeline against the model; return the stages a rank."""
     layout = case.config.parallel
     if layout.pp == 1:
         for key in _ONLY_WITH_PP:
@@ -48,7 +48,7 @@ def resolve_virtual_stages(case: Case, model: Model) -> int:
 
 
 def without_pipeline(case: Case) -> str:
-    """The overrides that lead to pp=1, with what would be ignored then put back."""
+    """Return the overrides that lead to pp=1, and reset keys that would then be ignored."""
     layout = case.config.parallel
     words = ["parallel.pp=1"]
     if layout.schedule != "1f1b":
@@ -116,9 +116,9 @@ def _layers_per_stage(case: Case, model: Model, stages: int) -> None:
 
 
 def largest_micro_batch(case: Case, samples: int) -> int | None:
-    """The largest micro batch of a rank's samples a step that keeps the pipeline busy.
+    """Return the largest micro batch of a rank's samples a step that keeps the pipeline busy.
 
-    Where there are too few samples for that, the smallest that the schedule takes; none if none.
+    If there are too few samples for that, return the smallest that the schedule supports, or None.
     """
     layout = case.config.parallel
     counts = [n for n in divisors(samples) if takes(layout.schedule, layout.pp, n)]
@@ -128,7 +128,7 @@ def largest_micro_batch(case: Case, samples: int) -> int | None:
 
 
 def micro_batches(case: Case, dp: int) -> None:
-    """Hold the number of micro batches against the schedule; the batch divides by what it must."""
+    """Check the number of micro batches against the schedule; the batch is divisible as required."""
     layout, train = case.config.parallel, case.config.train
     schedule, pp = layout.schedule, layout.pp
     samples, micro = train.global_batch // dp, train.micro_batch
@@ -156,7 +156,7 @@ def micro_batches(case: Case, dp: int) -> None:
 
 
 def near_batches(case: Case, step: int, dp: int) -> Iterator[int]:
-    """The global batches around the one asked for that `step` divides and the schedule takes."""
+    """Yield the nearest global batches that are multiples of `step` and that the schedule supports."""
     layout, train = case.config.parallel, case.config.train
     micro = train.micro_batch
 
@@ -178,7 +178,7 @@ def _need(schedule: str, pp: int, number: int) -> str:
 
 
 def _around(numbers: Iterator[int] | range, value: int, schedule: str, pp: int) -> list[int]:
-    """The legal numbers next to `value`: the last below it and the first above."""
+    """Return the legal numbers next to `value`: the last below it and the first above."""
     legal = [n for n in numbers if takes(schedule, pp, n)]
     below, above = [n for n in legal if n < value], [n for n in legal if n > value]
     return [*below[-1:], *above[:1]]

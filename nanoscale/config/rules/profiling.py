@@ -1,4 +1,4 @@
-"""Laws of what is recorded of a training."""
+"""Rules of the profile of a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OFF = "profile.steps=null"
 
 
 def check_profile(case: Case, train: Train, ranks: int) -> None:
-    """The steps and ranks must be there. `train` is resolved, `ranks` the world size."""
+    """Check that the steps and ranks exist. `train` is resolved, `ranks` the world size."""
     profile = case.config.profile
     if profile.steps is None:
         case.refuse_idle("config", "profile.ranks", _OFF, _example(train))
@@ -46,13 +46,13 @@ def check_profile(case: Case, train: Train, ranks: int) -> None:
 
 
 def _example(train: Train) -> str:
-    """Steps that are there: of a training that is long enough, when it is warm."""
+    """Return valid steps: after the warm-up, if the training is long enough."""
     steps = train.steps or 1
     return "profile.steps=10-12" if steps >= 12 else f"profile.steps={steps}"
 
 
 def _meant(text: str, train: Train) -> str | None:
-    """`10:12`, `10..12`, `12-10`: two numbers are the ends."""
+    """Return the likely meaning of `10:12`, `10..12`, `12-10`: two numbers are the ends."""
     ends = sorted(int(number) for number in re.findall(r"\d+", text))
     if len(ends) != 2 or ends[0] < 1 or ends[1] > (train.steps or 1):
         return None

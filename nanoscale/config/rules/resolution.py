@@ -1,4 +1,4 @@
-"""A request on trial, and the arithmetic of legal neighbours."""
+"""The check of a request, and the arithmetic of legal neighbours."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from nanoscale.config.violations import override
 
 @dataclass
 class Case:
-    """What was asked for, and what was found wrong with it so far."""
+    """A request, and the violations found so far."""
 
     composed: Composed
     devices: Devices
-    """of this machine"""
+    """The devices of this machine."""
     hosts: tuple[Host, ...] = ()
-    """those that the ranks are started on, where they are not simply this machine"""
+    """The hosts of the ranks, if they are not simply this machine."""
     violations: list[Violation] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
@@ -37,18 +37,18 @@ class Case:
 
     @cached_property
     def remote(self) -> bool:
-        """Whether ranks are started on other machines, whose devices are not known here."""
+        """True if ranks are started on other machines, whose devices are not known here."""
         if self.config.launcher.name == "slurm":
             return bool(self.hosts)
         return any(not hostnames.is_here(host.name) for host in self.hosts)
 
     @property
     def slots(self) -> int:
-        """The ranks that the hosts take together."""
+        """The ranks of all hosts together."""
         return sum(host.slots for host in self.hosts)
 
     def decide(self, **sections: Any) -> None:
-        """Let the laws that follow see sections with what was open in them resolved."""
+        """Replace sections by resolved ones, for the rules that follow."""
         self.composed = replace(self.composed, config=replace(self.config, **sections))
 
     def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
@@ -63,7 +63,7 @@ class Case:
         self.kinds.add(kind)
 
     def refuse_idle(self, kind: str, key: str, beside: str, *instead: str | None) -> None:
-        """Nothing is silently ignored: refuse a key that means nothing beside another's value."""
+        """Refuse a key that has no meaning with another key's value: nothing is ignored silently."""
         usual = reference.declared()[key].default
         if reduce(getattr, key.split("."), self.config) != usual:
             message = f"does not concern {beside} and would be ignored"
@@ -71,7 +71,7 @@ class Case:
             self.refuse(kind, key, message, usually, *instead)
 
     def more_rows(self, rows: int) -> str | None:
-        """The override for a longer embedding, which a model that is loaded cannot have."""
+        """Return the override for a longer embedding, which a loaded model cannot have."""
         model = self.config.model
         loaded = model.source == "hf" or model.init_from is not None
         return None if loaded else f"model.vocab={rows}"
@@ -85,7 +85,7 @@ class Case:
     def require_for_ranks(self, key: str, package: str, name: str, *instead: str) -> None:
         """Refuse a key that needs a package which the ranks do not have.
 
-        Only the preflight checks can tell what an interpreter on other hosts has installed.
+        Only the preflight checks can inspect the interpreters of other hosts.
         """
         if self.same_python:
             self.require(key, package, name, *instead)
@@ -98,7 +98,7 @@ class Case:
 
 
 def near_divisors(number: int, value: int) -> list[int]:
-    """The divisors of `number` around `value`: the largest not above it, the smallest not below."""
+    """Return the divisors of `number` around `value`: the largest not above it, the smallest not below."""
     all_of_them = list(divisors(number))
     below = [n for n in all_of_them if n <= value]
     above = [n for n in all_of_them if n >= value]
@@ -106,23 +106,23 @@ def near_divisors(number: int, value: int) -> list[int]:
 
 
 def divisors(number: int) -> Iterator[int]:
-    """In rising order."""
+    """Yield the divisors in rising order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     yield from small
     yield from (number // n for n in reversed(small) if n * n != number)
 
 
 def near_multiples(step: int, value: int) -> list[int]:
-    """The multiples of `step` around `value`, without 0."""
+    """Return the multiples of `step` around `value`, without 0."""
     below = value // step * step
     return [n for n in (below, below + step) if n > 0]
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
+    """Return `1 step`, `2 steps`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def listed(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join texts: `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,4 +1,4 @@
-"""Laws of what SLURM is asked for: each value must stand in one line of a batch script."""
+"""Rules of SLURM's settings: each value must fit in one line of a batch script."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _KEYS = {
     "signal": "launcher.slurm.signal_before_s",
     "time": "launcher.slurm.time",
 }
-"""options of sbatch that a key stands for"""
+"""Options of sbatch that a key replaces."""
 _OURS = (
     "array",
     "no-requeue",
@@ -41,12 +41,12 @@ _OURS = (
     "wait",
     "wrap",
 )
-"""and those by which a run is followed and gone on with"""
+"""Options of sbatch by which a run is followed and resumed."""
 _LINES = ("partition", "account", "qos", "constraint", "gpus", "container")
 
 
 def time_limit_s(text: str) -> int | None:
-    """The seconds of a time limit: minutes, H:MM:SS or D-HH[:MM[:SS]]; None where it is none."""
+    """Return the seconds of a time limit: minutes, H:MM:SS or D-HH[:MM[:SS]]; None if it is invalid."""
     parts = _TIME.fullmatch(text)
     if parts is None:
         return None
@@ -57,7 +57,7 @@ def time_limit_s(text: str) -> int | None:
 
 
 def check_slurm(case: Case) -> None:
-    """The shapes of its values, and the keys of a container where there is none."""
+    """Check the forms of its values, and the keys of a container if there is none."""
     slurm = case.config.launcher.slurm
     for name in _LINES:
         value = getattr(slurm, name)
@@ -110,7 +110,7 @@ def _check_time(case: Case) -> None:
 
 
 def _meant(text: str) -> Iterator[str]:
-    """SLURM takes `1:30` for minutes and seconds, people for hours and minutes."""
+    """Yield likely meanings: SLURM reads `1:30` as minutes and seconds, people as hours and minutes."""
     short = _SHORT_TIME.fullmatch(text)
     if short:
         yield f"{int(short[1])}:{int(short[2]):02}:00"

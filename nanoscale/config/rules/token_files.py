@@ -1,4 +1,4 @@
-"""Laws of the files that tokens are read from: they are there, and a prepared folder says which."""
+"""Rules of token files: they exist, and a prepared folder names its own."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from nanoscale.config.violations import override
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What a source is made of."""
+    """The files of a source."""
 
     path: str | None
     valid_path: str | None
     tokenizer: Path | None = None
-    """of the prepared folder"""
+    """The tokenizer of the prepared folder."""
     prepared: bool = False
 
 
 def look(case: Case, source: Source) -> TokenFiles:
-    """The files of a source, all of which must be there."""
+    """Return the files of a source, all of which must exist."""
     found = TokenFiles(source.path, source.valid_path)
     if source.path and case.config.data.source == "megatron":
         folder = prepared.folder_of(source.path)
@@ -44,14 +44,14 @@ def look(case: Case, source: Source) -> TokenFiles:
 
 
 def refuse(case: Case, key: str, value: Any, message: str, *suggestions: str | None) -> None:
-    """As `Case.refuse`, also of a key within `data.mixture`."""
+    """Record a violation like `Case.refuse`, also of a key within `data.mixture`."""
     where = "data.mixture" if key.startswith("data.mixture") else key
     proposals = tuple(text for text in suggestions if text)
     case.add("data", Violation(key, value, case.composed.source(where), message, proposals))
 
 
 def _taken_apart(case: Case, source: Source, folder: Path) -> TokenFiles:
-    """A prepared folder's own files, in place of the folder, where no others are asked for."""
+    """Return a prepared folder's own files in place of the folder, unless others are requested."""
     manifest = prepared.manifest(folder) or {}
     vocab, needed = case.config.model.vocab, manifest.get("vocabulary", 0)
     if needed > vocab:
@@ -89,7 +89,8 @@ def _present(case: Case, source: Source, name: str, path: str | None) -> None:
 
 
 def _glance(case: Case, key: str, path: str) -> None:
-    """What a launch would find out a minute later: files of other pairs, cut short, of larger vocabularies."""
+    """Check now what would fail in a launch a minute later: mismatched or truncated files, larger
+    vocabularies."""
     look = {"megatron": glance_at_megatron, "datatrove": glance_at_datatrove}
     try:
         largest = look[case.config.data.source](path)

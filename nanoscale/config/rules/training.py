@@ -1,4 +1,4 @@
-"""Laws of the batch, of the training's length and of its schedule."""
+"""Rules of the batch, of the training's length and of its schedule."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoscale.config.schema import Scheduler, Train
 
 
 def resolve_train(case: Case, dp: int) -> Train:
-    """The batch and the steps."""
+    """Return the batch and the steps."""
     train = _length(case, _batch(case, dp))
     data = case.config.data
     apart = data.valid_path is not None or data.mixture
@@ -51,7 +51,7 @@ def _batch(case: Case, dp: int) -> Train:
 
 
 def _length(case: Case, train: Train) -> Train:
-    """The steps, from the tokens where those are given instead."""
+    """Return the steps, computed from the tokens if those are given instead."""
     per_step = train.global_batch * train.seq_len
     from_tokens = math.ceil(train.tokens / per_step) if train.tokens is not None else None
     if train.steps is None:
@@ -68,7 +68,7 @@ def _length(case: Case, train: Train) -> Train:
         return train
     by_hand = {key: case.composed.by_hand(f"train.{key}") for key in ("steps", "tokens")}
     if by_hand["steps"] != by_hand["tokens"]:
-        # The command line wins over the recipe, also where it says the same thing by another key.
+        # The command line wins over the recipe, also if it sets the same by another key.
         if by_hand["steps"]:
             return replace(train, tokens=None)
         return replace(train, steps=from_tokens)
@@ -84,7 +84,7 @@ def _length(case: Case, train: Train) -> Train:
 
 
 def resolve_scheduler(case: Case, train: Train) -> Scheduler:
-    """The schedule of the learning rate."""
+    """Return the schedule of the learning rate."""
     scheduler, steps = case.config.scheduler, train.steps or 1
     if scheduler.warmup_steps > steps:
         case.refuse(

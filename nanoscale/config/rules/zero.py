@@ -1,4 +1,4 @@
-"""Laws of DeepSpeed's offload and of ZeRO++."""
+"""Rules of DeepSpeed's offload and of ZeRO++."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _check_nvme(case: Case) -> None:
         message = f"is needed by {' and '.join(offloaded)}: a folder on a fast disk"
         case.refuse("config", "zero.nvme_path", message, "zero.nvme_path=/local_nvme")
     elif case.remote:
-        return  # a folder of each host, which only the host can judge
+        return  # a folder of each host, which only the host can check
     elif not Path(zero.nvme_path).is_dir() or not os.access(zero.nvme_path, os.W_OK):
         case.refuse("config", "zero.nvme_path", "is no folder that can be written to")
 

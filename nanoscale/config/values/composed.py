@@ -20,41 +20,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration as it was asked for; what is `auto` or null is not resolved yet."""
+    """A configuration as requested; `auto` and null values are not resolved yet."""
 
     config: Config
     history: History
-    """dotted key → its writers in order, from the schema's default to the one that holds"""
+    """Dotted key → its writers in order, from the schema's default to the effective one."""
     recipe: str | None
-    """a name to build the run's name from"""
+    """The name from which the run's name is built."""
     words: tuple[str, ...]
     unasked: frozenset[str] = frozenset({DEFAULT})
-    """sources of what nobody decided for this job: defaults, usual options of groups, a frozen file"""
+    """Sources that nobody chose for this job: defaults, default options of groups, a frozen file."""
     typed: Mapping[str, str] = field(default_factory=dict)
-    """key → the text of its value on the command line"""
+    """Key → the text of its value on the command line."""
 
     def source(self, key: str) -> str:
-        """Who set a key last."""
+        """Return the source that set a key last."""
         settings = self.history.get(key)
         return settings[-1].source if settings else DEFAULT
 
     def by_hand(self, key: str) -> bool:
-        """Whether the command line set a key."""
+        """True if the command line set a key."""
         return self.source(key).startswith(COMMAND_LINE)
 
     def as_typed(self, key: str) -> str:
-        """The text that the command line set a key to; empty where it did not, or referred to a key."""
+        """Return the text of a key on the command line; empty if it was not set, or referred to a key."""
         text = self.typed.get(key, "") if self.source(key) == COMMAND_LINE else ""
         return "" if "${" in text else text
 
     def by_hand_around(self, key: str) -> bool:
-        """True if the command line set a key, anything in it, or a section or mapping that it is in."""
+        """True if the command line set a key, anything in it, or a section or mapping that contains it."""
         around = key.split(".")
         names = [".".join(around[:end]) for end in range(2, len(around) + 1)]
         names += [name for name in self.history if name.startswith(f"{key}.")]
         return any(map(self.by_hand, names))
 
     def asked_for(self, key: str) -> bool:
-        """Whether the command line or a recipe set a key, or chose the option that did."""
+        """True if the command line or a recipe set a key, or chose the option that did."""
         file = re.sub(r":[0-9]+$", "", self.source(key))
         return file not in self.unasked

@@ -1,4 +1,4 @@
-"""From plain data to the typed configuration, strictly, gathering everything that is wrong."""
+"""Strict conversion of plain data to the typed configuration, with all problems collected."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from nanoscale.config.values.equivalents import Equivalent, equivalent
 from nanoscale.config.violations import override, refuse, shown
 
 Source = Callable[[str], str]
-"""dotted key → where its value came from"""
+"""A function from a dotted key to the source of its value."""
 
 _SUFFIXES = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _SCALED = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)([kMGT]?)")
 
 
 def to_config(raw: Mapping[str, Any], source: Source) -> Config:
-    """Build the configuration; a key that is absent has its default.
+    """Build the configuration; an absent key has its default.
 
     Raises:
         UserError: with every unknown key and every value of a wrong type or out of bounds.
@@ -35,13 +35,13 @@ def to_config(raw: Mapping[str, Any], source: Source) -> Config:
 
 
 def convert(raw: Mapping[str, Any], source: Source) -> tuple[Config, list[Violation]]:
-    """The same, but what is wrong is handed back and stands at its default in the result."""
+    """Build the configuration, and return the violations; wrong values are replaced by defaults."""
     violations: list[Violation] = []
     return _section(Config, "", raw, source, violations), violations
 
 
 def unknown_key(name: str, value: object, source: str, file_section: str = "") -> Violation:
-    """The violation of naming a key that the schema does not declare."""
+    """Return the violation for a key that the schema does not declare."""
     message, advice = _elsewhere(name, value)
     if message:
         return Violation(name, value, source, message, advice)
@@ -64,12 +64,12 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
 
 
 def _settings(keys: Iterable[str], value: object) -> Iterator[str]:
-    """The overrides that give the value to those of the keys that admit it."""
+    """Yield the overrides that set those of the keys that admit the value."""
     return (override(key, value) for key in keys if fits(key, value))
 
 
 def _elsewhere(name: str, value: object) -> tuple[str, tuple[str, ...]]:
-    """What to say and to type instead of a name that another trainer uses; empty for other names."""
+    """Return the note and the overrides for a name of another trainer; empty for other names."""
     if isinstance(value, Mapping):
         inner = [_elsewhere(f"{name}.{leaf}", of_leaf) for leaf, of_leaf in value.items()]
         overrides = [advice[0] for _, advice in inner if advice and "=" in advice[0]]
@@ -134,7 +134,7 @@ class _WrongError(Exception):
 
 
 def value_of(name: str, raw: object) -> object:
-    """The typed value of a key that is no section."""
+    """Return the typed value of a key that is no section."""
     key = reference.declared()[name]
     for choice in reference.alternatives(key.annotation):
         matches, value = _match(choice, raw, key)
@@ -145,7 +145,7 @@ def value_of(name: str, raw: object) -> object:
 
 
 def fits(name: str, raw: object) -> bool:
-    """Whether a key that is no section admits a value."""
+    """True if a key that is no section admits a value."""
     try:
         value_of(name, raw)
     except _WrongError:
@@ -193,7 +193,7 @@ def _integers(raw: object, key: reference.Key) -> tuple[bool, object]:
 
 
 def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
-    """`32k` and the like."""
+    """Parse `32k` and the like."""
     parts = _SCALED.fullmatch(text)
     if parts is None:
         return False, None
@@ -230,7 +230,7 @@ def _entries_within_bounds(key: reference.Key, values: list[Any]) -> None:
 
 
 def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
-    """What to type instead of a value of the wrong type."""
+    """Return overrides in place of a value of the wrong type."""
     choices = [
         value
         for choice in reference.alternatives(key.annotation)
@@ -266,7 +266,7 @@ def _repairs(key: reference.Key, raw: object) -> tuple[str, ...]:
 
 
 def _as_list(name: str, raw: object) -> Iterator[str]:
-    """The override of a list, where its entries can be told: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
+    """Yield the override of a list whose entries are recognisable: `8`, `3,3,2`, `3 3 2`, `[3.0, 3]`."""
     entries = raw if isinstance(raw, list) else re.split(r"[\s,;]+", str(raw).strip(" []()"))
     with suppress(TypeError, ValueError):
         numbers = [float(entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""Names that Trainer, Megatron, torchtitan, DeepSpeed and torchrun use, and what is typed here instead.
+"""Names of Trainer, Megatron, torchtitan, DeepSpeed and torchrun, and their equivalents here.
 
 A name is looked up whole (`training.local_batch_size`), then without its sections (`local_batch_size`), in any
 spelling of dashes, underscores and capitals.
@@ -13,20 +13,20 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Equivalent:
-    """What one name of another trainer is here: one of `keys`, `overrides` and `commands`."""
+    """The equivalent of one name of another trainer: one of `keys`, `overrides` and `commands`."""
 
     keys: tuple[str, ...] = ()
-    """keys that take the same value; several where trainers differ in what they mean by the name"""
+    """Keys that take the same value; several if trainers differ in the meaning of the name."""
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """value in lower case → the overrides for it; "" stands for every other value"""
+    """Value in lower case → its overrides; "" stands for every other value."""
     commands: tuple[str, ...] = ()
-    """what to run, where there is no override that means the same"""
+    """The command to run, if no override means the same."""
     note: str = ""
-    """how it differs here; empty where nothing does"""
+    """The difference from here; empty if there is none."""
 
     @property
     def about(self) -> tuple[str, ...]:
-        """The keys and sections to read about, as `config explain` takes them."""
+        """The keys and sections to read about, for `config explain`."""
         explained = "nanoscale config explain "
         words = [word for text in self.overrides.values() for word in text.split()]
         names = [*self.keys, *(word.partition("=")[0] for word in words)]
@@ -35,7 +35,7 @@ class Equivalent:
 
 
 def equivalent(name: str) -> Equivalent | None:
-    """Return what a name of another trainer is here, None for a name that is not in the table."""
+    """Return the equivalent of a name of another trainer; None for a name that is not in the table."""
     table = _by_spelling()
     whole = _spelling(name)
     while whole and whole not in table:
@@ -44,7 +44,7 @@ def equivalent(name: str) -> Equivalent | None:
 
 
 def names() -> tuple[str, ...]:
-    """Return every name in the table, as its trainer spells it."""
+    """Return every name in the table, in its trainer's spelling."""
     return tuple(name for line in EQUIVALENTS for name in line.split())
 
 
@@ -237,7 +237,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
     ),
     "recompute_activations": _switch("parallel.activation_checkpointing=selective", _NONE),
     "enable_cpu_offload activation_offload": _keys("parallel.offload_activations"),
-    # ZeRO, as DeepSpeed's JSON has it
+    # ZeRO, as in DeepSpeed's JSON
     "deepspeed deepspeed_config use_deepspeed": _always(
         "backend=deepspeed",
         note="is a backend here; its JSON is made from our keys and backend.extra",
@@ -340,4 +340,4 @@ EQUIVALENTS: dict[str, Equivalent] = {
     "use_cpu no_cuda cpu": _switch("launcher.device=cpu", "launcher.device=cuda"),
     "job.config_file config_name config_file": _keys("recipe"),
 }
-"""names, several with spaces between them, and what they are here"""
+"""Names, several separated by spaces, and their equivalents here."""

@@ -1,4 +1,4 @@
-"""Who set what: every writer of every key, in the order in which Hydra merged them."""
+"""Provenance: every writer of every key, in the order in which Hydra merged them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoscale.config.values.yaml_file import Document
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
-"""also how the source of an option's value begins"""
+"""The source of overrides, and the beginning of the source of an option's value."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Setting:
 
     value: object
     source: str
-    """`nanoscale/conf/model/llama-8b.yaml:7`, `command line`, `command line: --hostfile`, `default`"""
+    """`nanoscale/conf/model/llama-8b.yaml:7`, `command line`, `command line: --hostfile`, `default`."""
 
 
 History = dict[str, list[Setting]]
@@ -35,7 +35,7 @@ class Layer:
 
 
 def trace(layers: Iterable[Layer], settings: Iterable[tuple[str, Setting]]) -> History:
-    """The writers of every key, the last one being who holds it; then the command line's words."""
+    """Return the writers of every key, the effective one last; the command line's overrides come last."""
     history: History = {}
     for layer in layers:
         for path, value in _leaves(layer.document.content, "", layer.section):

@@ -1,4 +1,4 @@
-"""One YAML file, read as data: no tags, no duplicate keys, no bombs; every key knows its line.
+"""One YAML file, read as data: no tags, no duplicate keys, no alias bombs; every key has its line.
 
 The scalars are those of YAML 1.2: `on`, `off`, `yes` and `no` are texts, `1e-4` is a number.
 """
@@ -18,22 +18,22 @@ from nanoscale.config.violations import refuse
 
 LARGEST_FILE = 1 << 20
 LARGEST_DOCUMENT = 10_000
-"""nodes, counting what an alias stands for every time it is used"""
+"""The most nodes, with an alias's content counted at each use."""
 DEEPEST = 50
 
 
 @dataclass(frozen=True)
 class Document:
-    """A mapping and where its parts were written."""
+    """A mapping and the lines of its parts."""
 
     name: str
-    """how messages call the file"""
+    """The file's name in messages."""
     content: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
-    """dotted path of a key or list item to its line, from 1"""
+    """Dotted path of a key or list item to its line, from 1."""
 
     def source(self, path: str) -> str:
-        """`recipes/mine.yaml:12` for a dotted path within it."""
+        """Return `recipes/mine.yaml:12` for a dotted path within it."""
         line = self.lines.get(path)
         return self.name if line is None else f"{self.name}:{line}"
 
@@ -61,7 +61,7 @@ def read(path: Path, name: str | None = None) -> Document:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read YAML text; `name` is what messages call it. Raises UserError as `read` does."""
+    """Parse YAML text; `name` is its name in messages. Raises UserError like `read`."""
     try:
         _limit_depth(text, name)
         root = yaml.compose(text, Loader=_Loader)
@@ -85,19 +85,19 @@ def parse(text: str, name: str) -> Document:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Plain data as YAML that readers of YAML 1.1, of 1.2 and `read` take the same way."""
+    """Return plain data as YAML that readers of YAML 1.1, of 1.2 and `read` interpret equally."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return text
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The C parser where PyYAML has it, with YAML 1.2's idea of a scalar."""
+    """The C parser if PyYAML has it, with the scalars of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes a text that either version of YAML would take for something else."""
+    """A dumper that quotes texts that either version of YAML would misread."""
 
 
 def _resolver(tag: str, pattern: str, first: Iterable[str]) -> None:
@@ -129,7 +129,7 @@ def _line(part: yaml.Event | yaml.Node) -> int:
 
 
 def _measure(node: yaml.Node, name: str, sizes: dict[int, int]) -> int:
-    """The number of nodes that `node` expands to; refuses bombs and circles."""
+    """Return the number of nodes that `node` expands to; refuses bombs and circles."""
     line = _line(node)
     known = sizes.get(id(node))
     if known == 0:
