@@ -9,7 +9,6 @@ import os
 import queue
 import random
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -30,6 +29,8 @@ _READ_BYTES = 1 << 16
 _CALL_S = 5.0
 _CALLS, _CALL_PAUSE_S = 20, 1.0
 """how often to call a launcher that hangs up, and the longest pause in between, seconds"""
+_ENDING_S = 30.0
+"""seconds that a thread waits for the one that ends this process"""
 _FIRST_SILENCE_S = 60.0
 """until the launcher has said how much it takes for the end"""
 
@@ -50,6 +51,7 @@ class Link:
         """for files that only this agent and its ranks read"""
         self._reader = reader
         self._sender = Sender(writer)
+        self._ending = threading.Event()
         self._orders: queue.Queue[Message] = queue.Queue()
         self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._silence_s: float | None = _FIRST_SILENCE_S
@@ -79,7 +81,10 @@ class Link:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def close(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        """Remove the temporary files, or wait for the thread that ends this process and removes them last."""
+        if self._ending.is_set():
+            time.sleep(_ENDING_S)
+        scratch.remove_own()
 
     def send(self, kind: str, carried: bytes = b"", **content: object) -> None:
         """Send a message, which may carry bytes. Blocks while the launcher does not read."""
@@ -144,12 +149,13 @@ class Link:
 
     def _end(self, why: str) -> None:
         """Leave nothing behind, this process last; what it meets with meanwhile is no news."""
+        self._ending.set()
         self._sender.close()
         with suppress(OSError, ValueError):
             print(f"nanoscale.agent: {why}; ending the ranks", file=sys.stderr, flush=True)
         clear_up(os.getpid())
         end_group(os.getpid())
-        self.close()
+        scratch.remove_own()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,7 +6,6 @@ milliseconds instead of seconds. It stays for further attempts. The agent itself
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
@@ -41,6 +40,14 @@ def main(link: Link, job: Job | None = None) -> int:
     Args:
         job: what each rank does, a function that can be pickled; by default what the launcher orders.
     """
+    try:
+        _obey(link, job)
+    finally:
+        link.close()
+    return 0
+
+
+def _obey(link: Link, job: Job | None) -> None:
     _lead_a_group()
     allow_open_files()  # the ranks' store holds a connection to each of them
     _pass_signals_up(link)
@@ -61,8 +68,6 @@ def main(link: Link, job: Job | None = None) -> int:
     clear_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
-    link.close()
-    return 0
 
 
 def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | None:
@@ -139,6 +144,5 @@ def _choose_folder_for_sockets(folder: Path) -> None:
     tempfile.tempdir = str(folder)
     if len(os.fsencode(folder)) > _LONGEST_FOLDER:
         tempfile.tempdir = str(scratch.make("/tmp"))
-        atexit.register(scratch.remove, Path(tempfile.tempdir))
     util.get_temp_dir()
     tempfile.tempdir = default

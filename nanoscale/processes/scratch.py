@@ -19,6 +19,8 @@ _DOOMED = ".removed"
 _TRIES = 20
 _SHARED_MEMORY = Path("/dev/shm")
 
+_made: list[Path] = []
+
 
 def make(parent: str | None = None) -> Path:
     """Return a new folder for temporary files of this process; remove those of processes that are gone."""
@@ -29,7 +31,14 @@ def make(parent: str | None = None) -> Path:
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX)
         (folder / "lock.new").rename(folder / _LOCK)
+    _made.append(folder)
     return folder
+
+
+def remove_own() -> None:
+    """Remove the folders that this process has made. Its resource tracker removes their semaphores."""
+    for folder in _made:
+        remove(folder, semaphores=False)
 
 
 def semaphore_prefix(folder: Path) -> str:

@@ -336,6 +336,21 @@ def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", ["launcher", "agent"])
+def test_a_kill_while_ranks_start_leaves_no_folder(launch, tmp_path, monkeypatch, killed):
+    folder = tmp_path / "t"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    job = launch("loop")
+    job.wait_for(lambda: [*folder.glob("nanoscale-*")], "temporary folder")
+    job.wait_for(lambda: psutil.Process(job.agent()).children(), "fork server")
+    os.kill(job.agent() if killed == "agent" else job.process.pid, signal.SIGKILL)
+    job.process.wait(LIMIT_S)
+    job.wait_for(lambda: job.processes() == [], "end of all processes")
+    assert [path.name for path in folder.glob("nanoscale-*")] == []
+
+
+@pytest.mark.slow
 def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_nothing(launch):
     job = launch("loop")
     job.wait_until_training()

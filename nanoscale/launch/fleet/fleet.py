@@ -22,6 +22,7 @@ from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.fleet.reverse_connection import Callbacks
 from nanoscale.launch.transport import transport
 from nanoscale.launch.transport.connection_errors import explain
+from nanoscale.processes import scratch
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BEAT, BEAT_S, MARK, TRAINING, Message, Sender, Unpacker
 from nanoscale.runs.directory import RunDirectory
@@ -105,6 +106,8 @@ class Fleet:
         if self._callbacks is not None:
             self._callbacks.close()
         self._selector.close()
+        if self._is_local:
+            scratch.remove_stale()  # an agent that was killed while it started has no process that would
         self._hide_probe()
         adopt_orphans(False)
 
