@@ -1,1 +1,1 @@
-"""The agent of a host: starts the ranks there, minds them and says how they ended."""
+"""The agent of a host: it starts the ranks there, watches them and reports how they ended."""

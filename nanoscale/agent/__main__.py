@@ -1,7 +1,7 @@
-"""`python -m nanoscale.agent`: serve the launcher over the standard streams.
+"""The entry of `python -m nanoscale.agent`: serve the launcher over the standard streams.
 
-With `--connect HOST:PORT KEY_FILE`, call it back where the standard streams are not the agent's own. With
-`--sweep MARK`, end what an agent that is lost has left here.
+With `--connect HOST:PORT KEY_FILE`, connect to it instead, if the standard streams are not the agent's own.
+With `--sweep MARK`, end the processes that a lost agent has left here.
 """
 
 import atexit
@@ -34,7 +34,7 @@ def _call(address: str, key_file: Path) -> Link:
 
 
 def end(code: int) -> NoReturn:
-    """End this process at once: what is left to destroy takes time."""
+    """Exit at once: destroying the remaining objects takes time."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One attempt on this host: its ranks from their start until none is left."""
+"""One attempt on this host: its ranks from their start until all have ended."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LOOK_S = 0.05
 
 
 def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
-    """Run the ranks that the launcher orders, and tell it how they ended.
+    """Run the ranks that the launcher orders, and report how they ended.
 
     Args:
-        job: what each rank does, or its name in worker.JOBS.
+        job: each rank's job, or its name in worker.JOBS.
 
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
@@ -68,7 +68,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
 
 
 def _run_directory(link: Link, order: Message) -> RunDirectory:
-    """That of the run; a job that is of no run has one that nobody but this host sees."""
+    """Return the run's directory; a job without a run has one that only this host sees."""
     if order["run"] is not None:
         return RunDirectory(Path(order["run"]))
     own = RunDirectory(link.scratch / f"run-{order['attempt']}")
@@ -79,7 +79,7 @@ def _run_directory(link: Link, order: Message) -> RunDirectory:
 
 
 def _result(run: RunDirectory) -> object:
-    """What the job has left for the launcher; None where it left nothing."""
+    """Return the job's result for the launcher; None if it left none."""
     try:
         return read_json(run.result)
     except (OSError, ValueError):
@@ -89,7 +89,7 @@ def _result(run: RunDirectory) -> object:
 def _run_ranks(
     host: Host, watch: Watch, logs: RankLogs, run: RunDirectory, job: Job | str, meet_s: float
 ) -> None:
-    """Start the ranks of this host, and look after them until none is left."""
+    """Start the ranks of this host, and watch them until all have ended."""
     interface = _interface(host.master_addr)
     processes: list[BaseProcess] = []
     try:
@@ -105,7 +105,8 @@ def _run_ranks(
 
 
 def _environment(host: Host, local_rank: int) -> dict[str, str]:
-    """Return what torch.distributed and DeepSpeed read, named as torchrun does, and what `worker` reads."""
+    """Return the variables of torch.distributed and DeepSpeed, named as torchrun does, and those of
+    `worker`."""
     numbers = {
         "RANK": host.ranks[local_rank],
         "LOCAL_RANK": local_rank,
@@ -126,11 +127,11 @@ def _environment(host: Host, local_rank: int) -> dict[str, str]:
 
 
 def _interface(master_addr: str) -> dict[str, str]:
-    """Return which interface gloo and NCCL are to use, unless the user chose one."""
+    """Return the interface for gloo and NCCL, unless the user chose one."""
     interface = interface_towards(master_addr)
     if interface is None:
         return {}
-    chosen = {"GLOO_SOCKET_IFNAME": interface}  # works where the host's name leads nowhere
+    chosen = {"GLOO_SOCKET_IFNAME": interface}  # works if the host's name does not resolve
     if is_loopback(master_addr):
-        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by itself NCCL avoids the loopback
+        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by default NCCL avoids the loopback
     return {name: value for name, value in chosen.items() if name not in os.environ}

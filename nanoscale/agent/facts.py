@@ -1,4 +1,4 @@
-"""What this host is like: everything that can be found out at once, without torch."""
+"""Facts about this host that are available at once, without torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import write_problem
 
 _STALE_S = 3600.0
-"""no compilation of an operation takes longer"""
+"""Seconds; no compilation of an operation takes longer."""
 _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
-    """What the launcher, or `doctor`, judges this host by; JSON. `port`: the one that is reserved here."""
+    """Return the facts by which the launcher, or `doctor`, judges this host; JSON. `port` is the one reserved
+    here."""
     devices = detect()
     return {
         "hostname": socket.gethostname(),
@@ -53,7 +54,7 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """The same for two names of one machine, and for nothing else."""
+    """Return an id that is equal for two names of one machine, and for nothing else."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
         return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"  # containers share the kernel
@@ -62,7 +63,7 @@ def _machine() -> str:
 
 
 def _look_at(root: Path, probe: str) -> dict[str, Any]:
-    """The folder of runs, by the file that the launcher has put there."""
+    """Inspect the folder of runs, by the file that the launcher has written there."""
     visible = (root / probe).is_file()
     return {
         "path": str(root),
@@ -73,12 +74,12 @@ def _look_at(root: Path, probe: str) -> dict[str, Any]:
 
 
 def _look_at_cache(named: str | None) -> dict[str, Any]:
-    """The folder of prepared corpora, or what is there of the way to it."""
+    """Inspect the folder of prepared corpora, or its nearest existing parent."""
     try:
         folder = cache_path(named)
     except RuntimeError:
         return {"path": "~/.cache", "problem": "the user has no home", "free_gib": None}
-    # Path.exists() raises where a folder above may not be looked into.
+    # Path.exists() raises if a parent folder is not readable.
     existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
     return {
         "path": str(folder),
@@ -98,9 +99,10 @@ def _network(master_addr: str) -> dict[str, Any]:
 
 
 def _stale_locks() -> list[str]:
-    """Locks that compilations of PyTorch extensions have left; the next one waits for them for ever.
+    """List locks that compilations of PyTorch extensions have left; the next one waits for them for ever.
 
-    DeepSpeed compiles its operations in this way. A lock is a file that whoever compiles removes in the end.
+    DeepSpeed compiles its operations in this way. A lock is a file that the compiling process removes in the
+    end.
     """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     try:

@@ -1,8 +1,8 @@
-"""Loaded first by the fork server of the ranks: it must outlive signals that are meant for the ranks.
+"""The first import of the ranks' fork server, which must outlive signals for the ranks.
 
-SLURM sends TERM to every process of a step when a job is preempted. Without their fork server, ranks that
-save and stop in good order would count as lost. The fork server ends by itself only where the agent was killed.
-Then it clears up, as ranks do that are left: they may have been killed as well.
+SLURM sends TERM to every process of a step when a job is preempted. Without their fork server, ranks that save
+and stop regularly would count as lost. The fork server exits by itself only if the agent was killed. Then it
+cleans up, as remaining ranks do: they may have been killed as well.
 """
 
 import atexit

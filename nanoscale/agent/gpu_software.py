@@ -1,6 +1,6 @@
 """Facts about the software between this host's GPUs and the ranks: torch's build, the driver, a C compiler.
 
-Nothing of it is imported: torch alone takes seconds.
+None of it is imported: torch alone takes seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gpu_software() -> dict[str, Any]:
 
 
 def torch_build() -> dict[str, Any] | None:
-    """Return what the installed torch was built for; None if it is not installed or cannot be read.
+    """Return the targets of the installed torch build; None if it is not installed or cannot be read.
 
     `cuda`: the version of CUDA, None for a build without it. `architectures`: those that its kernels are
     compiled for, as `torch.cuda.get_arch_list` returns them; empty if unknown.
@@ -57,7 +57,7 @@ def torch_build() -> dict[str, Any] | None:
 
 
 def constants(source: str) -> dict[str, Any]:
-    """Return the constants that a Python file assigns at its top, by name."""
+    """Return the constants that a Python file assigns at module level, by name."""
     values: dict[str, Any] = {}
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -77,7 +77,7 @@ def architectures(library: Path) -> list[str]:
 
 
 def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Look for the C compiler that Triton calls when a kernel runs first, and try it on Python's headers.
+    """Find the C compiler that Triton calls when a kernel runs first, and try it on Python's headers.
 
     Returns:
         `path`: the compiler, None if there is none; `problem`: why it cannot build for this Python, else "".

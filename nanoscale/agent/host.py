@@ -1,4 +1,4 @@
-"""This host: its part of an attempt, and what its kernel says of its memory."""
+"""This host: its ranks in an attempt, and its memory according to the kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nanoscale.processes.messages import Message
 
 @dataclass(frozen=True)
 class Host:
-    """One host's part of an attempt, as the launcher orders it."""
+    """One host's ranks in an attempt, as the launcher orders them."""
 
     name: str
     node_rank: int
     nodes: int
     ranks: tuple[int, ...]
-    """global ranks, by local rank"""
+    """Global ranks, by local rank."""
     world_size: int
     master_addr: str
     master_port: int
@@ -31,7 +31,7 @@ class Host:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel's out-of-memory killer has ended since the machine started."""
+    """Count the processes that the kernel's out-of-memory killer has ended since the machine started."""
     with suppress(OSError):
         found = re.search(
             r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text("ascii", "replace"), re.MULTILINE
@@ -42,7 +42,7 @@ def oom_kills() -> int:
 
 
 def available_gib() -> float | None:
-    """Host memory that programs can still have, GiB; None where the kernel does not say."""
+    """Return the host memory available to programs, GiB; None if the kernel does not report it."""
     with suppress(OSError):
         found = re.search(
             r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text("ascii", "replace"), re.M
@@ -53,7 +53,7 @@ def available_gib() -> float | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal; one that a debugger holds was not."""
+    """True if a process was stopped by a signal, and not by a debugger."""
     with suppress(OSError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
         return stat.rpartition(")")[2].split()[0] == "T"

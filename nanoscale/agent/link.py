@@ -1,6 +1,7 @@
-"""The agent's end of the channel: orders come in, everything else goes out.
+"""The agent's end of the channel: it receives orders, and sends everything else.
 
-When the launcher is lost, by the end of the stream or by its silence, everything of the job on this host dies.
+When the launcher is lost, by the end of the stream or by its silence, all processes of the job on this host
+are killed.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from nanoscale.processes.messages import BEAT, BEAT_S, Message, Sender, Unpacker
 _READ_BYTES = 1 << 16
 _CALL_S = 5.0
 _CALLS, _CALL_PAUSE_S = 20, 1.0
-"""how often to call a launcher that hangs up, and the longest pause in between, seconds"""
+"""The number of connection attempts to a launcher that hangs up, and the longest pause in between, seconds."""
 _ENDING_S = 30.0
-"""seconds that a thread waits for the one that ends this process"""
+"""Seconds that a thread waits for the one that ends this process."""
 _FIRST_SILENCE_S = 60.0
-"""until the launcher has said how much it takes for the end"""
+"""Seconds of silence until the launcher has set its own limit."""
 
 
 class Link:
-    """Talks to the launcher."""
+    """The connection to the launcher."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self.stopped_attempt = 0
-        """the last attempt that the launcher wants to stop in good order"""
+        """The last attempt that the launcher wants to stop regularly."""
         self.killed_attempt = 0
-        """the last attempt that it wants to end at once"""
+        """The last attempt that it wants to end at once."""
         self.is_starting = False
-        """whether an attempt has begun and is not looked after yet: what it waits for cannot be interrupted"""
+        """True if an attempt has begun and is not watched yet: what it waits for cannot be interrupted."""
         self.wants_stacks = False
-        """whether the ranks that are killed should say where they are"""
+        """True if killed ranks should write their stacks."""
         self.scratch = scratch.make()
-        """for files that only this agent and its ranks read"""
+        """The folder for files that only this agent and its ranks read."""
         self._reader = reader
         self._sender = Sender(writer)
         self._ending = threading.Event()
@@ -58,7 +59,7 @@ class Link:
 
     @classmethod
     def over_standard_streams(cls) -> Link:
-        """Whatever else is printed goes to standard error, as the channel is no place for it."""
+        """Use the standard streams; other output goes to standard error, to keep the channel clean."""
         reader, writer = os.dup(0), os.dup(1)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -67,7 +68,7 @@ class Link:
 
     @classmethod
     def over_network(cls, where: str, key_file: Path) -> Link:
-        """Call the launcher back at one of its addresses; both prove that they can read the key file."""
+        """Connect to the launcher at one of its addresses; both prove that they can read the key file."""
         try:
             key = key_file.read_bytes()
         except OSError as error:
@@ -76,7 +77,7 @@ class Link:
         return cls(connected, os.dup(connected))
 
     def open(self) -> None:
-        """Begin to listen, and to be heard."""
+        """Start listening, and sending heartbeats."""
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
@@ -91,15 +92,15 @@ class Link:
         self._sender.send({"kind": kind, **content}, carried)
 
     def send_later(self, kind: str, **content: object) -> None:
-        """For signal handlers, which may have interrupted a `send`."""
+        """Send a message from a signal handler, which may have interrupted a `send`."""
         self._waiting.put({"kind": kind, **content})
 
     def next_order(self) -> Message:
-        """Wait for what to do next."""
+        """Wait for the next order."""
         return self._orders.get()
 
     def expect_beats(self, silence_s: float | None) -> None:
-        """Take the launcher for lost after so long a silence; None: only at the end of the stream."""
+        """Consider the launcher lost after this much silence; None: only at the end of the stream."""
         self._silence_s = silence_s
 
     def _beat(self) -> None:
@@ -128,7 +129,7 @@ class Link:
                 self._end(f"the launcher has been silent for {self._silence_s:g} s")
 
     def _read(self) -> bytes:
-        """What has come; nothing where the connection has ended, in whatever way."""
+        """Read available bytes; empty if the connection has ended, in whatever way."""
         with suppress(OSError):
             return os.read(self._reader, _READ_BYTES)
         return b""
@@ -148,7 +149,7 @@ class Link:
                 self._orders.put(message)
 
     def _end(self, why: str) -> None:
-        """Leave nothing behind, this process last; what it meets with meanwhile is no news."""
+        """End all processes, this one last; errors on the way are ignored."""
         self._ending.set()
         self._sender.close()
         with suppress(OSError, ValueError):
@@ -162,7 +163,7 @@ class Link:
 def _call(addresses: Sequence[str], key: bytes) -> socket.socket:
     """Return a connection to the launcher, at the first address where it proves to know the key.
 
-    A launcher that strangers flood with connections may hang up on an agent. Then the agent calls again.
+    A launcher that is flooded with foreign connections may hang up on an agent. Then the agent connects again.
     """
     hello = {"names": names(), "addresses": list(own_addresses())}
     for _ in range(_CALLS):

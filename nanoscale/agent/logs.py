@@ -1,8 +1,8 @@
-"""The ranks' output: straight into the run's logs, or into files of this host and from there to the launcher.
+"""The ranks' output: directly into the run's logs, or into files of this host and from there to the launcher.
 
-The ranks of a local launch write their logs in the run's folder themselves, and the launcher hears only that
-there is more to read. On other hosts, files of the host hold what the launcher has not taken yet. So a rank
-never waits for a slow launcher, and nothing of its output is kept in memory.
+The ranks of a local launch write their logs in the run's folder themselves, and the agent only reports that a
+log has grown. On other hosts, files of the host hold the output that is not sent yet. So a rank never waits
+for a slow launcher, and none of its output is kept in memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
 from nanoscale.runs.tail import FileTail
 
 _END_BYTES = 1 << 20
-"""of a stream that are sent in any case"""
+"""The last bytes of a stream, which are always sent."""
 
 
 class RankLogs:
-    """A file for each rank and stream.
+    """A log file for each rank and stream.
 
     Args:
         run: the run whose logs the ranks write; None: they write into the agent's scratch folder, and their
@@ -41,7 +41,7 @@ class RankLogs:
         }
 
     def forward(self, limit_s: float) -> bool:
-        """Send what is new, for so long at most; True if there is more."""
+        """Send new output, for at most this long; True if there is more."""
         deadline = time.monotonic() + limit_s
         more = True
         while more and time.monotonic() < deadline:
@@ -50,7 +50,7 @@ class RankLogs:
         return more
 
     def leave_out(self) -> None:
-        """Send no more of what there is but the end of each stream, and a line that says so."""
+        """Skip all output but the end of each stream, with a line that says so."""
         for (rank, stream), tail in self._tails.items():
             if count := tail.skip(_END_BYTES):
                 note = f"\n[nanoscale: {count:,} bytes are left out here, for the job to end]\n"

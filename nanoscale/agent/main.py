@@ -1,7 +1,7 @@
-"""From the start of the agent to its end: what the launcher orders, one thing after the other.
+"""The agent from its start to its end: the launcher's orders, one after the other.
 
-torch is loaded once for the host, in a fork server, of which every rank is then a copy that costs
-milliseconds instead of seconds. It stays for further attempts. The agent itself does not load torch.
+torch is loaded once per host, in a fork server. Every rank is a copy of it, which costs milliseconds instead
+of seconds. It stays for further attempts. The agent itself does not load torch.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from nanoscale.worker import JOBS, Job
 _PRELOADED = ["nanoscale.agent.fork_server_signals", "nanoscale.agent.rank", "torch"]
 
 _LONGEST_FOLDER = 75
-"""in bytes: the path of a socket may have 107, of which multiprocessing takes 32"""
+"""In bytes: the path of a socket may have 107, of which multiprocessing takes 32."""
 
 _PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(link: Link, job: Job | None = None) -> int:
-    """Serve the launcher until it says "quit".
+    """Serve the launcher until it sends "quit".
 
     Args:
-        job: what each rank does, a function that can be pickled; by default what the launcher orders.
+        job: each rank's job, a function that can be pickled; by default the one that the launcher orders.
     """
     try:
         _obey(link, job)
@@ -71,7 +71,7 @@ def _obey(link: Link, job: Job | None) -> None:
 
 
 def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | None:
-    """The port for the ranks to meet at, should this be the first host; None where it is taken."""
+    """Return the port of the ranks' rendezvous, if this becomes the first host; None if it is in use."""
     if held is not None:
         held.close()
     try:
@@ -81,7 +81,7 @@ def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | No
 
 
 def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | str) -> None:
-    """Take the job's environment, begin to load torch, and meanwhile say what this host is like."""
+    """Set the job's environment, start loading torch, and meanwhile report facts about this host."""
     os.environ.update(order["environment"])
     if order["slots"]:
         os.environ.update(shared_out(cores(), order["slots"]) | order["environment"])
@@ -92,23 +92,24 @@ def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | s
 
 
 def shared_out(cores: int, ranks: int) -> dict[str, str]:
-    """Return the variables by which each of a host's ranks uses its share of the cores, and no more."""
+    """Return the variables that limit each of a host's ranks to its share of the cores."""
     share = max(1, cores // ranks)
     return {
         "OMP_NUM_THREADS": str(share),
-        # By itself Inductor starts as many as there are cores, but 32 at most, for every rank.
+        # By default Inductor starts a process per core, at most 32, for every rank.
         "TORCHINDUCTOR_COMPILE_THREADS": str(min(32, share)),
     }
 
 
 def _lead_a_group() -> None:
-    """So that the group holds nothing but the job, and can be ended as one."""
+    """Become the leader of a process group that holds only the job, and can be ended as one."""
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
 
 
 def _pass_signals_up(link: Link) -> None:
-    """SLURM tells the tasks of a job, not its launcher, that it is to be preempted."""
+    """Report signals to the launcher: SLURM signals a preemption to the tasks of a job, not to its
+    launcher."""
 
     def tell(number: int, _frame: FrameType | None) -> None:
         link.send_later("signal", number=number)
@@ -121,7 +122,7 @@ def _start_fork_server(job: Job | str, folder: Path) -> None:
     os.environ[SCRATCH] = str(folder)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
     if job != BANDWIDTH:
-        # It is half of torch's import, and building an optimizer or FSDP2 imports it in any case.
+        # It is half of torch's import, and an optimizer or FSDP2 imports it in any case.
         preloaded.insert(-1, "torch._dynamo")
     _choose_folder_for_sockets(folder)
     multiprocessing.set_forkserver_preload(preloaded)
@@ -134,9 +135,9 @@ def _start_fork_server(job: Job | str, folder: Path) -> None:
 
 
 def _choose_folder_for_sockets(folder: Path) -> None:
-    """Have multiprocessing's own folder made, once, in ours; in /tmp if ours is too long for a socket's path.
+    """Create multiprocessing's own folder once, in ours; in /tmp if ours is too long for a socket's path.
 
-    Its semaphores are named for our folder, so that whoever removes the one removes the others.
+    Its semaphores are named after our folder, so that they are removed together with the folder.
     """
     configuration = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     configuration["semprefix"] = scratch.semaphore_prefix(folder)

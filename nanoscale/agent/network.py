@@ -1,4 +1,4 @@
-"""This host's place in the network, as the other hosts of a job see it."""
+"""This host's names and addresses in the network, as other hosts of a job see it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def addresses() -> dict[str, str]:
-    """Every address of this host, with the interface that has it."""
+    """Return every address of this host, with its interface."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -22,14 +22,14 @@ def addresses() -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """What this host may be called in a hostfile or by SLURM."""
+    """List the names that a hostfile or SLURM may use for this host."""
     own = socket.gethostname()
     known = (own, own.partition(".")[0], socket.getfqdn(), os.environ.get("SLURMD_NODENAME"))
     return [name for name in dict.fromkeys(known) if name]
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that a name stands for here; none where it stands for nothing."""
+    """List the addresses of a name on this host; empty if it does not resolve."""
     with suppress(OSError, UnicodeError):
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
@@ -37,7 +37,7 @@ def resolve(host: str) -> list[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an IPv4 address that no other host can reach."""
+    """True for an IPv4 address that no other host can reach."""
     try:
         return ipaddress.IPv4Address(address).is_loopback
     except ValueError:
@@ -45,7 +45,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that packets to a host leave by; None where no way is known."""
+    """Return the interface of packets to a host; None if there is no route."""
     with suppress(OSError, UnicodeError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,7 +1,7 @@
-"""Ending what is left of a job on this host, where its agent can no longer see to it.
+"""Ending processes of a job on this host that its agent can no longer end.
 
-Ranks die with their agent by a thread of their own, which a rank that was stopped does not run; and an agent
-that was stopped itself ends nothing.
+Ranks exit with their agent by a thread of their own, which does not run in a stopped rank; and an agent that
+was stopped itself ends nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PAUSE_S = 0.02
 
 
 def sweep(mark: str) -> list[int]:
-    """SIGKILL every process of the job, and the agent that leads their group; remove what it has left.
+    """SIGKILL every process of the job, and the agent that leads their group; remove their files.
 
     Returns:
-        those that would not go.
+        the processes that did not exit.
     """
     deadline = time.monotonic() + _LIMIT_S
     while left := sorted(_find(mark)):
@@ -36,7 +36,8 @@ def sweep(mark: str) -> list[int]:
 
 
 def _find(mark: str) -> set[int]:
-    """An agent has its mark by an order only, so the kernel shows it of the processes that it started."""
+    """Find processes by their mark: an agent has it only from an order, so it is in the environment of its
+    children."""
     processes = set(orphans.marked(mark))
     leaders = set()
     for pid in processes:

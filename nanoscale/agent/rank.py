@@ -1,4 +1,4 @@
-"""What copies of the fork server do: a rank of this host, and the store that the ranks of all hosts meet at."""
+"""The copies of the fork server: a rank of this host, and the store at which the ranks of all hosts meet."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from nanoscale.runs.rank_context import STOP_SIGNALS
 from nanoscale.worker import Job
 
 _BACKLOG = 2048
-"""connections that wait for the store to accept them: all ranks connect at the same time"""
+"""Connections that wait for the store to accept them: all ranks connect at the same time."""
 _copies = get_context("forkserver")
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Where a rank writes what its agent reads."""
+    """The files that a rank writes for its agent."""
 
     stdout: Path
     stderr: Path
     failure: Path
-    """why it failed"""
+    """The reason of its failure."""
     outcome: Path
-    """a key of worker.EXIT_CODES, once its job has returned: a library can end the process with 0 too"""
+    """A key of worker.EXIT_CODES, once its job has returned: a library can also exit with 0."""
 
 
 def start_rank(
@@ -46,7 +46,7 @@ def start_rank(
     """Start a rank of this host. Blocks until the fork server has loaded torch.
 
     Args:
-        environment: which rank it is and where the ranks meet, named as torchrun does.
+        environment: the rank's identity and the address of the rendezvous, named as torchrun does.
         meet_s: how long the hosts wait for each other at first, seconds.
     """
     arguments = (os.getpid(), environment, files, run_dir, job, meet_s)
@@ -56,7 +56,7 @@ def start_rank(
 
 
 def start_store(host: Host) -> BaseProcess:
-    """Start the store that the ranks of all hosts meet at, on the first host.
+    """Start the store at which the ranks of all hosts meet, on the first host.
 
     Raises:
         OSError: another program listens on its port.
@@ -69,7 +69,7 @@ def start_store(host: Host) -> BaseProcess:
 
 
 def _listener(host: Host) -> socket.socket:
-    """Listen for the store, which by itself would do so on all interfaces in a job on one host as well."""
+    """Listen for the store, which would otherwise listen on all interfaces even in a job on one host."""
     if is_loopback(host.master_addr):
         return socket.create_server((host.master_addr, host.master_port), backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
@@ -79,7 +79,7 @@ def _listener(host: Host) -> socket.socket:
 
 
 def _serve_store(agent: int, listener: socket.socket, address: str, port: int) -> None:
-    """Serve until the agent ends this process, or has ended."""
+    """Serve until the agent ends this process, or exits."""
     _ignore(*STOP_SIGNALS, signal.SIGHUP)
     _die_with_agent(agent)
     from torch.distributed import TCPStore
@@ -103,9 +103,9 @@ def _run_rank(
     job: Job | str,
     meet_s: float,
 ) -> None:
-    """Do the job as one rank, and note how it ended.
+    """Run the job as one rank, and record how it ended.
 
-    After a failure the process ends at once: what is left to destroy could wait for lost peers.
+    After a failure the process exits at once: destroying the remaining objects could wait for lost peers.
     """
     _ignore(*STOP_SIGNALS)  # until the job listens
     _redirect(files)
@@ -116,7 +116,7 @@ def _run_rank(
             _meet(files, meet_s)
         files.outcome.write_text(worker.main(run_dir, job), encoding="utf-8")
     except BaseException as error:
-        with suppress(OSError):  # a full disk takes no traceback
+        with suppress(OSError):  # a full disk cannot store a traceback
             traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
@@ -124,13 +124,14 @@ def _run_rank(
 
 
 def _ignore(*numbers: signal.Signals) -> None:
-    """Ignore what SLURM sends to all processes of a job."""
+    """Ignore signals that SLURM sends to all processes of a job."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _die_with_agent(agent: int) -> None:
-    """End with the agent. Where the fork server is lost, a rank is asked to stop: nobody sees it end."""
+    """Exit with the agent. If the fork server is lost, a rank is asked to stop: nobody would notice its
+    end."""
     die_with(agent, group=agent)
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 

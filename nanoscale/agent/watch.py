@@ -1,4 +1,4 @@
-"""Minding the ranks of a host: telling the launcher what becomes of them, and doing what it says."""
+"""The watch over the ranks of a host: it reports their states to the launcher and follows its orders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nanoscale.agent.rank import RankFiles
 from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
 
 _STACKS_S = 0.5
-"""for the ranks to write down where they are"""
+"""Seconds for the ranks to write their stacks."""
 _REAP_S = 10.0
 _FORWARD_S = 0.25
-"""for the ranks' output, between two looks at their processes and at the launcher's orders"""
+"""Seconds for the ranks' output, between two checks of their processes and of the launcher's orders."""
 
 
 class Watch:
-    """Looks at the ranks' processes, which are ordered by local rank."""
+    """A watch over the ranks' processes, which are ordered by local rank."""
 
     def __init__(self, link: Link, host: Host, logs: RankLogs, patience_s: float) -> None:
         self._link = link
@@ -37,7 +37,7 @@ class Watch:
         self.failures: dict[int, RankFailure] = {}
 
     def look(self, processes: Sequence[BaseProcess]) -> bool:
-        """Report what is new and obey; True once no rank is left to look at.
+        """Report changes and follow orders; True once no rank is left.
 
         After a failure the launcher decides, for all hosts, when the other ranks are to end.
         """
@@ -64,7 +64,7 @@ class Watch:
         return "stopped" if "stopped" in ends else "completed"
 
     def close(self) -> None:
-        """Send what the ranks printed at last. An attempt that is to end does not wait for all of it."""
+        """Send the ranks' last output. An attempt that is to end does not wait for all of it."""
         while self._logs.forward(_FORWARD_S):
             if max(self._link.stopped_attempt, self._link.killed_attempt) >= self._host.attempt:
                 self._logs.leave_out()
@@ -75,12 +75,12 @@ class Watch:
             send(processes, signal.SIGUSR2)
             _join(processes, _STACKS_S)
         self._gather(processes)
-        # Not SIGTERM, which would be taken for a wish to stop in good order.
+        # Not SIGTERM, which would mean a regular stop.
         send(processes, signal.SIGKILL)
         _join(processes, _REAP_S)
 
     def _gather(self, processes: Sequence[BaseProcess]) -> None:
-        """What failed so far; a failure that was seen before keeps the time it was seen at."""
+        """Collect the failures so far; a known failure keeps its time."""
         before = dict(self.failures)
         for local_rank, (rank, process) in enumerate(zip(self._host.ranks, processes, strict=True)):
             files = self._logs.files[rank]
@@ -109,7 +109,7 @@ class Watch:
 
 
 def _outcome(files: RankFiles) -> str | None:
-    """Return what the job of a rank has returned; None if it did not return."""
+    """Return the result of a rank's job; None if it did not return."""
     with suppress(FileNotFoundError):
         return files.outcome.read_text(encoding="utf-8")
     return None

@@ -35,15 +35,15 @@ from nanoscale.view.run.run_report import prediction
 
 _LOG_LINES, _LOG_BYTES = 12, 1 << 14
 _NOISE = ("The hostname of the client socket cannot be retrieved",)
-"""what torch prints of any network without names for addresses"""
+"""Messages of torch on any network that does not resolve addresses to names."""
 
 
 @contextmanager
 def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
-    """The agents of all hosts, ready for the job; nothing of the run is written yet.
+    """Start the agents of all hosts, ready for the job; nothing of the run is written yet.
 
     Raises:
-        UserError: the hosts that answered cannot do what is asked.
+        UserError: the hosts that answered do not support the request.
         typer.Exit: a signal came meanwhile.
     """
     import typer
@@ -70,11 +70,11 @@ def attempt(
     signals: Signals,
     as_json: bool,
 ) -> int:
-    """Launch, follow and report attempt `number` and its restarts; the exit code of the command.
+    """Launch, follow and report attempt `number` and its restarts; return the exit code of the command.
 
     Raises:
-        UserError: a rank found that the request is wrong.
-        TakenOverError: another launcher has the run now.
+        UserError: a rank found an error in the request.
+        TakenOverError: another launcher holds the run now.
     """
     run = lock.run
     stream = sys.stderr if as_json else sys.stdout
@@ -86,7 +86,7 @@ def attempt(
         outcome = supervisor.supervise(number)
     with suppress(
         OSError, UserError
-    ):  # a full disk or a damaged file is no reason to keep the outcome from the user
+    ):  # a full disk or a damaged file must not hide the outcome from the user
         write_report(run)
     report(run, outcome, stream)
     if as_json:
@@ -97,7 +97,7 @@ def attempt(
 
 
 def precision_lines(request: Request) -> list[str]:
-    """Return what has which type, and what bf16 would give where fp32 was chosen on GPUs."""
+    """Describe the dtypes, and the speed in bf16 if fp32 was chosen on GPUs."""
     chosen = " (precision.compute=auto)" if request.asked.precision.compute == "auto" else ""
     lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
     advice = forecast(request.plan).get("in bf16") if request.plan else None
@@ -105,10 +105,10 @@ def precision_lines(request: Request) -> list[str]:
 
 
 def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
-    """Say how a run ended, and what went wrong.
+    """Report how a run ended, and its failure.
 
     Raises:
-        UserError: a rank found that the request is wrong.
+        UserError: a rank found an error in the request.
     """
     if outcome.failure is not None:
         _raise_users_error(outcome.failure)
@@ -119,7 +119,7 @@ def report(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
 def show_plan(
     run: RunDirectory, request: Request, number: int, refusals: Refusals, as_json: bool
 ) -> int:
-    """Show what a dry run of `train` or `resume` came to; return the exit code of the command."""
+    """Show the result of a dry run of `train` or `resume`; return the exit code of the command."""
     from nanoscale.config.model_math import parameters
     from nanoscale.view.run.launch_text import document, print_plan
 
@@ -137,7 +137,7 @@ def show_plan(
 
 
 def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
-    """What `train --json` and `resume --json` say at the end."""
+    """Return the final document of `train --json` and `resume --json`."""
     last = metrics.last(run)
     return {
         "run_dir": str(run.path),
@@ -151,13 +151,13 @@ def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
 
 
 def reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
-    """The last step that was trained, as far as is known: not every step is logged."""
+    """Return the last known trained step: not every step is logged."""
     end = events.last(run, "end")
     return max(last["step"] if last else 0, end["step"] if end else 0)
 
 
 def against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
-    """What was predicted beside what the last logged step took; None where there is nothing to compare."""
+    """Compare the prediction with the last logged step; None if one of them is missing."""
     if last is None:
         return None
     try:
@@ -172,7 +172,7 @@ def _beside(plan: dict[str, Any], last: dict[str, Any]) -> str:
         f"{number(last['tokens_per_s'], ',.0f')} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
     )
     if plan["hardware"]["device"] == "cpu":
-        return speed  # there a process and its libraries are measured
+        return speed  # the measurement covers a process with its libraries
     memory = plan["memory"]["allocated_gib"]
     return f"{speed}; {byte_size(GIB * last['memory_gib'])}, predicted {byte_size(GIB * memory)}"
 
@@ -184,7 +184,7 @@ def _raise_users_error(cause: Failure) -> None:
 
 
 def _print_failure(run: RunDirectory, cause: Failure) -> None:
-    """The one panel: who, why, what to do, where to read on."""
+    """Print the panel of a failure: the rank, the cause, the remedy and the log."""
     from rich.panel import Panel
     from rich.text import Text
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanoscale.config.schema import Config
 
 _RECORDED = 3
-"""steps after the timed ones, of which the first is not looked at"""
+"""Steps after the timed ones, of which the first is ignored."""
 
 
 def bench(
@@ -108,7 +108,7 @@ def _refuse_profile(config: Config) -> None:
 
 
 def _measured(config: Config, steps: int) -> Config:
-    """What the ranks train: random weights take as long as others, and the schedule has room for all steps."""
+    """Return the ranks' configuration: random weights take as long, and the schedule fits all steps."""
     assert config.train.steps is not None
     train = replace(config.train, steps=max(config.train.steps, steps), sample_tokens=0)
     return replace(config, train=train, model=replace(config.model, init_from=None))

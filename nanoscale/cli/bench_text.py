@@ -1,4 +1,4 @@
-"""What `nanoscale bench` shows."""
+"""The output of `nanoscale bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KERNELS, _NAME = 8, 66
 
 
 def print_bench(told: dict[str, Any]) -> None:
-    """The figures, from the whole to its parts."""
+    """Print the figures, from the whole to its parts."""
     screen = console()
     for line in [*_head(told), "", *_figures(told), *_parts(told), *_checkpoint(told)]:
         screen.print(line, markup=False, soft_wrap=True)
@@ -102,7 +102,7 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
 
 
 def _shortened(name: str) -> str:
-    """Names of templates run over many lines."""
+    """Shorten the names of templates, which are many lines long."""
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
 
 

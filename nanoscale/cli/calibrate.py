@@ -30,7 +30,7 @@ _OFF = 0.1
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that can be learned from."""
+    """A run that can be used for calibration."""
 
     device: str
     steady: Steady
@@ -47,8 +47,8 @@ def calibrate_from(
     """Fit the runs among the words on the hardware that the other words describe, and write the file.
 
     Raises:
-        UserError: a run cannot be learned from, the words say more than the hardware, or the file exists and
-            holds something else.
+        UserError: a run cannot be used, the words set more than the hardware, or the file exists and has other
+            content.
     """
     names, overrides = _sorted(words)
     cluster = _described(overrides, config_dir)
@@ -67,7 +67,7 @@ def calibrate_from(
 
 
 def _is_calibration(file: Path) -> bool:
-    """Return True for a file that `--calibrate` wrote."""
+    """True for a file that `--calibrate` wrote."""
     try:
         document = read_json(file)
     except (OSError, ValueError):
@@ -76,7 +76,7 @@ def _is_calibration(file: Path) -> bool:
 
 
 def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Runs and overrides. A run's path may hold any sign, an override's key no slash."""
+    """Separate runs and overrides. A run's path may contain any character, an override's key no slash."""
     names = [word for word in words if "/" in word.partition("=")[0] or "=" not in word]
     overrides = [word for word in words if word not in names]
     if not names:
@@ -92,15 +92,15 @@ def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _described(overrides: list[str], config_dir: Path | None) -> Cluster | None:
-    """The machine of the command line; None where each run says its own."""
+    """Return the machine of the command line; None if each run uses its own."""
     return compose(overrides, config_dir=config_dir).config.cluster if overrides else None
 
 
 def _readable(names: Sequence[str], cluster: Cluster | None) -> list[_Run]:
-    """All of the runs.
+    """Read all of the runs.
 
     Raises:
-        UserError: some cannot be learned from, each with the reason; or they are of several devices.
+        UserError: some cannot be used, each with the reason; or they ran on several devices.
     """
     runs, wrong = list[_Run](), list[Violation]()
     for directory in dict.fromkeys(RunDirectory.open(name) for name in names):
@@ -126,7 +126,7 @@ def _readable(names: Sequence[str], cluster: Cluster | None) -> list[_Run]:
 
 
 def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
-    """Raise a UserError where it cannot be learned from."""
+    """Read a run; raise a UserError if it cannot be used."""
     config = load(run.config)
     told = steady(run)
     if not run.metrics.exists():
@@ -138,7 +138,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
             "are needed; steps are logged each train.log_every",
         )
     device = _device(run, config, cluster)
-    # What an earlier calibration said is not the ground of another one.
+    # A new calibration does not start from the results of an earlier one.
     planned_on = cluster or replace(
         config.cluster, efficiency=None, device=None if device == CPU else device
     )
@@ -147,7 +147,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
 
 
 def _device(run: RunDirectory, config: Config, cluster: Cluster | None) -> str:
-    """The table's name of what a run computed on; of what is in no table, what the command line says."""
+    """Return the table's name of a run's device; for unlisted devices, that of the command line."""
     if config.launcher.device == "cpu":
         return CPU
     if config.cluster.device is not None:
@@ -187,7 +187,7 @@ def _document(runs: Sequence[_Run], found: Calibration, file: Path) -> dict[str,
 
 
 def _outcome(run: _Run, found: Calibration) -> dict[str, Any]:
-    """Prediction against measurement, before and after. Memory is not learned, but shown."""
+    """Compare prediction and measurement, before and after. Memory is shown, but not calibrated."""
     observation = run.observation
     before, after = predicted(observation), predicted(observation, found)
     plan = predict(observation.config, observation.hardware)
@@ -199,7 +199,7 @@ def _outcome(run: _Run, found: Calibration) -> dict[str, Any]:
         "before_error": before / observation.seconds - 1,
         "after_s": after,
         "after_error": after / observation.seconds - 1,
-        # On a CPU it is the whole process, most of which are libraries.
+        # On a CPU it is that of the whole process, mostly of libraries.
         "memory_gib": None if run.device == CPU else run.steady.memory_gib,
         "predicted_memory_gib": None if run.device == CPU else plan.worst.allocated / GIB,
     }
@@ -243,7 +243,7 @@ def _memory(run: dict[str, Any]) -> str:
 
 
 def _learned(document: dict[str, Any]) -> list[str]:
-    """The values, and how many of them were learned apart from each other."""
+    """List the values, and how many of them were identified separately."""
     lines = [
         f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
         for name, value in document["efficiency"].items()

@@ -121,13 +121,13 @@ def _how_to_undo(row: dict[str, Any]) -> str:
 
 
 class Format(StrEnum):
-    """What a checkpoint can be exported as."""
+    """The formats of exported checkpoints."""
 
     hf = "hf"
 
 
 class Dtype(StrEnum):
-    """Types of exported weights."""
+    """The dtypes of exported weights."""
 
     bf16 = "bf16"
     fp16 = "fp16"
@@ -224,7 +224,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGT]?)(i?)B?")
 
 
 def _bytes(text: str) -> int:
-    """`5GB` and the like; KB are 1000 bytes, KiB 1024."""
+    """Parse `5GB` and the like; KB are 1000 bytes, KiB 1024."""
     from nanoscale.common.errors import UserError
 
     parts = _SIZE.fullmatch(text.strip())
@@ -240,7 +240,7 @@ def _bytes(text: str) -> int:
 
 
 def _progress(as_json: bool) -> Any:
-    """A line that counts the tensors, on a terminal."""
+    """Return a function that counts the tensors in one line, on a terminal."""
     shown = sys.stderr.isatty() and not as_json
 
     def note(name: str, number: int, count: int) -> None:

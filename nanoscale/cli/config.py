@@ -132,7 +132,7 @@ def list_groups(
 
 
 def print_yaml(text: str) -> None:
-    """YAML in colour on a terminal, as it is elsewhere."""
+    """Print YAML, in colour on a terminal and unchanged elsewhere."""
     import sys
 
     if not sys.stdout.isatty():
@@ -144,10 +144,10 @@ def print_yaml(text: str) -> None:
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:
-    """What DeepSpeed would be given, with what is open resolved for this machine.
+    """Return DeepSpeed's settings, with open keys resolved for this machine.
 
     Raises:
-        UserError: the configuration breaks a law, or is for another backend.
+        UserError: the configuration breaks a rule, or is for another backend.
     """
     from nanoscale.common.errors import Violation
     from nanoscale.config.deepspeed import deepspeed_settings
@@ -163,7 +163,7 @@ def _for_deepspeed(composed: Composed) -> dict[str, Any]:
 
 
 def _named(name: str) -> list[str]:
-    """The keys that a key or a section stands for.
+    """Return the keys of a key or a section.
 
     Raises:
         UserError: there is none of this name.
@@ -188,7 +188,7 @@ def _named(name: str) -> list[str]:
 
 
 def _here(composed: Composed) -> Config | None:
-    """Return what the job would become on the devices that it would be planned for; None if it cannot run."""
+    """Return the configuration resolved for the devices of its plan; None if it cannot run."""
     from nanoscale.common.errors import UserError
     from nanoscale.launch.request import check_request
     from nanoscale.plan.hardware.machines import planned_devices

@@ -219,7 +219,7 @@ def _vocab(overrides: list[str] | None) -> int | None:
 
 
 class _Screen:
-    """How far it is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+    """A display of progress on standard error: a bar on a terminal, occasional lines elsewhere."""
 
     def __init__(self) -> None:
         self._console = console(error=True)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from nanoscale.launch.preflight.verdicts import Group, Verdict
 
 _FEW_HOSTS = 4
-"""of which everything is shown"""
+"""Up to this many hosts, everything is shown."""
 _FEW_PAIRS = 6
-"""and the slowest of more"""
+"""Up to this many pairs are shown, or the slowest of more."""
 _NO_EDGE = 1000
 
 
@@ -64,7 +64,7 @@ def doctor(
 def _machines(
     words: list[str], config_dir: Path | None, options: dict[str, Any]
 ) -> tuple[Config, Sequence[Host]]:
-    """The configuration, of which no job is looked at, and the hosts."""
+    """Return the configuration, without a job, and the hosts."""
     from nanoscale.common.devices import detect
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.rules import check_machines
@@ -83,7 +83,7 @@ def _machines(
 def _examine(
     config: Config, hosts: Sequence[Host], *, quick: bool
 ) -> tuple[list[Verdict], Measured | None]:
-    """Look at all hosts, and measure between those that can compute."""
+    """Examine all hosts, and measure between those that can compute."""
     from nanoscale.config.rules.resolution import counted
     from nanoscale.launch.fleet.fleet import Fleet
     from nanoscale.launch.lifecycle.bandwidth import Measured, measure, prepare
@@ -106,7 +106,7 @@ def _examine(
 def _document(
     names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None
 ) -> dict[str, Any]:
-    """`doctor --json`."""
+    """Return the document of `doctor --json`."""
     by_host: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for verdict in verdicts:
         by_host[verdict.host].append(_plain(verdict))
@@ -175,7 +175,7 @@ def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
 def _print_verdicts(
     screen: Console, names: Sequence[str], verdicts: Sequence[Verdict], *, verbose: bool
 ) -> None:
-    """A line for each thing that is the same for some hosts, with the remedy below it."""
+    """Print a line for each finding shared by some hosts, with the remedy below it."""
     from rich.table import Table
     from rich.text import Text
 
@@ -197,7 +197,7 @@ def _print_verdicts(
 
 
 def _without_label(group: Group) -> str:
-    """What was found, where the check stands beside it."""
+    """Return the finding without its check's name, which is printed beside it."""
     label, finding = f"{group.check} ", group.finding
     return finding[len(label) :] if finding.lower().startswith(label) else finding
 
@@ -256,7 +256,7 @@ def _print_pairs(screen: Console, figures: Figures, *, verbose: bool) -> None:
 
 
 def _print_table(screen: Console, table: Table) -> None:
-    """A file has no edge to wrap at, and no use for blanks at the ends of lines."""
+    """Print a table; a file has no edge to wrap at, and needs no trailing blanks."""
     if screen.is_terminal:
         screen.print(table)
         return

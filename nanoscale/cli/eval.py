@@ -160,7 +160,7 @@ def _loss(
 def _of_run(
     name: str, words: list[str], step: int | None, options: dict[str, Setting], trust: bool
 ) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
-    """The run's configuration with the changes, checked against the machines, and what to evaluate."""
+    """Return the run's configuration with the changes, checked against the machines, and the checkpoint."""
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.compose import compose
@@ -174,8 +174,8 @@ def _of_run(
     require_model(run, stored)
     config, hosts = _checked(composed)
     config = replace(config, run=load(run.config).run)
-    # Its checkpoint has the weights; the folder that it began with may be gone.
-    if config.lora.rank:  # the checkpoint has the adapters alone
+    # Its checkpoint has the weights; the initial folder may be missing.
+    if config.lora.rank:  # the checkpoint has only the adapters
         from nanoscale.checkpoint.hf.adapters import require_base_of
 
         require_base_of(config, stored.manifest, "model.init_from=/where/it/is/now")
@@ -186,7 +186,7 @@ def _of_run(
 def _of_folder(
     folder: Path, words: list[str], options: dict[str, Setting]
 ) -> tuple[Config, tuple[Host, ...]]:
-    """A configuration that begins with the weights of a Hugging Face folder."""
+    """Return a configuration that starts from the weights of a Hugging Face folder."""
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.violations import override
     from nanoscale.launch.preflight.pretrained import with_weights
@@ -208,7 +208,7 @@ def _checked(composed: Any) -> tuple[Config, tuple[Host, ...]]:
 
 
 def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
-    """`eval --json`. What is no number, or beyond all bounds, is null."""
+    """Return the document of `eval --json`. Values that are not finite are null."""
     from nanoscale.config.derive import derive
 
     parts = [_part(part) for part in figures["parts"]]
@@ -230,7 +230,7 @@ def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> 
 
 
 def _part(figures: dict[str, Any]) -> dict[str, Any]:
-    """The same of one source."""
+    """Return the same for one source."""
     loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
     bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
     named = {name: figures[name] for name in ("name", "samples", "tokens", "seconds", "bytes")}
@@ -300,7 +300,7 @@ def _run_tasks(
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's; what is no finite number is null."""
+    """Convert numpy's numbers to Python's; numbers that are not finite become null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, bool | str | int | None):

@@ -1,4 +1,5 @@
-"""Files that the user names: none is replaced unless `--overwrite` says so, and each is written whole."""
+"""Files that the user names: none is replaced unless `--overwrite` is given, and each is written
+completely."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def require_writable(
         is_own: returns True for a file that this command wrote itself, which it may replace.
 
     Raises:
-        UserError: the file exists, is a folder, or is in no folder that can be written to.
+        UserError: the file exists, is a folder, or its folder is not writable.
     """
     if file.is_dir() or not file.parent.is_dir():
         raise UserError("usage", f"{file} cannot be written: name a file in a folder that exists")
@@ -40,11 +41,11 @@ def require_writable(
 
 
 def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
-    """Write a file that `require_writable` has admitted, whole or not at all, in UTF-8.
+    """Write a file that `require_writable` has admitted, completely or not at all, in UTF-8.
 
     Raises:
         UserError: the file exists by now, or cannot be written there.
-        OSError: the disk does not take it.
+        OSError: the disk is full or failing.
     """
     from nanoscale.runs.directory import write_atomically
 
@@ -54,13 +55,13 @@ def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:
             with file.open("w", encoding="utf-8") as stream:
                 stream.write(text)
         else:
-            write_atomically(file.resolve(), text)  # what a link leads to, not the link
+            write_atomically(file.resolve(), text)  # the target of a link, not the link
     except (FileNotFoundError, PermissionError) as error:  # /proc, which takes no files
         raise UserError("usage", f"{option} {file}: {error.strerror}") from error
 
 
 def _free(file: Path) -> str:
-    """Return a name like the file's that no file has."""
+    """Return an unused name similar to the file's."""
     number = 2
     while (other := file.with_stem(f"{file.stem}-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""`train` and `submit` plan first: what does not fit is not launched."""
+"""The plan before `train` and `submit`: jobs that do not fit are not launched."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Force = Annotated[
 
 
 def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
-    """The same with its plan, if it may be launched; without one where its devices are not known from here.
+    """Return the request with its plan, if it may be launched; without one if its devices are not known here.
 
     Raises:
-        UserError: of kind `plan`, it does not fit, and nobody insists; or `cluster` names what is unknown.
+        UserError: of kind `plan`, it does not fit, and `force` is not set; or `cluster` names unknown
+            hardware.
     """
     from dataclasses import replace
 
@@ -43,10 +44,10 @@ def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
 
 
 def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:
-    """Let pass a job whose checkpoints have room on the disk.
+    """Require that the disk has room for the job's checkpoints.
 
     Raises:
-        UserError: of kind `plan`, there is no room for a single one, and nobody insists.
+        UserError: of kind `plan`, there is no room for a single one, and `force` is not set.
     """
     if not force:
         with refusals.gather():
@@ -54,7 +55,7 @@ def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:
 
 
 def saving_of(request: Request) -> SavingPlan:
-    """Return when the job saves checkpoints, and what they need on the disk."""
+    """Return the plan of the job's checkpoints and their disk space."""
     from nanoscale.plan.saving import plan_saving
 
     step_s = request.plan["step_time_s"] if request.plan else None
@@ -62,7 +63,7 @@ def saving_of(request: Request) -> SavingPlan:
 
 
 def saving_lines(request: Request) -> list[str]:
-    """Return the same as lines to show, warnings included."""
+    """Return the plan of checkpoints as lines to show, warnings included."""
     saving = saving_of(request)
     lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
     return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]

@@ -52,7 +52,7 @@ TokenizerOf = Annotated[
 
 
 class Dtype(StrEnum):
-    """Types to compute in."""
+    """The dtypes to compute in."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -145,7 +145,8 @@ def generate(
 
 
 def calm_threads() -> None:
-    """Before torch is loaded: its threads spin so long that one busy neighbour slows a token twentyfold."""
+    """Limit torch's threads before it is loaded: they spin so long that one busy process slows a token
+    twentyfold."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -187,7 +188,7 @@ def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_j
 
 
 def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] | None:
-    """What to go on from; None where somebody is to be asked."""
+    """Return the prompts; None if the user is to be asked."""
     from nanoscale.generate.prompts import read_prompts
 
     if prompt is not None:
@@ -227,7 +228,7 @@ def _answer_one(opened: Opened, prompt: str, wish: Wish, as_json: bool) -> None:
 def _answer_all(
     opened: Opened, records: list[dict[str, Any]], wish: Wish, out: Path | None, as_json: bool
 ) -> None:
-    """Every prompt with the same seed, so that its answer does not depend on the others."""
+    """Answer every prompt with the same seed, so that its answer does not depend on the others."""
     from nanoscale.generate.writing import encode
 
     encoded = [encode(opened, record["prompt"]) for record in records]  # all errors come first
@@ -282,7 +283,7 @@ def _talk(opened: Opened, wish: Wish) -> None:
 
 
 def _stream(opened: Opened, prompt: str, tokens: list[int], wish: Wish, *, shown: bool) -> Written:
-    """Write an answer. If `shown`, it appears as it comes."""
+    """Write an answer; if `shown`, print it as it comes."""
     from nanoscale.generate.writing import Written, write
 
     written = Written(prompt)

@@ -1,4 +1,4 @@
-"""The options that say on which hosts a job runs: each is a key, set without Hydra's grammar."""
+"""The options for the hosts of a job: each is a key, set without Hydra's grammar."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def as_settings(
     num_gpus: int | None = None,
     no_preflight: bool = False,
 ) -> dict[str, Setting]:
-    """What `compose` takes as `options`: the keys of the options that were given."""
+    """Return the keys of the given options, in the form of `compose`'s `options`."""
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
 
@@ -88,5 +88,5 @@ def as_settings(
 
 
 def _number(text: str | None) -> int | str | None:
-    """What YAML would make of it."""
+    """Convert a text as YAML would."""
     return int(text) if text and text.isascii() and text.isdecimal() and len(text) < 7 else text

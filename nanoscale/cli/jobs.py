@@ -1,4 +1,4 @@
-"""The SLURM jobs of runs, as far as can be told from here."""
+"""The SLURM jobs of runs, as far as they are known here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nanoscale.runs.submission import Submission
 from nanoscale.runs.trust import is_own
 
 ASK_S = 2.0
-"""between two questions to SLURM, which answers many people"""
+"""Seconds between two queries to SLURM, which serves many users."""
 
 _UNSETTLED = ("prepared", "starting", "running", "preempted")
-"""states in which SLURM may know more of a run than its directory"""
+"""States in which SLURM may know more about a run than its directory."""
 
 _ENDS = {
     "CANCELLED": "cancelled",
@@ -28,18 +28,18 @@ _ENDS = {
     "PREEMPTED": "preempted",
     "TIMEOUT": "out of time",
 }
-"""how SLURM ends a job, in words"""
+"""SLURM's end states, in words."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a run, and what SLURM says of it."""
+    """The job of a run, and its state in SLURM."""
 
     submission: Submission
     state: JobState | None
-    """None where SLURM knows it no more, or could not be asked"""
+    """None if SLURM does not know it any more, or could not be asked."""
     problem: str = ""
-    """why SLURM could not be asked"""
+    """The reason why SLURM could not be asked."""
 
     def __str__(self) -> str:
         return f"job {self.submission}"
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def is_there(self) -> bool:
-        """Whether it waits or runs."""
+        """True if it waits or runs."""
         return self.state is not None and not self.state.ended
 
     @property
@@ -59,13 +59,13 @@ class Job:
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """Its end, in words."""
         if self.state is None:
             return "gone" if self.submission.cancelled is None else "cancelled"
         return _ENDS.get(self.state.state, self.state.state.lower())
 
     def sentence(self) -> str:
-        """All that is known of it, in one line."""
+        """Return all that is known of it, in one line."""
         if self.problem:
             return f"{self}: SLURM cannot be asked here: {self.problem}"
         if self.state is None and self.submission.cancelled is not None:
@@ -87,14 +87,14 @@ class Job:
         return ", ".join(words)
 
     def document(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the document for `--json`."""
         state = None if self.state is None else asdict(self.state)
         about = asdict(self.submission) | {"job": str(self.submission)}
         return about | {"slurm": state, "problem": self.problem or None}
 
 
 def output_of(run: RunDirectory, one: Submission) -> Path | None:
-    """What the batch script of a job printed; None where it is not one of `nanoscale submit`."""
+    """Return the log of a job's batch script; None if it was not written by `nanoscale submit`."""
     if one.script is None:
         return None
     folder = run.logs if one.task is None else Path(one.script).parent
@@ -102,7 +102,8 @@ def output_of(run: RunDirectory, one: Submission) -> Path | None:
 
 
 def way_on(run: RunDirectory) -> str:
-    """Return what to type to continue a run that has ended: no script that somebody else's folder names."""
+    """Return the command that continues a run that has ended: never a script that another user's folder
+    names."""
     one = submission.read(run)
     if one is None or one.script is None or not is_own(run):
         return shlex.join(["nanoscale", "resume", run.reference])
@@ -111,7 +112,7 @@ def way_on(run: RunDirectory) -> str:
 
 
 def ways_on(run: RunDirectory) -> list[str]:
-    """The last lines about a run that has ended early: what to type, and whether that starts from step 1."""
+    """Return the last lines about a run that ended early: the command, and whether that starts from step 1."""
     if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
         return [f"  go on       {way_on(run)}"]
     return [
@@ -121,13 +122,13 @@ def ways_on(run: RunDirectory) -> list[str]:
 
 
 def job_of(run: RunDirectory) -> Job | None:
-    """The newest job of a run; None where it was never handed to SLURM."""
+    """Return the newest job of a run; None if it was never submitted to SLURM."""
     one = submission.read(run)
     return None if one is None else _ask([one])[str(one)]
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:
-    """The jobs of those runs that have one; SLURM is asked once, of runs that may wait or go on."""
+    """Return the jobs of those runs that have one; SLURM is asked once, about runs that may wait or run."""
     handed = {run: one for run in runs if (one := submission.find(run)) is not None}
     jobs = _ask([one for run, one in handed.items() if status.read(run).state in _UNSETTLED])
     return {run: jobs.get(str(one), Job(one, None)) for run, one in handed.items()}
@@ -144,8 +145,8 @@ def _ask(handed: Sequence[Submission]) -> dict[str, Job]:
 
 
 def in_words(state: str, going_on: bool, job: Job | None) -> str:
-    """Where a run stands: a launcher that was killed, or never began, could not write it down."""
-    if job is not None and job.waits:  # of a launcher on a host that is lost, this is surer
+    """Return the state of a run in words: a launcher that was killed, or never began, could not record it."""
+    if job is not None and job.waits:  # more certain than a launcher on a lost host
         return f"queued ({job})"
     if going_on:
         return state
@@ -159,7 +160,7 @@ def in_words(state: str, going_on: bool, job: Job | None) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """A UNIX time for people."""
+    """Format a UNIX time for people."""
     if not seconds:
         return "?"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

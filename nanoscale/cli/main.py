@@ -1,4 +1,4 @@
-"""`nanoscale`: one verb a module, of which only the one asked for is imported."""
+"""The command `nanoscale`: one module per verb, of which only the requested one is imported."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ VERBS = (
     "config",
     "recipes",
 )
-"""module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name"""
+"""Module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name."""
 
 
 _CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "bench", "config")
-"""verbs that take overrides"""
+"""Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code."""
     display.prepare_streams()
-    gc.set_threshold(100_000)  # what is imported and composed is no garbage: look for it rarely
+    gc.set_threshold(100_000)  # imported and composed objects are no garbage: search rarely
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run(arguments)
-    gc.freeze()  # nor is it worth a search when the process ends
+    gc.freeze()  # no search for garbage when the process ends
     sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line; its exit code."""
+    """Run a command line; return its exit code."""
     arguments = arguments or ["--help"]
     as_json = "--json" in arguments
     try:
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
         return exit_code(error)
     except typer.TyperException as error:
         if error.format_message().startswith("Usage:"):
-            # A group without a sub-command hands us its help text as the error.
+            # A group without a sub-command gives its help text as the error.
             display.note(error.format_message())
             return WRONG_REQUEST
         show_error(_usage_error(error, arguments), as_json=as_json)
@@ -78,14 +78,14 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except display.ReaderLeftError:
-        # Who read our output has seen enough; what is left in the buffer goes nowhere.
+        # Our output's reader has closed it; the rest of the buffer is dropped.
         display.give_up(sys.stdout)
         return DONE
     except OSError as error:
         if error.errno in _DISK_ERRORS:
             display.note(f"error: the disk does not take what is written: {error}")
             return FAILED
-        if error.filename is not None:  # a file of the user's that is not what it should be
+        if error.filename is not None:  # an unsuitable file of the user's
             file = UserError("usage", f"{error.filename}: {error.strerror}")
             show_error(file, as_json=as_json)
             return WRONG_REQUEST
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> int:
 
 
 def build(arguments: Sequence[str]) -> typer.Typer:
-    """The application, with the verb that the arguments ask for, or with all of them."""
+    """Return the application, with the requested verb, or with all of them."""
     app = typer.Typer(
         add_completion=False, no_args_is_help=False, rich_markup_mode=None, callback=_options
     )
@@ -128,7 +128,7 @@ def _options(
 
 
 def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserError:
-    """A mistake in options or commands, in the form of every other mistake."""
+    """Return a mistake in options or commands, in the form of all other mistakes."""
     message = error.format_message().rstrip(".")
     option = getattr(error, "option_name", None)
     if not isinstance(option, str):
@@ -150,7 +150,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """The value that follows an option, as in `--steps 3` and `--steps=3`; None for a flag."""
+    """Return the value that follows an option, as in `--steps 3` and `--steps=3`; None for a flag."""
     position = next((i for i, word in enumerate(arguments) if word.startswith(option)), None)
     if position is None:
         return None
@@ -162,7 +162,7 @@ def _value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _with_value(option: str, value: str | None, context: typer.Context | None) -> str:
-    """An option with the value that was given to a mistyped one, if it takes one."""
+    """Return an option with the value of a mistyped one, if it takes one."""
     parameters = context.command.params if context is not None else ()
     flags = {name for it in parameters if getattr(it, "is_flag", False) for name in it.opts}
     return (
@@ -175,7 +175,8 @@ def _with_value(option: str, value: str | None, context: typer.Context | None) -
 def _as_overrides(
     option: str, value: str | None, arguments: Sequence[str]
 ) -> tuple[tuple[str, ...], str]:
-    """The overrides for `--steps 3`, as other programs spell `train.steps=3`, and how the key differs."""
+    """Return the overrides for `--steps 3`, another program's form of `train.steps=3`, and the key's
+    difference."""
     if arguments[0] not in _CONFIGURED:
         return (), ""
     from nanoscale.config.composing.library import Library
@@ -193,7 +194,7 @@ def _as_overrides(
 
 
 def _show_fault() -> None:
-    """Something that no user can mend: the exception and where it was raised."""
+    """Report an internal error: the exception and its origin."""
     import traceback
 
     display.note(traceback.format_exc(limit=-6), end="")

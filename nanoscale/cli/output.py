@@ -1,4 +1,4 @@
-"""What every command shares: one JSON document on standard output, errors on standard error."""
+"""The shared output of commands: one JSON document on standard output, errors on standard error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AsJson = Annotated[
 
 
 def print_json(document: Any) -> None:
-    """Write the one JSON document of a command; what a terminal would obey is escaped as JSON has it."""
+    """Write the one JSON document of a command; control characters are escaped in JSON's form."""
     ascii_only = not display.has_utf8(sys.stdout)
     text = json.dumps(document, indent=2, ensure_ascii=ascii_only)
     display.show(re.sub(r"[^\n -~]", _escaped, text))
@@ -39,12 +39,12 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def console(*, error: bool = False) -> Console:
-    """Where human output goes."""
+    """Return the console for human output."""
     return display.console(sys.stderr if error else sys.stdout)
 
 
 def show_error(error: UserError, *, as_json: bool) -> None:
-    """Say what is wrong, where it was set and what to type instead; as JSON too if asked for."""
+    """Show an error: the problem, its source and the suggestions; as JSON too if requested."""
     if as_json:
         with display.surviving(sys.stdout):
             print_json({"error": error_document(error)})
@@ -62,7 +62,7 @@ def exit_code(error: UserError) -> int:
 
 
 def error_document(error: UserError) -> dict[str, Any]:
-    """`kind`, `message` and every violation with its key, value, source and suggestions."""
+    """Return `kind`, `message` and every violation with its key, value, source and suggestions."""
     violations = [
         {
             "key": violation.key,
@@ -78,12 +78,12 @@ def error_document(error: UserError) -> dict[str, Any]:
 
 
 def _as_json(value: object) -> object:
-    """JSON has no infinity and no NaN."""
+    """Replace infinity and NaN, which JSON lacks, by null."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def error_text(error: UserError) -> Text:
-    """The error as lines; several violations as a list."""
+    """Return the error as lines; several violations as a list."""
     from rich.text import Text
 
     text = Text()
@@ -109,7 +109,7 @@ def _append_sentence(text: Text, violation: Violation) -> None:
 
 
 def _append_details(text: Text, violation: Violation, indent: str) -> None:
-    """Where it was set, and what to type instead."""
+    """Append the source of a violation, and its suggestions."""
     if violation.key and violation.source:
         text.append(f"{indent}from: ", style="dim")
         text.append(f"{violation.source}\n")
@@ -126,7 +126,7 @@ def _append_details(text: Text, violation: Violation, indent: str) -> None:
 
 @contextmanager
 def saying() -> Iterator[Callable[[str], None]]:
-    """For what is being done at the moment, where somebody is looking: the last line of what it is told."""
+    """Provide a function that shows the current activity in the last line of a terminal."""
     screen = console(error=True)
     if not screen.is_terminal:
         yield lambda _: None

@@ -89,7 +89,7 @@ def copy(
 
 
 def _as_recipe(path: Path) -> str:
-    """A path as the value of an override."""
+    """Return a path as the value of an override."""
     return str(path) if path.is_absolute() else f"./{path}"
 
 

@@ -14,7 +14,7 @@ class Refusals:
     """The errors of a request that is complete enough to be shown nevertheless.
 
     Args:
-        postponed: keep the errors for `show` (a dry run) and do not raise them.
+        postponed: keep the errors for `show` (a dry run) instead of raising them.
     """
 
     def __init__(self, *, postponed: bool = False) -> None:
@@ -32,7 +32,7 @@ class Refusals:
             self._errors.append(error)
 
     def document(self) -> dict[str, Any]:
-        """Return the error of the launch as `--json` has it; empty if it would begin."""
+        """Return the error of the launch for `--json`; empty if it would begin."""
         return {"error": error_document(self._errors[0])} if self._errors else {}
 
     def show(self) -> int:

@@ -97,7 +97,7 @@ def _print(screen: Console, about: dict[str, Any]) -> None:
 
 
 def _curve(name: str, points: list[tuple[int, float | None]], width: int) -> str:
-    """One line: first value, the course in blocks, last value; `!` where it was not finite."""
+    """Return one line: first value, the course in blocks, last value; `!` for values that were not finite."""
     values = [value for _, value in points]
     known = [value for value in values if value is not None]
     first, last = ("not finite" if v is None else f"{v:.4g}" for v in (values[0], values[-1]))

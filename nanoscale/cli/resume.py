@@ -47,7 +47,7 @@ IDENTITY = (
     "train.seq_len",
     "train.seed",
 )
-"""what a checkpoint's tensors, or its number of consumed samples, would not fit if it changed"""
+"""Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
 
 
 def resume(
@@ -107,7 +107,7 @@ def resume(
             _say_complete(directory, request.config, as_json)
             return DONE
         _say_what_differs(previous, request.config)
-        # What went before goes on as it was, whatever is predicted.
+        # An unchanged run continues, whatever the prediction.
         require_disk(request, refusals, force=force)
         force = force or not differences(previous, request.config)
         request = planned(request, refusals, force=force)
@@ -120,7 +120,7 @@ def resume(
 
 
 def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -> Request:
-    """The frozen configuration with the changes, checked against the machines.
+    """Return the frozen configuration with the changes, checked against the machines.
 
     Raises:
         UserError: the changes are wrong, or would make it another run.
@@ -149,7 +149,7 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
     other = [key for key in other if manifest_key(key) not in restored]
     if not run.checkpoint_steps():
         other = []
-    if new.lora.rank:  # the model may have moved, if it is the same
+    if new.lora.rank:  # the model may have moved, if it is unchanged
         other = [key for key in other if key not in ("model.init_from", "model.name")]
     another = shlex.join(["nanoscale", "train", "--config", str(run.config), *words])
     violations = [
@@ -209,7 +209,7 @@ def _require_recorded(
 
 
 def _restored(stored: StoredCheckpoint | None, new: Config) -> set[str]:
-    """Keys that have the value that the checkpoint was saved with."""
+    """Return the keys that have the value of the checkpoint."""
     from nanoscale.checkpoint.configuration import IN_MANIFEST, values
 
     recorded = stored.manifest.get(IN_MANIFEST, {}) if stored is not None else {}
@@ -217,7 +217,7 @@ def _restored(stored: StoredCheckpoint | None, new: Config) -> set[str]:
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys whose values differ, with the old and the new one."""
+    """Return the keys whose values differ, with the old and the new one."""
     from dataclasses import asdict
 
     before, after = _flat(asdict(old)), _flat(asdict(new))
@@ -244,7 +244,7 @@ def _say_what_differs(old: Config, new: Config) -> None:
 
 
 def _say_where_from(run: RunDirectory) -> None:
-    """Say which checkpoint the ranks will find, after a look at all that can be seen without reading it.
+    """Report the checkpoint that the ranks will load, after all checks that do not read it.
 
     Raises:
         UserError: there are checkpoints, and all of them are damaged.
@@ -259,7 +259,7 @@ def _say_where_from(run: RunDirectory) -> None:
     for stored in reversed(list_checkpoints(run.checkpoints)):
         try:
             damage = find_damage(stored.path, sums=False)
-        except OSError:  # it may be intact, and be read where the ranks run
+        except OSError:  # it may be intact, and readable on the ranks' hosts
             damage = []
         if not damage:
             name = stored.path.name

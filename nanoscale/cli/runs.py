@@ -110,7 +110,7 @@ def show_logs(
 
 
 class _GoingOn:
-    """Tells whether a run goes on, or waits in SLURM's queue."""
+    """A test whether a run is active, or waits in SLURM's queue."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -131,7 +131,7 @@ class _GoingOn:
 
 
 def _summary_or_problem(run: RunDirectory, job: Job | None) -> dict[str, Any]:
-    """The summary, or what is wrong with a damaged file: the other runs are listed all the same."""
+    """Return the summary, or the problem of a damaged file: the other runs are listed anyway."""
     from nanoscale.common.errors import UserError
 
     try:
@@ -145,11 +145,11 @@ _UNKNOWN = (
     "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
     "started", "ended",
 )  # fmt: skip
-"""of the summary of a run with a damaged file"""
+"""The unknown keys in the summary of a run with a damaged file."""
 
 
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
-    """One run in a few values."""
+    """Summarise one run in a few values."""
     from nanoscale.cli.jobs import in_words
     from nanoscale.config.composing.frozen import load
     from nanoscale.runs import lock, metrics, status
@@ -232,7 +232,7 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
 
 
 def _batch_logs(run: RunDirectory) -> list[Path]:
-    """What the batch script of the run's job printed."""
+    """List the log of the batch script of the run's job."""
     from nanoscale.cli.jobs import output_of
     from nanoscale.runs import submission
 
@@ -247,7 +247,7 @@ def _log_files(
     rank: int | None,
     stream: Literal["out", "err"] | None,
 ) -> list[Path]:
-    """The log files of an attempt, the last if None, by rank, then host, then stream."""
+    """List the log files of an attempt, the last if None, by rank, then host, then stream."""
     attempt = run.last_attempt() if attempt is None else attempt
     files = []
     for path in run.attempt_logs(attempt).glob("*.rank-*"):

@@ -52,7 +52,7 @@ def stop_run(
 
 
 def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
-    """Cancel a job that waits; the job where it has begun meanwhile."""
+    """Cancel a job that waits; return the job if it has begun meanwhile."""
     from dataclasses import replace
 
     from nanoscale.cli.jobs import job_of
@@ -90,7 +90,7 @@ def _ask(run: RunDirectory, owner: Owner | None, job: Job | None) -> None:
 
 
 def _require_own(run: RunDirectory, job: Job) -> None:
-    """Raise a UserError where slurm.json may name the job of another run, since somebody else wrote it."""
+    """Raise a UserError if slurm.json may name the job of another run, since another user wrote it."""
     import re
     import shlex
 
@@ -110,7 +110,7 @@ def _require_own(run: RunDirectory, job: Job) -> None:
 
 
 def _note(run: RunDirectory) -> None:
-    """Tell the launcher whose signal the next one is: the run is then stopped, not preempted."""
+    """Record that the next signal is the user's: the run is then stopped, not preempted."""
     from nanoscale.runs import events
 
     with suppress(OSError):

@@ -39,10 +39,10 @@ _BLAMED = (
     (r"node (count|configuration)", "launcher.nodes", _NODES),
     (r"unrecognized option|ambiguous", "launcher.slurm.directives", "sbatch --help"),
 )
-"""what sbatch complains of, the key that it may be about, and what tells more"""
+"""sbatch's complaint, the key that it may be about, and a command that shows more."""
 
 _ALIKE = ("launcher.", "cluster.python", "run.root")
-"""keys that the script of an array follows from"""
+"""Keys that the script of an array depends on."""
 
 
 def submit(
@@ -80,7 +80,7 @@ def submit(
     variants = expand(overrides or [])
     requests: list[Request] = []
     for one in variants:
-        asked = trust or bool(requests)  # what was trusted for the first of them
+        asked = trust or bool(requests)  # trusted for the first of them
         words = list(one.words)
         requests.append(
             _request(words, config, config_dir, options, fetch=not dry_run, trust=asked)
@@ -116,7 +116,8 @@ def _request(
     fetch: bool,
     trust: bool,
 ) -> Request:
-    """One run, checked against as many nodes as SLURM will be asked for; `fetch` as in `with_weights`."""
+    """Return one run, checked against as many nodes as are requested from SLURM; `fetch` as in
+    `with_weights`."""
     from dataclasses import replace
 
     from nanoscale.config.composing.compose import Setting, compose
@@ -141,7 +142,7 @@ def _request(
 
 
 def _refuse_other_launchers(composed: Composed) -> None:
-    """A launcher that somebody chose is not put aside in silence."""
+    """Refuse another launcher that was chosen explicitly, instead of ignoring it silently."""
     from nanoscale.common.errors import Violation
     from nanoscale.config.violations import refuse
 
@@ -154,7 +155,7 @@ def _refuse_other_launchers(composed: Composed) -> None:
 
 
 def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> Batch:
-    """The runs with their names.
+    """Return the runs with their names.
 
     Raises:
         UserError: they cannot be one job.
@@ -211,7 +212,7 @@ def _refuse_unlike(one: Request, other: Request) -> None:
 
 
 def _refused(error: SlurmError, composed: Composed) -> UserError:
-    """What sbatch said, with the key that it may be about."""
+    """Return sbatch's message as an error, with the key that it may be about."""
     from functools import reduce
 
     from nanoscale.common.errors import UserError, Violation
@@ -247,7 +248,7 @@ def _document(
 
 
 def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bool) -> None:
-    """`--dry-run`."""
+    """Show the result of `--dry-run`."""
     import shutil
 
     from nanoscale.cli.fit import saving_lines, saving_of
@@ -301,7 +302,7 @@ def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
 
 
 def _print_runs(batch: Batch, variants: list[Variant]) -> None:
-    """Which run has which values."""
+    """Print the values of each run."""
     from rich.table import Table
 
     table = Table("run", *variants[0].chosen, box=None)

@@ -83,11 +83,11 @@ def compose_request(
     fetch: bool = True,
     trust: bool = False,
 ) -> Request:
-    """What the words and options ask for, checked against the machines, with the run's name.
+    """Return the request of overrides and options, checked against the machines, with the run's name.
 
     Args:
-        refusals: what to do where no run can be created; None: raise.
-        fetch: the weights of a model that is given by its name are fetched, if they are not here.
+        refusals: the receiver of an error if no run can be created; None: raise.
+        fetch: True to download the weights of a model that is given by its name.
         trust: run the code and programs that another user's frozen configuration names.
     """
     from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run folder from somebody else: what it would run is shown and asked about before anything is started."""
+"""Confirmation before a run folder of another user names code or programs that would be executed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Trust = Annotated[
 def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -> None:
     """Ask before a frozen configuration that this user's own runs did not make names code or programs.
 
-    Values that the command line sets instead need no question.
+    Values that the command line replaces need no confirmation.
 
     Args:
         file: config.yaml of a run.
-        compose: returns it with what the command line changes.
+        compose: returns it with the command line's changes.
 
     Raises:
         UserError: nobody can be asked, or the answer is no.
@@ -39,7 +39,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 
     try:
         config = load(file)
-    except UserError:  # it is no configuration of a run, and may choose groups, as a recipe
+    except UserError:  # it is no configuration of a run, and may choose groups like a recipe
         config = compose().config
     values = executed(config)
     if trust or not values or is_signed(file.absolute().parent, config):
@@ -55,7 +55,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:
-    """Yield each value that the file sets and nothing on the command line replaces."""
+    """Yield each value that the file sets and the command line does not replace."""
     from nanoscale.common.errors import Violation
     from nanoscale.config.reference import meaning
 

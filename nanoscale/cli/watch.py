@@ -51,7 +51,7 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
 
 
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
-    """Show all that the run does until nobody works on it; what became of its job."""
+    """Show the run's events until nobody works on it; return the state of its job."""
     from nanoscale.cli.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
@@ -75,7 +75,7 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
 
 
 def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
-    """Show what a launcher does until it lets go of the run."""
+    """Show a launcher's events until it releases the run."""
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.derive import derive
     from nanoscale.runs import lock
@@ -93,7 +93,7 @@ def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
 
 
 def _current_plan(run: RunDirectory) -> LaunchPlan | None:
-    """The plan of the attempt that goes on; None between two attempts."""
+    """Return the plan of the running attempt; None between two attempts."""
     from nanoscale.launch.lifecycle.command import read_plan
     from nanoscale.runs import status
 
@@ -103,7 +103,7 @@ def _current_plan(run: RunDirectory) -> LaunchPlan | None:
 
 
 def _outcome(run: RunDirectory) -> Outcome | None:
-    """How the run ended; None where its launcher could not write that down."""
+    """Return how the run ended; None if its launcher could not record it."""
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.runs import failure, status
 
@@ -115,7 +115,7 @@ def _outcome(run: RunDirectory) -> Outcome | None:
 
 
 def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
-    """Nobody wrote down how the run ended, or it never began."""
+    """Report that nobody recorded how the run ended, or that it never began."""
     from nanoscale.cli.jobs import in_words, output_of, ways_on
     from nanoscale.runs import status
 

@@ -1,4 +1,4 @@
-"""The folder of what can be made again: prepared corpora."""
+"""The folder of reproducible files: prepared corpora."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_path(named: str | None) -> Path:
-    """`named` (data.cache_dir), $NANOSCALE_CACHE or nanoscale/ in the user's cache folder.
+    """Return `named` (data.cache_dir), $NANOSCALE_CACHE or nanoscale/ in the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home.
@@ -19,13 +19,13 @@ def cache_path(named: str | None) -> Path:
 
 
 def user_settings() -> Path:
-    """Return the folder of the settings of the user's programs. Raises as `cache_path` does."""
+    """Return the folder of the settings of the user's programs. Raises like `cache_path`."""
     base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     return base if base.is_absolute() else Path.home() / ".config"
 
 
 def user_cache() -> Path:
-    """Where the user's programs keep what they can make again."""
+    """Return the folder for files that the user's programs can make again."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification has relative ones ignored.
+    # The specification says that relative paths are ignored.
     return base if base.is_absolute() else Path.home() / ".cache"

@@ -1,4 +1,4 @@
-"""What this host has to compute with, found without torch."""
+"""The compute devices of this host, found without torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Devices:
-    """What this host has to train on."""
+    """The devices of this host for training."""
 
     kind: Literal["cpu", "cuda"]
     count: int
-    """GPUs, or CPU cores where there is no GPU"""
+    """GPUs, or CPU cores if there is no GPU."""
     names: tuple[str, ...] = ()
     cores: int = 1
-    """CPU cores that the ranks may use together"""
+    """CPU cores that the ranks may use together."""
 
 
 def detect() -> Devices:
-    """The GPUs that CUDA would show a program here; the CPU's cores where there is none."""
+    """Return the GPUs that CUDA would show a program here; the CPU's cores if there is none."""
     gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         return Devices("cuda", len(gpus), tuple(name for name, _ in gpus), cores())
@@ -34,20 +34,20 @@ def detect() -> Devices:
 
 
 def cores() -> int:
-    """CPU cores that this process may use: its affinity, and its container's quota."""
+    """Count the CPU cores that this process may use: its affinity, and its container's quota."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, int(min(count or 1, _quota())))
 
 
 Gpu = tuple[str, str]
-"""name and UUID"""
+"""Name and UUID."""
 
 
 def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
-    """What is left of the host's GPUs under a CUDA_VISIBLE_DEVICES, in CUDA's reading of it.
+    """Return the host's GPUs that a CUDA_VISIBLE_DEVICES leaves, by CUDA's rules.
 
-    Entries are indices or beginnings of UUIDs; the first one that names no GPU, or one a second
-    time, ends the list. An instance of a partitioned GPU (MIG) counts as a device.
+    Entries are indices or beginnings of UUIDs; the first one that names no GPU, or one a second time, ends the
+    list. An instance of a partitioned GPU (MIG) counts as a device.
     """
     if setting is None:
         return gpus
@@ -87,12 +87,12 @@ def _gpus() -> list[Gpu]:
 
 
 def driver() -> str | None:
-    """Version of the GPUs' driver; None where there is none."""
+    """Return the version of the GPUs' driver; None if there is none."""
     return _ask_driver(lambda nvml: str(nvml.nvmlSystemGetDriverVersion()))
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest version of CUDA that the ranks' driver library supports; None if it is unknown.
+    """Return the newest version of CUDA that the ranks' driver library supports; None if unknown.
 
     NVML asks the libcuda that programs load here, so that a forward-compatibility package counts.
     """
@@ -101,7 +101,7 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def gpu_memory() -> list[tuple[float, float]]:
-    """Free and whole memory of each GPU that CUDA would show a program here, GiB."""
+    """Return free and whole memory of each GPU that CUDA would show a program here, GiB."""
     found = _ask_gpus(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu))
     return [(memory.free / 2**30, memory.total / 2**30) for memory in found]
 
@@ -115,7 +115,7 @@ def gpu_cores(highest: int) -> list[set[int]]:
     """Return the CPU cores near each GPU that CUDA would show a program here; empty if unknown.
 
     Args:
-        highest: number of the highest core that is asked for.
+        highest: number of the highest core to consider.
     """
     words = highest // 64 + 1
     masks = _ask_gpus(lambda nvml, gpu: list(nvml.nvmlDeviceGetCpuAffinity(gpu, words)))
@@ -126,12 +126,12 @@ def gpu_cores(highest: int) -> list[set[int]]:
 
 
 def _ask_driver(ask: Callable[[Any], T]) -> T | None:
-    """Return what NVML answers; None if there is no driver, or it does not know."""
+    """Return NVML's answer; None if there is no driver, or no answer."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # of NVML or of its module, which may be missing
+    except Exception:  # errors of NVML or of its module, which may be missing
         return None
     try:
         return ask(pynvml)
@@ -142,7 +142,7 @@ def _ask_driver(ask: Callable[[Any], T]) -> T | None:
 
 
 def _ask_gpus(ask: Callable[[Any, Any], T]) -> list[T]:
-    """Return what NVML answers for each GPU that CUDA would show a program here; empty if it does not."""
+    """Return NVML's answer for each GPU that CUDA would show a program here; empty if there is none."""
     gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def ask_each(nvml: Any) -> list[T]:
@@ -152,7 +152,7 @@ def _ask_gpus(ask: Callable[[Any, Any], T]) -> list[T]:
 
 
 def gpu_problem() -> str | None:
-    """Why GPUs cannot be asked for, where there is a driver that should answer."""
+    """Return the reason why a driver does not list its GPUs, if it should."""
     try:
         import pynvml
 
@@ -167,7 +167,7 @@ def gpu_problem() -> str | None:
 
 
 def _quota() -> float:
-    """Cores that the control group grants; infinity where it does not say."""
+    """Return the cores that the control group grants; infinity if it does not limit them."""
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii", "replace").split()
         if quota != "max":

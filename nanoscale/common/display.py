@@ -1,13 +1,13 @@
-"""The boundary to the screen: every text that the launcher half shows passes here, and nothing else prints.
+"""The boundary to the screen: every text that the launcher shows passes here, and nothing else prints.
 
-A message of a rank, the name of a host, a line of a file or of a model from a hub may hold characters that a
-terminal obeys: escape sequences that write to the clipboard or clear the screen, a carriage return that
-overwrites a line, marks that reverse the direction of reading. `clean` turns them into visible text. Files
-(logs, metrics.jsonl, events.jsonl) keep them as they came.
+A message of a rank, the name of a host, a line of a file or of a model from a hub may contain control
+characters of terminals: escape sequences that write to the clipboard or clear the screen, a carriage return
+that overwrites a line, marks that reverse the direction of reading. `clean` turns them into visible text.
+Files (logs, metrics.jsonl, events.jsonl) keep them unchanged.
 
-A screen may also be lost (a pipe whose reader has left, a terminal that was closed, a full disk behind a
-redirection) or know fewer characters than nanoscale writes. Neither may end a training: `note` gives a lost
-stream up, `show` raises unless it is within `surviving`, and a character that the stream's encoding lacks is
+A screen may also be lost (a pipe whose reader has closed it, a terminal that was closed, a full disk behind a
+redirection) or support fewer characters than nanoscale writes. Neither may end a training: `note` gives up a
+lost stream, `show` raises unless it is within `surviving`, and a character that the stream's encoding lacks is
 written in ASCII.
 """
 
@@ -69,11 +69,11 @@ _ASCII = {
 
 
 class ReaderLeftError(Exception):
-    """Nobody reads a stream any more; no OSError, as the command line's library would handle that itself."""
+    """A stream has no reader any more; no OSError, as the command line's library would handle that itself."""
 
 
 def clean(text: str) -> str:
-    r"""Return the text with every character that a terminal would obey as an escape, as in `\x1b`."""
+    r"""Return the text with control characters of terminals as escapes, as in `\x1b`."""
     return _OBEYED.sub(_escaped, text.replace("\r\n", "\n"))
 
 
@@ -91,22 +91,22 @@ def show(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> No
 
 
 def note(text: str = "", *, end: str = "\n") -> None:
-    """Write a cleaned text to standard error. A stream that is lost is given up."""
+    """Write a cleaned text to standard error. A lost stream is given up."""
     with surviving(sys.stderr):
         show(text, end=end, stream=sys.stderr)
 
 
 def progress(text: str, *, end: str = "") -> None:
-    """Write a cleaned text to standard error, a terminal, in the place of the line that is there."""
+    """Write a cleaned text to standard error, a terminal, over the present line."""
     with surviving(sys.stderr):
         sys.stderr.write(f"\r\x1b[K{clean(text)}{end}")
         sys.stderr.flush()
 
 
 def content(data: str | bytes) -> None:
-    """Write a file's or a model's text to standard output: cleaned on a terminal, elsewhere as it is.
+    """Write a file's or a model's text to standard output: cleaned on a terminal, unchanged elsewhere.
 
-    Raises: as `show`.
+    Raises: see `show`.
     """
     binary = getattr(sys.stdout, "buffer", None)
     if sys.stdout.isatty() or binary is None:
@@ -119,7 +119,7 @@ def content(data: str | bytes) -> None:
 
 
 def has_utf8(stream: TextIO) -> bool:
-    """Return True if the stream's encoding has every character."""
+    """True if the stream's encoding has every character."""
     with suppress(LookupError, TypeError):
         return codecs.lookup(stream.encoding).name.startswith("utf")
     return False
@@ -127,7 +127,7 @@ def has_utf8(stream: TextIO) -> bool:
 
 @contextmanager
 def surviving(stream: TextIO) -> Iterator[None]:
-    """Give the stream up if the block cannot write to it: what follows goes nowhere."""
+    """Give up the stream if the block cannot write to it: later output is dropped."""
     try:
         yield
     except (OSError, ReaderLeftError):
@@ -135,7 +135,7 @@ def surviving(stream: TextIO) -> Iterator[None]:
 
 
 def give_up(stream: TextIO) -> None:
-    """Send what is written to the stream from now on, and what waits in its buffer, to nowhere."""
+    """Drop all later output to the stream, and its buffer."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -143,7 +143,8 @@ def give_up(stream: TextIO) -> None:
 
 
 def prepare_streams() -> None:
-    """Let no standard stream of this process fail: one that is closed leads nowhere, none lacks a character."""
+    """Make the standard streams of this process safe: a closed one drops its output, and none lacks a
+    character."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             _open_nowhere(number, name)
@@ -154,9 +155,10 @@ def prepare_streams() -> None:
 
 
 def console(stream: TextIO | None = None) -> Console:
-    """Return where human output goes: colours on a terminal only, lines are never cut, all text is cleaned.
+    """Return the console for human output: colours on a terminal only, lines are never cut, all text is
+    cleaned.
 
-    Text is text: square brackets and `:names:` mean nothing to it.
+    Square brackets and `:names:` are plain text.
     """
     stream = sys.stdout if stream is None else stream
     return _screen_class()(
@@ -169,7 +171,7 @@ def _screen_class() -> type[Console]:
     from rich.console import Console
 
     class Screen(Console):
-        """A console whose texts are cleaned where they have become segments of lines."""
+        """A console that cleans texts after they have become segments of lines."""
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -202,7 +204,7 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def _open_nowhere(number: int, name: str) -> None:
-    """Open a descriptor that is closed, so that no other file gets its number and is written to by mistake."""
+    """Open a closed descriptor, so that no other file gets its number and is written to by mistake."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
         os.dup2(null, number)

@@ -1,4 +1,4 @@
-"""The one error that is the user's to fix: shown in one piece, exit code 2, no traceback."""
+"""Errors that the user can fix: shown as a whole, exit code 2, no traceback."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that is wrong with a request."""
+    """One problem of a request."""
 
     key: str
-    """the configuration key, option or file that is wrong; "" where there is none"""
+    """The configuration key, option or file that is wrong; "" if there is none."""
     value: object
-    """what it was set to"""
+    """The value that was set."""
     source: str
-    """where that value came from: `recipes/mine.yaml:12`, `command line`, `default`"""
+    """The source of that value: `recipes/mine.yaml:12`, `command line`, `default`."""
     message: str
-    """the law that it breaks, as a sentence without the key"""
+    """The broken rule, as a sentence without the key."""
     suggestions: tuple[str, ...] = ()
-    """what to type instead, each ready to paste"""
+    """Replacements to type, each ready to paste."""
     remedy: str = ""
-    """what to do, where it is more than something to type"""
+    """The remedy, if it is more than a replacement to type."""
     typed: str = ""
-    """the value as it was typed, where that is another text than the value's own"""
+    """The value as it was typed, if that text differs from the value's own."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class UserError(Exception):
     """The request is wrong; nothing was started or written."""
 
     kind: str
-    """`config`, `usage`, `layout`, `data`, `run`, `checkpoint`, or `plan` where it does not fit"""
+    """`config`, `usage`, `layout`, `data`, `run`, `checkpoint`, or `plan` if it does not fit."""
     message: str
     violations: list[Violation] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Durations and sizes as people read them: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
+"""Durations and sizes in readable units: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 GIB = 2**30
 
 _SHORT = ((1e-3, 1e-6, "µs"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"))
-"""below how many seconds a unit is used, its length in seconds and its name"""
+"""The seconds below which a unit is used, its length in seconds and its name."""
 _LONG = (
     (120 * 60.0, 60.0, "min"),
     (48 * 3600.0, 3600.0, "h"),
     (2 * 365.25 * 86400.0, 86400.0, "days"),
     (math.inf, 365.25 * 86400.0, "years"),
 )
-"""the same for durations that nobody needs to three digits"""
+"""The same for durations that need less than three digits."""
 
 
 def duration(seconds: float) -> str:
@@ -40,7 +40,7 @@ def byte_size(count: float) -> str:
 
 
 def share(needed: int, capacity: int) -> str:
-    """Return what is needed of what a device has: `77.3 of 79.1 GiB`."""
+    """Return the used part of a device's capacity: `77.3 of 79.1 GiB`."""
     texts = byte_size(needed), byte_size(capacity)
     (number, unit), (_, other) = (text.split() for text in texts)
     return f"{number} of {texts[1]}" if unit == other else " of ".join(texts)

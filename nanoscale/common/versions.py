@@ -1,4 +1,4 @@
-"""The versions of what a job runs with, and how to install what is missing; nothing of it is imported."""
+"""The versions of a job's packages, and the installation of missing ones; none of them is imported."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nanoscale.common.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
 _OPTIONAL = ("tensorboard", "torchao", "transformers", "triton")
-"""packages that only some configurations need"""
+"""Packages that only some configurations need."""
 
 
 def versions() -> dict[str, str | None]:
-    """By name, nanoscale's own first; None: it is not installed here."""
+    """Return versions by name, nanoscale's own first; None: it is not installed here."""
     found: dict[str, str | None] = {
         "nanoscale": nanoscale_version(),
         "python": platform.python_version(),
@@ -36,9 +36,9 @@ def versions() -> dict[str, str | None]:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra of nanoscale needs, for the Python that runs this.
+    """Return the command that installs the packages of an extra of nanoscale, for the Python that runs this.
 
-    It names the packages themselves: nanoscale is on no package index, so that pip finds no `nanoscale[extra]`.
+    It names the packages themselves: nanoscale is on no package index, so pip finds no `nanoscale[extra]`.
     """
     declared: list[str] = []
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -52,7 +52,7 @@ def install_command(extra: str) -> str:
 
 
 def _pip() -> str:
-    """This Python's pip: the one on the PATH may be of another environment."""
+    """Return this Python's pip: the one on the PATH may belong to another environment."""
     on_path = shutil.which("pip")
     if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
         return "pip"
@@ -60,12 +60,12 @@ def _pip() -> str:
 
 
 def optional_packages() -> list[str]:
-    """The packages installed here that only some configurations need."""
+    """List the installed packages that only some configurations need."""
     return [name for name in _OPTIONAL if find_spec(name) is not None]
 
 
 def nanoscale_version() -> str:
-    """With a sum of its source, since two copies of one version may differ."""
+    """Return the version with a sum of its source, since two copies of one version may differ."""
     return f"{nanoscale.__version__} ({_source_sum()})"
 
 

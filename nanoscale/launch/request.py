@@ -1,4 +1,4 @@
-"""A request: the overrides and options of a command, checked against the machines that they ask for."""
+"""A request: the overrides and options of a command, checked against the machines."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from nanoscale.runs.directory import (
 
 @dataclass(frozen=True)
 class Request:
-    """A job that may be started, with the configuration as asked for and as resolved."""
+    """A job that may be started, with the configuration as requested and as resolved."""
 
     composed: Composed
     config: Config
-    """resolved, with the name of its run"""
+    """Resolved, with the name of its run."""
     devices: Devices
     repeats: Path | None = None
-    """the frozen configuration that it was made from"""
+    """The frozen configuration that it was made from."""
     hosts: tuple[Host, ...] = ()
-    """those of the hostfile or of SLURM; none where all ranks are simply on this machine"""
+    """The hosts of the hostfile or of SLURM; none if all ranks are simply on this machine."""
     plan: dict[str, Any] | None = None
-    """plan.json: what was predicted; None where nothing could be"""
+    """The content of plan.json: the prediction; None if there is none."""
 
     @property
     def asked(self) -> Config:
-        """The configuration before it was resolved; what a frozen one had left open stays open."""
+        """The configuration before it was resolved; open keys of a frozen one stay open."""
         config = self.composed.config
         opened = read(self.repeats).content.get("resolved") if self.repeats else None
         for key, value in (opened or {}).items():
@@ -48,7 +48,7 @@ class Request:
 
     @property
     def run(self) -> RunDirectory:
-        """Where the run lies, or will."""
+        """The run's directory, which may not exist yet."""
         return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
 
 

@@ -1,4 +1,4 @@
-"""The CPU cores of a rank: those near its GPU, where that leaves every rank its share."""
+"""The CPU cores of a rank: those near its GPU, if every rank still gets its share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from nanoscale.common.devices import gpu_cores
 def bind_to_gpu(local_rank: int, ranks: int) -> None:
     """Bind this process, and the threads and processes that it starts, to the cores near its GPU.
 
-    Memory that it pins is then on the GPU's side too. A binding by SLURM, a cpuset or taskset only narrows.
+    Memory that it pins is then on the GPU's side too. A binding by SLURM, a cpuset or taskset is only
+    narrowed.
     """
     allowed = os.sched_getaffinity(0)
     cores = near_cores(local_rank, ranks, gpu_cores(max(allowed)), allowed)
@@ -22,10 +23,10 @@ def bind_to_gpu(local_rank: int, ranks: int) -> None:
 def near_cores(
     local_rank: int, ranks: int, gpus: Sequence[Set[int]], allowed: Set[int]
 ) -> Set[int] | None:
-    """Return the cores to bind a rank to; None if it stays where it is.
+    """Return the cores to bind a rank to; None if it stays unbound.
 
-    That is so if its GPU's cores are unknown, if none of them or only they are allowed, or if the ranks near
-    them would have fewer cores than an even share of all.
+    It stays unbound if its GPU's cores are unknown, if none of them or only they are allowed, or if the ranks
+    near them would have fewer cores than an even share of all.
 
     Args:
         ranks: ranks on this host.

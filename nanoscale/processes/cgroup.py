@@ -1,7 +1,7 @@
-"""A cgroup (version 2) of a job, where the system has delegated one: what is in it ends together.
+"""A job's cgroup (version 2), if the system has delegated one: all of its processes can be ended together.
 
-Needs no rights but those to make a folder in the cgroup of this process and to move processes into it, as in a
-container with a cgroup of its own or under `systemd-run --user --scope -p Delegate=yes`.
+This needs only the rights to create a folder in the cgroup of this process and to move processes into it, as
+in a container with a cgroup of its own or under `systemd-run --user --scope -p Delegate=yes`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STALE_S = 60.0
 
 
 def create(name: str) -> Path | None:
-    """Return a new cgroup below that of this process; None where none was delegated."""
+    """Return a new cgroup below that of this process; None if none was delegated."""
     parent = _own()
     if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
         return None
@@ -33,7 +33,7 @@ def create(name: str) -> Path | None:
 
 
 def add(folder: Path, pid: int) -> bool:
-    """Move a process into a cgroup, and with it all that it starts from now on; False where it may not."""
+    """Move a process, with all that it starts from now on, into a cgroup; False if that is not permitted."""
     try:
         (folder / "cgroup.procs").write_text(str(pid), encoding="utf-8")
     except OSError:
@@ -42,7 +42,7 @@ def add(folder: Path, pid: int) -> bool:
 
 
 def kill(folder: Path) -> None:
-    """SIGKILL all that is in a cgroup."""
+    """SIGKILL all processes of a cgroup."""
     with suppress(OSError):
         (folder / "cgroup.kill").write_text("1", encoding="utf-8")
 
@@ -58,14 +58,14 @@ def remove(folder: Path) -> None:
 
 
 def contains(name: str, process: Path) -> bool:
-    """Return True if a process, by its folder in /proc, is in the cgroup of that name."""
+    """True if a process, by its folder in /proc, is in the cgroup of that name."""
     with suppress(OSError):
         return f"/{PREFIX}{name}" in (process / "cgroup").read_text("utf-8", "surrogateescape")
     return False
 
 
 def _own() -> Path | None:
-    """The folder of the cgroup that this process is in."""
+    """Return the folder of this process's cgroup."""
     with suppress(OSError, StopIteration):
         memberships = Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()
         path = next(line[3:] for line in memberships if line.startswith("0::"))
@@ -79,7 +79,7 @@ def _own() -> Path | None:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove what agents left that were killed; a cgroup that has a process cannot be removed."""
+    """Remove the cgroups of killed agents; a cgroup that has a process cannot be removed."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - folder.stat().st_mtime > _STALE_S:

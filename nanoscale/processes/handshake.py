@@ -1,8 +1,8 @@
-"""The handshake of an agent that calls its launcher: each proves to the other that it knows the launch's key.
+"""The handshake of an agent's reverse connection: both ends prove that they know the launch's key.
 
-The launcher sends a random challenge of 32 bytes. The agent answers with a challenge of its own and the HMAC of
-both. Once the launcher has proved itself by another HMAC of both, the agent sends what it is: 4 bytes of length
-and JSON.
+The launcher sends a random challenge of 32 bytes. The agent answers with a challenge of its own and the HMAC
+of both. Once the launcher has proved itself by another HMAC of both, the agent sends its description: 4 bytes
+of length and JSON.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Generator
 from typing import Any
 
 _BYTES = 32
-"""length of a challenge and of an HMAC-SHA256"""
+"""The length of a challenge and of an HMAC-SHA256."""
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
-"""in what an agent says of itself: the names and addresses of one host"""
+"""The most bytes of an agent's description: the names and addresses of one host."""
 _AGENT, _LAUNCHER = b"nanoscale agent", b"nanoscale launcher"
-"""in the HMACs, so that neither can be sent back as the other"""
+"""Prefixes in the HMACs, so that neither can be sent back as the other."""
 
 
 class HandshakeError(Exception):
@@ -28,12 +28,12 @@ class HandshakeError(Exception):
 
 
 def admit(connection: socket.socket, key: bytes) -> Generator[int, bytes, Any]:
-    """Do the launcher's half: yield how many bytes are needed next, and return what the agent is.
+    """Perform the launcher's half: yield the number of bytes needed next, and return the agent's description.
 
-    The connection may be non-blocking: what is sent always fits into its empty buffer.
+    The connection may be non-blocking: the messages always fit into its empty buffer.
 
     Raises:
-        HandshakeError: the peer does not know the key, or says too much.
+        HandshakeError: the peer does not know the key, or sends too much.
     """
     own = os.urandom(_BYTES)
     connection.sendall(own)
@@ -49,7 +49,7 @@ def admit(connection: socket.socket, key: bytes) -> Generator[int, bytes, Any]:
 
 
 def introduce(connection: socket.socket, key: bytes, content: object) -> None:
-    """Do the agent's half on a blocking connection, and say what this agent is.
+    """Perform the agent's half on a blocking connection, and send this agent's description.
 
     Raises:
         HandshakeError: the peer is not the launcher.

@@ -1,4 +1,4 @@
-"""A process that must not outlive another: everything of a job dies with its launcher."""
+"""A process that must not outlive another: all processes of a job die with its launcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanoscale.processes.messages import MARK
 from nanoscale.processes.orphans import is_tracker
 
 SCRATCH, CGROUP = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP"
-"""names of the variables that tell ranks the agent's temporary folder and the job's cgroup on their host"""
+"""Names of the variables with the agent's temporary folder and the job's cgroup on the host."""
 
 _POLL_S = 0.2
 _PAUSE_S = 0.02
@@ -23,10 +23,10 @@ _KILL_S = 10.0
 
 
 def die_with(pid: int, *, group: int) -> None:
-    """Watch process `pid` from a thread; once it is gone, SIGKILL this process's group.
+    """Watch process `pid` from a thread; once it has ended, SIGKILL this process's group.
 
-    Stopped processes of the group die as well. `group` is the group that holds nothing but the
-    job; a process that is in another one ends alone.
+    Stopped processes of the group die as well. `group` is the group that holds only the job; a process in
+    another one ends alone.
     """
     watcher = threading.Thread(
         target=_watch, args=(pid, group), name=f"lifeline-{pid}", daemon=True
@@ -43,11 +43,11 @@ def _watch(pid: int, group: int) -> None:
 
 
 def clear_up(group: int, *, lost: bool = False) -> None:
-    """End what of the job has left the agent's process group, by its mark and its cgroup.
+    """End processes of the job that have left the agent's process group, by its mark and its cgroup.
 
     Args:
-        lost: the agent was killed, and its temporary files are removed for it. The caller may be in the cgroup,
-            and ends with it.
+        lost: the agent was killed, and its temporary files are removed for it. The caller may be in the
+            cgroup, and ends with it.
     """
     from nanoscale.processes import cgroup, orphans, scratch
 
@@ -61,9 +61,9 @@ def clear_up(group: int, *, lost: bool = False) -> None:
 
 
 def end_group(group: int) -> None:
-    """SIGKILL all of a process group but the caller, and but Python's resource tracker.
+    """SIGKILL all of a process group except the caller, and except Python's resource tracker.
 
-    The tracker ends by itself when the others are gone, and removes their semaphores first.
+    The tracker exits by itself after the others, and removes their semaphores first.
     """
     deadline = time.monotonic() + _KILL_S
     while others := [pid for pid in _members(group) if pid != os.getpid()]:
@@ -76,7 +76,7 @@ def end_group(group: int) -> None:
 
 
 def _members(group: int) -> Iterator[int]:
-    """The living processes of a group, without the resource tracker."""
+    """Yield the living processes of a group, without the resource tracker."""
     return (pid for pid in _living(group) if not is_tracker(pid))
 
 

@@ -1,8 +1,8 @@
-"""What a launcher and the agent of a host say to each other: JSON documents, one a line.
+"""Messages between a launcher and the agent of a host: JSON documents, one per line.
 
-A message may carry raw bytes, such as what a rank prints. They follow its line, which says how many they are.
-Both ends also send a beat every second, so that silence means that the other end is lost, whatever became of
-the connection. Lines that are no message, as a shell's start-up files print them, are told apart by their mark.
+A message may carry raw bytes, such as a rank's output. They follow its line, which states their number. Both
+ends also send a heartbeat every second, so silence means that the other end is lost, whatever the state of the
+connection. Other lines, such as the output of a shell's start-up files, lack the mark of a message.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 Message = dict[str, Any]
 
 MARK = "NANOSCALE_JOB"
-"""name of the variable that tells a job's processes from all others"""
+"""The name of the variable that distinguishes a job's processes from all others."""
 
 BEAT_S = 1.0
 BEAT: Message = {"kind": "beat"}
 
 TRAINING, BANDWIDTH, EVALUATION, BENCH = "training", "bandwidth", "evaluation", "bench"
-"""what ranks may be asked to do"""
+"""The jobs of ranks."""
 
 _WRITE_S = 1.0
-"""for a write that is going on; to a reader that does not read it may hang"""
+"""Seconds for a write in progress; it may hang if nobody reads."""
 
 _BEGINNING = b"\x1e"
-"""ASCII's record separator"""
+"""ASCII's record separator."""
 
 
 LONGEST_LINE = 1 << 24
-"""bytes of a message without what it carries; a line that is longer is no message"""
+"""Bytes of a message without what it carries; a longer line is no message."""
 MOST_BYTES = 1 << 20
-"""that a message may carry"""
+"""The most bytes that a message may carry."""
 
 _COUNT = "bytes"
-"""key of a message that carries bytes: how many follow its line"""
+"""The key with the number of bytes that follow a message's line."""
 
 
 def pack(message: Message, carried: bytes = b"") -> bytes:
-    """Return what is sent of a message before the bytes that it carries.
+    """Return the bytes of a message that precede those that it carries.
 
     Raises:
         ValueError: it is too long for the other end.
@@ -55,23 +55,24 @@ def pack(message: Message, carried: bytes = b"") -> bytes:
 
 
 class Unpacker:
-    """Takes bytes as they come, and gives the messages and stray lines in them.
+    """A parser of bytes as they come into messages and stray lines.
 
-    What a message carries is in its `carried`. Where it does not come at once, the message is given several
-    times, each time with the next bytes. Time is proportional to the bytes, and memory is bounded.
+    The bytes that a message carries are in its `carried`. If they arrive in several parts, the message is
+    returned several times, each time with the next bytes. Time is proportional to the bytes, and memory is
+    bounded.
     """
 
     def __init__(self) -> None:
         self._line: list[bytes] = []
-        """the beginning of a line"""
+        """The beginning of a line."""
         self._length = 0
         self._carrying: Message = {}
-        """the message whose bytes are coming"""
+        """The message whose bytes are arriving."""
         self._missing = 0
-        """how many of them have not come yet"""
+        """The number of its bytes that have not arrived yet."""
 
     def feed(self, data: bytes) -> Iterator[Message | str]:
-        """Give what these bytes complete, and what they carry."""
+        """Yield the messages and lines that these bytes complete, and the bytes that they carry."""
         start = 0
         while start < len(data):
             if self._missing:
@@ -91,7 +92,7 @@ class Unpacker:
                     yield item
 
     def _end_line(self) -> Message | str | None:
-        """Read the line that is complete; None where bytes follow it."""
+        """Parse a complete line; None if bytes follow it."""
         line, self._line, self._length = b"".join(self._line), [], 0
         item = _read(line)
         if isinstance(item, str) or not item.get(_COUNT):
@@ -101,7 +102,7 @@ class Unpacker:
 
 
 def _read(line: bytes) -> Message | str:
-    start = line.find(_BEGINNING)  # what was printed before it had no end of line
+    start = line.find(_BEGINNING)  # the output before it had no end of line
     if start >= 0:
         with suppress(ValueError):
             message = json.loads(line[start + 1 :])
@@ -118,7 +119,7 @@ def _is_message(value: Any) -> bool:
 
 
 class Sender:
-    """Writes whole messages to a file descriptor, from any thread. A reader that is gone is no error."""
+    """A writer of whole messages to a file descriptor, from any thread. A missing reader is no error."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -126,7 +127,7 @@ class Sender:
         self._closed = False
 
     def send(self, message: Message, carried: bytes = b"") -> bool:
-        """Whether it could be written."""
+        """Send a message; True if it could be written."""
         line = pack(message, carried)
         with self._lock:
             if self._closed:
@@ -144,7 +145,7 @@ class Sender:
             left = left[os.write(self._descriptor, left) :]
 
     def close(self) -> None:
-        """Write nothing more; after this the descriptor may be closed, and its number be another file's."""
+        """Write nothing more; after this the descriptor may be closed, and its number reused."""
         got = self._lock.acquire(timeout=_WRITE_S)
         self._closed = True
         if got:

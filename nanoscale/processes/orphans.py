@@ -1,4 +1,4 @@
-"""Processes that carry a job's mark in their environment, or are in its cgroup, wherever they went."""
+"""Processes that carry a job's mark in their environment, or are in its cgroup, in any session."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nanoscale.processes.messages import MARK
 
 LIMIT_S = 5.0
 _TRACKER_S = 3.0
-"""how long Python's resource tracker may take to remove semaphores once nobody uses them"""
+"""Seconds for Python's resource tracker to remove semaphores that are no longer used."""
 _PAUSE_S = 0.02
 
 
 def marked(mark: str) -> Iterator[int]:
-    """The living processes of a job, as far as this user may see them; without the caller."""
+    """Yield the living processes of a job that this user can see, without the caller."""
     variable = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -50,7 +50,7 @@ def _group(pid: int) -> int | None:
 
 
 def lives(pid: int) -> bool:
-    """Return True if a process has not ended; one that nobody has reaped has."""
+    """True if a process has not ended; an unreaped one has."""
     with suppress(OSError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
         return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
@@ -61,7 +61,7 @@ _TRACKER = b"multiprocessing.resource_tracker"
 
 
 def is_tracker(pid: int) -> bool:
-    """Return True if a process is Python's resource tracker, which ends by itself when nobody needs it."""
+    """True if a process is Python's resource tracker, which exits by itself when it is not needed."""
     with suppress(OSError):
         return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

@@ -1,4 +1,4 @@
-"""A free TCP port for the ranks to meet at."""
+"""A free TCP port for the ranks' rendezvous."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from types import TracebackType
 class ReservedPort:
     """A port that stays free for our own ranks until this is closed.
 
-    It is bound, so nobody is given it; it does not listen and shares its address, so the ranks'
+    It is bound, so no other process is assigned it; it does not listen and shares its address, so the ranks'
     store can still bind it (SO_REUSEADDR).
     """
 
     def __init__(self, number: int = 0) -> None:
-        """Raises an OSError where a certain number is asked for and somebody listens there."""
+        """Reserve a port. Raises OSError if a given number is requested and another process listens there."""
         self._socket = socket.socket()
-        if number:  # what a former job has left there is no hindrance
+        if number:  # remains of an earlier job are no obstacle
             self._share()
-        self._socket.bind(
-            ("", number)
-        )  # without sharing, so that it is one that nobody has reserved
+        self._socket.bind(("", number))  # without sharing, so that nobody else has reserved it
         self._share()
         self.number: int = self._socket.getsockname()[1]
 

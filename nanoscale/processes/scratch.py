@@ -1,4 +1,4 @@
-"""Temporary folders that do not stay: that of a process that was killed is removed by the next process.
+"""Temporary folders that are removed: that of a killed process by the next process.
 
 A process holds a flock on a file in its folder. The semaphores of multiprocessing carry the folder's name.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 _PREFIX = "nanoscale-"
 _LOCK = "lock"
 _DOOMED = ".removed"
-"""ends the name of a folder that is being removed"""
+"""The suffix of the name of a folder that is being removed."""
 _TRIES = 20
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -23,10 +23,10 @@ _made: list[Path] = []
 
 
 def make(parent: str | None = None) -> Path:
-    """Return a new folder for temporary files of this process; remove those of processes that are gone."""
+    """Return a new folder for temporary files of this process; remove those of ended processes."""
     remove_stale(parent)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-    # Held until this process ends, and named when it is held: others take a free one for a stale one.
+    # Locked until this process ends, and renamed once it is locked: others consider an unlocked one stale.
     handle = os.open(folder / "lock.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -42,29 +42,27 @@ def remove_own() -> None:
 
 
 def semaphore_prefix(folder: Path) -> str:
-    """How the names of the semaphores begin that end with a folder."""
+    """Return the prefix of the names of the semaphores of a folder."""
     return f"/{folder.name}"
 
 
 def remove(folder: Path, *, semaphores: bool = True) -> None:
-    """Remove a folder, and the semaphores that were named for it unless somebody else does."""
+    """Remove a folder, and its semaphores unless another process does."""
     if semaphores:
         for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
             semaphore.unlink(missing_ok=True)
-    # Renamed first, so that a rank that is about to end puts nothing more into it.
+    # Renamed first, so that a rank that is about to end adds no file to it.
     doomed = folder.with_name(folder.name.removesuffix(_DOOMED) + _DOOMED)
     with suppress(OSError):
         folder.rename(doomed)
-    for _ in range(
-        _TRIES
-    ):  # others may remove it too, and end this process when it is gone for them
+    for _ in range(_TRIES):  # others may remove it too, and end this process once it is removed
         if not doomed.exists():
             break
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_stale(parent: str | None = None) -> None:
-    """Remove this user's folders of processes that are gone."""
+    """Remove this user's folders of ended processes."""
     for folder in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.stat().st_uid == os.getuid() and _is_stale(folder):
@@ -72,7 +70,7 @@ def remove_stale(parent: str | None = None) -> None:
 
 
 def _is_stale(folder: Path) -> bool:
-    """Return True if nobody uses a folder any more."""
+    """True if no process uses a folder any more."""
     if folder.name.endswith(_DOOMED):
         return True
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

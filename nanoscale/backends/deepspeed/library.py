@@ -42,8 +42,7 @@ def load_quietly(device: torch.device) -> Any:
 
 
 def _load_muon_as_it_is() -> None:
-    """Load an optimizer that is not available here, but imported by ZeRO; compiling it would load the
-        compiler.
+    """Load an optimizer that ZeRO imports, without compiling it, which would load the compiler.
 
     That would take 1.4 s of every rank's start.
     """

@@ -1,4 +1,4 @@
-"""The agents of all hosts, as the launcher has them: started, heard, spoken to, and ended for certain."""
+"""The agents of all hosts: their start, the messages from and to them, and their certain end."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from nanoscale.runs.failure import agent_failure
 _READ_BYTES = 1 << 20
 _FILES_A_HOST = 4
 _FAREWELL_S = 5.0
-"""for agents to leave in good order before they are ended"""
+"""Seconds for agents to exit regularly before they are killed."""
 _LAST_WORDS_S = 2.0
-"""for the process of a connection that has broken to say why"""
+"""Seconds for the process of a broken connection to explain itself."""
 _LOOK_S = 0.1
-"""between two looks at all hosts, however much comes from some of them"""
+"""Seconds between two checks of all hosts, however much output some of them send."""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
 _PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 class Fleet:
-    """Starts an agent on every host when entered, and leaves none behind.
+    """A fleet of agents, one on every host when entered; none remains afterwards.
 
     Args:
-        hosts: where; with launcher=local, one host that is this machine.
+        hosts: the hosts; with launcher=local, one host that is this machine.
         root: the folder of runs, which all hosts must see.
     """
 
@@ -59,13 +59,13 @@ class Fleet:
         self._selector = selectors.DefaultSelector()
         self._callbacks: Callbacks | None = None
         self._preparation: Message = {"environment": {}}
-        """what all hosts are asked alike"""
+        """The common request to all hosts."""
         self._processes: list[Process] = []
-        """all that were ever started"""
+        """All processes that were ever started."""
         self._sweeps = Sweeps(config, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
         self.left_behind: list[int] = []
-        """processes of this machine that could not be ended"""
+        """Processes of this machine that could not be ended."""
         self._looked = time.monotonic()
         self._closing = threading.Event()
         commands = transport.commands(config, hosts)
@@ -99,7 +99,7 @@ class Fleet:
         if self._launcher.name in ("local", "pdsh"):  # pdsh's own processes have left its session
             self.left_behind = end_all([process.pid for process in self._processes], self._mark)
         for process in self._processes:
-            # srun's other half tells SLURM that it is gone, so that the tasks end.
+            # srun's other process reports its end to SLURM, so that the tasks end.
             process.kill(alone=self._calls_back)
         for process in self._processes:
             process.reap()
@@ -120,7 +120,7 @@ class Fleet:
         return self._callbacks is not None
 
     def _take_leave(self) -> None:
-        """Let agents that do nothing any more end by themselves: they remove what they have made."""
+        """Let idle agents exit by themselves: they remove their files."""
         present = [m for m in self.members if m.is_there and m.facts is not None]
         self.tell(present, "quit")
         deadline = time.monotonic() + _FAREWELL_S
@@ -136,19 +136,19 @@ class Fleet:
         gone = member.process is not None and member.process.exit_code() is not None
         if not self._calls_back:
             return not member.is_there or (gone and member.closed_at is not None)  # all is read
-        # The command that has started its agent may wait for another one that is lost.
+        # The command that started its agent may wait for another one that is lost.
         alone = any(not other.is_there for other in self.members)
         return gone or not member.is_there or (alone and member.said_bye)
 
     def _sweep(self, member: Member) -> None:
-        """End what its agent may have left; nothing can be left where it never spoke."""
+        """End processes that its agent may have left; there are none if it never answered."""
         if member.answered:
             self._sweeps.begin(member.host, member.mark)
 
     # --- connecting -----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[Member]) -> None:
-        """Start the agents of these hosts, anew where one was lost."""
+        """Start the agents of these hosts, again where one was lost."""
         self._sweeps.finish()
         self._show_probe()
         for member in members:
@@ -211,11 +211,11 @@ class Fleet:
     def prepare(
         self, environment: dict[str, str], *, will_launch: bool, job: str = TRAINING
     ) -> None:
-        """Ask every host that is there what it is like, and let it get ready.
+        """Request the facts of every connected host, and let it prepare.
 
         Args:
-            environment: what its ranks are to have on top of what the host has.
-            job: what they will do, one of worker.JOBS.
+            environment: additional variables of its ranks.
+            job: the ranks' job, one of worker.JOBS.
         """
         self._preparation = {
             "environment": environment,
@@ -229,7 +229,7 @@ class Fleet:
             self._prepare(member)
 
     def _prepare(self, member: Member) -> None:
-        """Send the order, unless the agent has yet to call back."""
+        """Send the order, unless the agent has yet to connect."""
         own = {MARK: member.mark}
         if member.host.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, member.host.devices))
@@ -248,7 +248,7 @@ class Fleet:
 
     @property
     def master_addr(self) -> str:
-        """Where the first host is reached by the others."""
+        """The address of the first host for the others."""
         given = self._launcher.master_addr
         first = next((m for m in self.members if m.is_there), self.members[0])
         return given or ("127.0.0.1" if self._is_local else first.name)
@@ -256,10 +256,10 @@ class Fleet:
     def gather(
         self, limit_s: float | None = None, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Wait until every host has answered or is lost, or until `given_up` says so.
+        """Wait until every host has answered or is lost, or until `given_up` returns True.
 
         Args:
-            limit_s: wait so long at most; None: launcher.connect_timeout_s.
+            limit_s: the longest wait; None: launcher.connect_timeout_s.
         """
         limit_s = limit_s or self._launcher.connect_timeout_s
         deadline = time.monotonic() + limit_s
@@ -281,28 +281,28 @@ class Fleet:
                 member.sender.send({"kind": kind, **content})
 
     def write_logs_to(self, run: RunDirectory, attempt: int) -> None:
-        """Where what agents print goes from now on."""
+        """Write the agents' output to this attempt's logs from now on."""
         run.attempt_logs(attempt).mkdir(parents=True, exist_ok=True)
         first, self._logs = self._logs is None, (run, attempt)
         for member in self.members if first else ():
             self._write(member.name, member.words)
 
     def write_no_logs(self) -> None:
-        """What agents print is kept for an error's text only."""
+        """Keep the agents' output for an error's text only."""
         self._logs = None
 
     @property
     def common_log(self) -> str | None:
-        """The name of the log that all agents share, where one command has started them."""
+        """The name of the log that all agents share, if one command has started them."""
         return self._launcher.name if self._calls_back else None
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
-        """Whatever has come, waiting so long at most; members that are lost are marked as such."""
+        """Return new messages, after at most this wait; lost members are marked."""
         news: list[tuple[Member, Message]] = []
         for key, _ in self._selector.select(timeout):
             member, what = key.data
             if what == "calls":
-                continue  # they are served by `_welcome`
+                continue  # `_welcome` serves them
             data = _read(key.fd)
             if not data:
                 self._selector.unregister(key.fileobj)
@@ -335,7 +335,7 @@ class Fleet:
         return news
 
     def _welcome(self) -> None:
-        """Take in agents that have called back."""
+        """Accept agents that have connected."""
         if self._callbacks is None:
             return
         for caller in self._callbacks.new():
@@ -352,7 +352,7 @@ class Fleet:
 
     def _look_for_losses(self) -> None:
         now = time.monotonic()
-        if now - self._looked > _STALL_S:  # we were away, not they
+        if now - self._looked > _STALL_S:  # the launcher was suspended, not the agents
             for member in self.members:
                 member.heard = max(member.heard, now)
         limit = self._launcher.lost_after_s
@@ -361,7 +361,7 @@ class Fleet:
                 continue
             code = _code(member)
             if self._calls_back and code is not None and member.sender is None:
-                member.closed_at = member.closed_at or now  # it will not call any more
+                member.closed_at = member.closed_at or now  # it will not connect any more
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
                     self._drain(member)
@@ -374,7 +374,7 @@ class Fleet:
                 )
 
     def _drain(self, member: Member) -> None:
-        """Read what a process that has ended left in its standard error."""
+        """Read the rest of the standard error of a process that has ended."""
         if member.process is None or self._calls_back:
             return
         with suppress(KeyError, ValueError):
@@ -390,11 +390,11 @@ class Fleet:
         self._sweep(member)
 
     def give_up(self, member: Member) -> None:
-        """Part with a host whose agent does not do what it is told."""
+        """Give up a host whose agent does not follow orders."""
         self._lose(member, "the agent did not end its ranks when it was told to", "look at its log")
 
     def _hang_up(self, member: Member) -> None:
-        """End the connection, upon which the agent ends everything there."""
+        """Close the connection, upon which the agent ends everything on its host."""
         if member.sender is not None:
             member.sender.close()
         member.sender = None
@@ -416,7 +416,7 @@ class Fleet:
         return explain(member.host, self._launcher, code, words, limit_s)
 
     def _note(self, member: Member | None, data: bytes) -> None:
-        """Keep what an agent, or the command that started all of them, printed."""
+        """Store the output of an agent, or of the command that started all of them."""
         if member is not None:
             member.words = (member.words + data)[-_KEPT_BYTES:]
         else:
@@ -424,7 +424,7 @@ class Fleet:
         self._write(member.name if member is not None else str(self.common_log), data)
 
     def _assign(self, data: bytes) -> None:
-        """Give each host's lines to its member; both pdsh and srun put the host before them."""
+        """Assign each host's lines to its member; both pdsh and srun prefix them with the host."""
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
             for number, member in enumerate(self.members):
@@ -446,7 +446,7 @@ class Fleet:
             file.write(data)
 
     def _show_probe(self) -> None:
-        """A file by which hosts tell that they see the folder of runs; only its owner may read it."""
+        """Write a file by which hosts check that they see the folder of runs; only its owner may read it."""
         if self._is_local:
             return
         handle = os.open(self._root / self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -471,20 +471,20 @@ def _has_yet_to_answer(member: Member) -> bool:
 
 
 def _code(member: Member) -> int | None:
-    """How what has started its agent ended; None where it has not."""
+    """Return the exit code of the command that started a member's agent; None while it runs."""
     if member.code is not None or member.process is None:
         return member.code
     return member.process.exit_code()
 
 
 def _read(descriptor: int) -> bytes:
-    """What has come; nothing where the connection has ended, in whatever way."""
+    """Read available bytes; empty if the connection has ended, in whatever way."""
     with suppress(OSError):
         return os.read(descriptor, _READ_BYTES)
     return b""
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """Return the folder, or its nearest existing parent."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -14,32 +14,32 @@ from nanoscale.runs.failure import RankFailure
 
 @dataclass
 class Member:
-    """One host, its agent, and how it is reached."""
+    """A host, its agent, and its connection."""
 
     host: Host
     command: tuple[str, ...]
     process: Process | None = None
-    """what started the agent, and carries the channel unless the agent called back"""
+    """The process that started the agent, and carries the channel unless the agent connected itself."""
     code: int | None = None
-    """how it ended for this host, where it has started the agents of others too"""
+    """Its exit code for this host, if it started the agents of others too."""
     mark: str = ""
-    """in the environment of all that its agent starts"""
+    """A mark in the environment of all processes that its agent starts."""
     answered: bool = False
-    """whether anything was heard of the agent"""
+    """True once the agent has sent anything."""
     socket: socket.socket | None = None
-    """by which the agent called back"""
+    """The connection that the agent opened."""
     sender: Sender | None = None
     unpacker: Unpacker = field(default_factory=Unpacker)
     heard: float = field(default_factory=time.monotonic)
     nanoscale: str | None = None
-    """the version of its agent"""
+    """The version of its agent."""
     facts: Message | None = None
     lost: RankFailure | None = None
     said_bye: bool = False
     closed_at: float | None = None
-    """when the stream from it ended"""
+    """The time when its stream ended."""
     words: bytes = b""
-    """what came over standard error, while there is no log to write it to"""
+    """Its standard error, while there is no log to write it to."""
 
     @property
     def name(self) -> str:

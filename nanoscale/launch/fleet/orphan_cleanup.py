@@ -1,4 +1,5 @@
-"""Ending what hosts may still have of a job whose agent there was lost: all at once, and not for long."""
+"""The cleanup of processes that hosts may still have of a job whose agent was lost: in parallel, and
+briefly."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from nanoscale.launch.fleet.processes import Process
 from nanoscale.launch.transport import transport
 
 _LIMIT_S = 3.0
-"""a host that is off or cut off would never answer; its agent ends by itself"""
+"""Seconds; a host that is off or unreachable would never answer, and its agent exits by itself."""
 _PAUSE_S = 0.02
 
 
@@ -21,7 +22,7 @@ class Sweeps:
     """Short commands over the job's own transport.
 
     Args:
-        environment: what the commands have on top of the launcher's.
+        environment: the commands' variables in addition to the launcher's.
     """
 
     def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
@@ -30,7 +31,7 @@ class Sweeps:
         self._going_on: list[tuple[Process, float]] = []
 
     def begin(self, host: Host, mark: str) -> None:
-        """End all that carries the mark on a host, if it answers."""
+        """End all processes with the mark on a host, if it answers."""
         command = transport.sweep_command(self._config, host, mark)
         if command is None:
             return
@@ -39,7 +40,7 @@ class Sweeps:
             self._going_on.append((Process(command, words), time.monotonic() + _LIMIT_S))
 
     def finish(self) -> None:
-        """Wait for those that were begun, and give up those that take too long."""
+        """Wait for the running commands, and give up those that take too long."""
         for process, deadline in self._going_on:
             while process.exit_code() is None and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Processes that this machine runs for a job, and the certainty that none is left."""
+"""Processes that this machine runs for a job, and their certain end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAUSE_S = 0.02
 _PIPE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _TRACKER_S = 3.0
-"""how long Python's resource tracker may take to remove semaphores once nobody uses them"""
+"""Seconds for Python's resource tracker to remove semaphores that are no longer used."""
 
 
 class Process:
@@ -43,7 +43,7 @@ class Process:
         )
         with suppress(
             OSError, AttributeError
-        ):  # what ranks print comes this way; not all systems can
+        ):  # the ranks' output comes this way; some systems do not support it
             fcntl.fcntl(self.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     @property
@@ -66,7 +66,7 @@ class Process:
         return self._popen.stderr  # type: ignore[return-value]
 
     def exit_code(self) -> int | None:
-        """Negative: the signal that ended it; None while it runs."""
+        """Return the exit code; negative: the signal that ended it; None while it runs."""
         if self._code is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -75,13 +75,13 @@ class Process:
         return self._code
 
     def kill(self, *, alone: bool = False) -> None:
-        """End it, and unless `alone` what it has started in its session."""
+        """End it, and unless `alone` also the processes that it started in its session."""
         if self.exit_code() is None:
             with suppress(ProcessLookupError):
                 (os.kill if alone else os.killpg)(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Let go of it once it has ended."""
+        """Reap it once it has ended."""
         for pipe in (self.stdin, self.stdout, self.stderr):
             with suppress(OSError):
                 pipe.close()
@@ -89,10 +89,10 @@ class Process:
 
 
 def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[int]:
-    """End every process of these sessions, and all that carry the mark, stopped ones too.
+    """End every process of these sessions, and all that carry the mark, including stopped ones.
 
     Returns:
-        those that would not go.
+        the processes that did not exit.
     """
     deadline = time.monotonic() + limit_s
     patience = time.monotonic() + _TRACKER_S
@@ -109,7 +109,7 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
 
 
 def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
-    """Living processes of the sessions, or that carry the mark after they left them."""
+    """List living processes of the sessions, or those that carry the mark after they left them."""
     import psutil
 
     carriers = set(orphans.marked(mark))
@@ -117,7 +117,8 @@ def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of orphaned descendants, or let be: in many containers nobody else would reap them."""
+    """Become the parent of orphaned descendants, or stop being it: in many containers nobody else would reap
+    them."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
@@ -133,7 +134,7 @@ def _is_of(sessions: Sequence[int], process: psutil.Process) -> bool:
 
 
 def _reap_orphans(sessions: Sequence[int]) -> None:
-    """Take leave of the sessions' processes that have come to us with their parent's death."""
+    """Reap the sessions' processes that became our children when their parent exited."""
     import psutil
 
     for child in psutil.Process().children():

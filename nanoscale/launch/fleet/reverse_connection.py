@@ -1,8 +1,8 @@
-"""Agents that were started by a command for all hosts call the launcher back, here.
+"""Reverse connections: agents that were started by a command for all hosts connect to the launcher.
 
-Whoever connects is a stranger until the handshake is over, and may be anybody on the network. Strangers get no
-thread, little memory and little time, and there are never many more of them than hosts that are expected. One
-more takes the place of the oldest from the address that has most, so a flood from elsewhere keeps no agent out.
+A client is untrusted until the handshake is over, and may be anybody on the network. Untrusted clients get no
+thread, little memory and little time, and there are never many more of them than expected hosts. Another one
+replaces the oldest from the address with the most, so a flood from elsewhere keeps no agent out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from nanoscale.launch.fleet.member import Member
 
 _PATIENCE_S = 10.0
-"""for a handshake"""
+"""Seconds for a handshake."""
 _SPARE = 64
-"""strangers beyond the hosts that are expected"""
+"""Untrusted clients beyond the expected hosts."""
 _AT_ONCE = 64
-"""connections that are accepted between two looks at those that are open"""
+"""Connections that are accepted between two checks of the open ones."""
 _NO_FILES_S = 0.1
-"""to wait before the next try to accept a connection where no file descriptor is left"""
+"""Seconds before the next attempt to accept a connection when no file descriptor is left."""
 
 
 class Caller:
-    """An agent that has proved itself, and what it says it is."""
+    """An authenticated agent, and its own description."""
 
     def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
         self.socket = accepted
@@ -42,7 +42,7 @@ class Caller:
         self._addresses = set(hello["addresses"])
 
     def find(self, members: Sequence[Member]) -> Member | None:
-        """The member that this agent is of: by its name, or else by its address."""
+        """Return the member of this agent: by its name, or else by its address."""
         for member in members:
             if self._names & {member.name, member.name.partition(".")[0]}:
                 return member
@@ -63,23 +63,23 @@ class _Stranger:
     address: str
     handshake: Generator[int, bytes, Any]
     wanted: int
-    """bytes that the handshake waits for"""
+    """Bytes that the handshake waits for."""
     since: float = field(default_factory=time.monotonic)
     received: bytes = b""
 
 
 class Callbacks:
-    """Listens on every interface until closed. Has a `fileno`: who waits for it need not call `new` in vain.
+    """A listener on every interface until closed. It has a `fileno` to wait for, so `new` need not be polled.
 
     Args:
-        hosts: how many agents may call at the same time.
+        hosts: how many agents may connect at the same time.
     """
 
     def __init__(self, key: bytes, hosts: int) -> None:
         self._key = key
         self._most = hosts + _SPARE
         self._strangers: list[_Stranger] = []
-        """the oldest first"""
+        """The oldest first."""
         self._callers: list[Caller] = []
         self._deaf_until = 0.0
         both = socket.has_dualstack_ipv6()
@@ -92,11 +92,11 @@ class Callbacks:
         self._selector.register(self._socket, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while somebody waits to be served."""
+        """Return a descriptor that is readable while a client waits to be served."""
         return int(self._selector.fileno())
 
     def addresses(self, hosts: Sequence[Host]) -> str:
-        """Where these hosts may reach this machine, the likeliest first: `A:PORT,B:PORT`."""
+        """Return the addresses of this machine for these hosts, the likeliest first: `A:PORT,B:PORT`."""
         port = self._socket.getsockname()[1]
         elsewhere = [host for host in hosts if not hostnames.is_here(host.name)]
         towards = own_address((elsewhere or hosts)[0].address)
@@ -104,12 +104,12 @@ class Callbacks:
         return ",".join(f"{name}:{port}" for name in names)
 
     def new(self) -> list[Caller]:
-        """Serve everybody who is ready, without waiting; the agents that have proved themselves since."""
+        """Serve all ready clients, without waiting; return the agents authenticated since the last call."""
         now = time.monotonic()
         ready = [key.data for key, _ in self._selector.select(0)]
         for stranger in filter(
             None, ready
-        ):  # first, so that newcomers drive away nobody who answers
+        ):  # first, so that new clients replace nobody who answers
             self._continue(stranger)
         for stranger in [s for s in self._strangers if now - s.since > _PATIENCE_S]:
             self._forget(stranger)
@@ -122,7 +122,7 @@ class Callbacks:
         return callers
 
     def close(self) -> None:
-        """Hang up on all who are still strangers, and listen no more."""
+        """Close all unauthenticated connections, and stop listening."""
         for stranger in list(self._strangers):
             self._forget(stranger)
         self._selector.close()
@@ -156,7 +156,7 @@ class Callbacks:
             self._strangers.append(stranger)
 
     def _continue(self, stranger: _Stranger) -> None:
-        """Read what has come, and end the handshake for better or worse where that decides it."""
+        """Read available bytes, and finish the handshake if they decide it."""
         try:
             received = stranger.connection.recv(stranger.wanted - len(stranger.received))
             stranger.received += received
@@ -169,7 +169,7 @@ class Callbacks:
             self._welcome(stranger, end.value)
         except BlockingIOError:
             pass
-        except (OSError, ValueError, HandshakeError):  # whoever it was, it was no agent of ours
+        except (OSError, ValueError, HandshakeError):  # it was no agent of ours
             self._forget(stranger)
 
     def _welcome(self, stranger: _Stranger, hello: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class Callbacks:
         self._callers.append(Caller(stranger.connection, hello))
 
     def _drop(self) -> bool:
-        """Hang up on the oldest stranger from the address that has most; False where there is none."""
+        """Close the oldest untrusted connection from the address with the most; False if there is none."""
         if not self._strangers:
             return False
         counts = Counter(stranger.address for stranger in self._strangers)
@@ -193,7 +193,7 @@ class Callbacks:
 
 
 def own_address(towards: str) -> str:
-    """The address of this machine by which another one would answer it."""
+    """Return the address of this machine to which another one would reply."""
     with suppress(OSError, UnicodeError):
         family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -203,7 +203,7 @@ def own_address(towards: str) -> str:
 
 
 def _own_addresses() -> list[str]:
-    """IPv4 addresses of this machine's interfaces, without the loopback."""
+    """Return the IPv4 addresses of this machine's interfaces, without the loopback."""
     import psutil
 
     entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]

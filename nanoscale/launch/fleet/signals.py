@@ -1,4 +1,4 @@
-"""The launcher's own signals: remembered, and acted on between two looks at the job."""
+"""The launcher's own signals: recorded, and handled between two checks of the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ENDS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP unwind what goes on, as Ctrl-C does, and then end the process.
+    """Let SIGTERM and SIGHUP unwind the body, as Ctrl-C does, and then end the process.
 
     The exit code is a shell's for the signal: 128 and its number. Main thread only.
     """
@@ -33,19 +33,19 @@ def _unwind(number: int, _frame: FrameType | None) -> None:
 
 
 class Signals:
-    """Listens for Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 from `with` to its end. Main thread only.
+    """A listener for Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 from `with` to its end. Main thread only.
 
-    Ctrl-Z does not suspend the launcher meanwhile: the hosts would take it for lost. A signal that
-    was ignored before stays ignored, as under nohup.
+    Ctrl-Z does not suspend the launcher meanwhile: the hosts would consider it lost. A signal that was ignored
+    before stays ignored, as under nohup.
     """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
-        """the first that came"""
+        """The first signal that came."""
         self.insists = False
-        """whether Ctrl-C came when there had been a signal already"""
+        """True if Ctrl-C came after another signal."""
         self.suspended = False
-        """whether Ctrl-Z came"""
+        """True if Ctrl-Z came."""
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Signals:
@@ -67,7 +67,7 @@ class Signals:
         self.hear(number)
 
     def hear(self, number: int) -> None:
-        """Take note of a signal, whoever was sent it."""
+        """Record a signal, whoever received it."""
         if number == signal.SIGTSTP:
             self.suspended = True
         elif self.first is None:

@@ -1,8 +1,8 @@
 """Filters of hosts: `launcher.include` and `launcher.exclude`, in DeepSpeed's grammar.
 
-`h1@h2:0,2` is all of h1, and the slots 0 and 2 of h2. A slot that is named twice counts once. Hosts stand
-without their `user@`, since `@` divides them here, and IPv6 addresses in brackets, since `:` does:
-`[fe80::1]:0,2`.
+`h1@h2:0,2` is all of h1, and the slots 0 and 2 of h2. A slot that is named twice counts once. Hosts are
+written without their `user@`, since `@` separates them here, and IPv6 addresses in brackets, since `:` is a
+separator: `[fe80::1]:0,2`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
 
 Chosen = dict[str, set[int] | None]
-"""canonical name of a host → its slots that a filter names; None: all of them"""
+"""Canonical name of a host → its slots in a filter; None: all of them."""
 
 _ENTRY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([^:\[\]]*))?")
 _RANGE = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _SLOT = re.compile(r"[0-9]{1,9}")
 _FEW = 8
-"""as many hosts are listed, whatever is near"""
+"""Up to this many hosts are all listed, whatever is near."""
 _MOST_GUESSES = 8
-"""so that a filter for another hostfile is refused at once"""
+"""The most guesses, so that a filter for another hostfile is refused at once."""
 
 
 def select(
     composed: Composed, hosts: Sequence[Host], file: str
 ) -> tuple[list[Host], list[Violation]]:
-    """The hosts and slots that the configuration's filter leaves, in the file's order."""
+    """Return the hosts and slots that the configuration's filter leaves, in the file's order."""
     including, excluding = composed.config.launcher.include, composed.config.launcher.exclude
     if including is not None and excluding is not None:
         key, message = "launcher.exclude", "cannot be given together with launcher.include"
@@ -57,13 +57,13 @@ def select(
 
 
 def include(hosts: Sequence[Host], chosen: Chosen) -> list[Host]:
-    """The named hosts and slots only."""
+    """Return only the named hosts and slots."""
     named = [(host, canonical(host.name)) for host in hosts]
     return [_with(host, chosen[name]) for host, name in named if name in chosen]
 
 
 def exclude(hosts: Sequence[Host], chosen: Chosen) -> list[Host]:
-    """All but the named ones; a host without a slot left is none."""
+    """Return all but the named ones; a host without remaining slots is dropped."""
     kept = []
     for host in hosts:
         named = chosen.get(canonical(host.name), set())
@@ -85,7 +85,7 @@ def _with(host: Host, slots: set[int] | None) -> Host:
 def read_filter(
     text: str, hosts: Sequence[Host], file: str
 ) -> tuple[Chosen, list[str], str | None]:
-    """What a filter names, what is wrong with it, and the filter that may have been meant."""
+    """Return the hosts of a filter, its problems, and the filter that may have been meant."""
     known = {canonical(host.name): host for host in hosts}
     chosen: Chosen = {}
     problems: list[str] = []
@@ -110,7 +110,7 @@ class _WrongEntryError(Exception):
     def __init__(self, message: str, meant: str | None) -> None:
         self.message = message
         self.meant = meant
-        """the entry that may have been meant; "": none, None: nobody can know"""
+        """The entry that may have been meant; "": none, None: unknown."""
 
 
 class _UnknownHostError(Exception):
@@ -119,7 +119,7 @@ class _UnknownHostError(Exception):
 
 
 def _read_entry(entry: str, known: dict[str, Host], chosen: Chosen) -> None:
-    """Add one `HOST` or `HOST:SLOT,SLOT` to what is chosen."""
+    """Add one `HOST` or `HOST:SLOT,SLOT` to the chosen hosts."""
     if not entry:
         raise _WrongEntryError("has an `@` with nothing beside it", "")
     parts = _ENTRY.fullmatch(entry)
@@ -158,7 +158,7 @@ def _read_slots(name: str, text: str, host: Host) -> set[int]:
 
 
 def _mended(name: str, words: Sequence[str], host: Host) -> str:
-    """The entry with ranges spelled out, and with slots that the host has."""
+    """Return the entry with ranges written out, and with slots that the host has."""
     slots: set[int] = set()
     for word in words:
         ends = _RANGE.fullmatch(word)
@@ -170,7 +170,7 @@ def _mended(name: str, words: Sequence[str], host: Host) -> str:
 
 
 def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
-    """More colons than one: an IPv6 address, and where its slots begin can only be guessed."""
+    """Return the error for several colons: an IPv6 address, whose slots can only be guessed."""
     message = f"holds {entry!r}: an IPv6 address stands in brackets here, as in [fe80::1]:0,2"
     name, _, slots = entry.rpartition(":")
     if canonical(entry) in known:
@@ -181,7 +181,7 @@ def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
 
 
 def _guess(entry: str, name: str, hosts: Sequence[Host]) -> str | None:
-    """The entry with the host's name that may have been meant."""
+    """Return the entry with the name of the host that may have been meant."""
     near = nearest(name, [host.address for host in hosts], 1)
     if not near or not name:
         return None

@@ -1,8 +1,8 @@
-"""The hosts of a job: what the hostfile holds, and what the filters and numbers leave of it.
+"""The hosts of a job: the hostfile's content, after filters and numbers are applied.
 
-The lines are DeepSpeed's, `HOST slots=N` with `#` for comments. It passes over what it does not
-understand at the end of a line, takes zero slots, and runs on this machine alone where the file is
-missing; here each of these is an error, and all of a file's errors are shown together.
+The lines are DeepSpeed's, `HOST slots=N` with `#` for comments. DeepSpeed ignores unknown text at the end of a
+line, accepts zero slots, and runs on this machine alone if the file is missing; here each of these is an
+error, and all errors of a file are shown together.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from nanoscale.config.violations import override, refuse
 from nanoscale.launch.hosts import filters
 
 MOST_SLOTS = 4096
-"""more on one host is a slip of the finger"""
+"""More on one host is a typing error."""
 LARGEST_FILE = 1 << 24
 _SLOTS = re.compile(r"slots=([0-9]{1,18})")
 _MEANT = re.compile(r"(?:slots *[=:]? *-?)?([0-9]{1,18})")
-"""a number of slots that was written otherwise"""
+"""A number of slots in another form."""
 _PORT = re.compile(r"(?<=[^:]):[0-9]+$")
 _FEW = 3
-"""as many hosts are named where the same is wrong with many"""
+"""Up to this many hosts are named if they share a problem."""
 
 
 def read_hosts(composed: Composed) -> tuple[Host, ...]:
-    """The hosts that the configuration asks for: of the hostfile, in its order, or of SLURM's job.
+    """Return the hosts of the configuration: of the hostfile, in its order, or of SLURM's job.
 
-    None where it is this machine alone.
+    Return none if all ranks are on this machine.
 
     Raises:
-        UserError: with everything that is wrong in the hostfile, or else in what is chosen of it.
+        UserError: with all problems of the hostfile, or else of the choice from it.
     """
     if composed.config.launcher.name == "slurm":
         from nanoscale.launch.slurm.allocation import given_nodes
@@ -66,7 +66,7 @@ def read_hosts(composed: Composed) -> tuple[Host, ...]:
 
 
 def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
-    """The hosts of a hostfile's text, and what is wrong with it; `name` is what messages call it."""
+    """Parse a hostfile's text; return its hosts and its problems. `name` is its name in messages."""
     found: dict[str, Host] = {}
     violations: list[Violation] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -93,7 +93,7 @@ def parse(text: str, name: str) -> tuple[list[Host], list[Violation]]:
 
 
 def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
-    """What is wrong with a line, and the line that may have been meant."""
+    """Return a problem of a line, and the line that may have been meant."""
     name, *rest = words
     slots = _SLOTS.fullmatch(rest[0]) if rest else None
     meant = _MEANT.fullmatch(" ".join(rest)) if slots is None else slots
@@ -117,7 +117,7 @@ def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _read(composed: Composed) -> tuple[str, str]:
-    """The hostfile's text and what messages call it."""
+    """Return the hostfile's text and its name in messages."""
     key, name = "launcher.hostfile", str(composed.config.launcher.hostfile)
 
     def wrong(message: str, *suggestions: str) -> Violation:
@@ -144,7 +144,7 @@ def _read(composed: Composed) -> tuple[str, str]:
 
 
 def _beside(path: Path) -> Iterator[str]:
-    """Files in the same folder, of a name like it."""
+    """Yield files in the same folder with similar names."""
     folder = path.parent
     names = [entry.name for entry in folder.iterdir() if entry.is_file()] if folder.is_dir() else []
     for name in nearest(path.name, names):
@@ -155,7 +155,7 @@ def _beside(path: Path) -> Iterator[str]:
 
 
 def _take(composed: Composed, hosts: list[Host], name: str) -> tuple[list[Host], list[Violation]]:
-    """The first hosts, as many as `launcher.nodes` says, each with `launcher.devices` slots."""
+    """Return the first hosts, `launcher.nodes` of them, each with `launcher.devices` slots."""
     launcher, violations = composed.config.launcher, []
     fewest, most = nodes.node_range(launcher.nodes) or (1, len(hosts))
     if fewest > len(hosts):
@@ -184,7 +184,7 @@ def _first(host: Host, slots: int) -> Host:
 
 
 def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violation]:
-    """Every host that has an interpreter of its own must be one of the file's."""
+    """Check that every host with an interpreter of its own is in the hostfile."""
     key, pythons = "cluster.pythons", composed.config.cluster.pythons
     known = {name for host in hosts for name in (host.name, host.address)} if pythons else set()
     for name in sorted(set(pythons) - known):
@@ -196,10 +196,10 @@ def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violat
 
 
 def _moved(pythons: Mapping[str, str], name: str, other: str) -> str:
-    """Return overrides that give a host's interpreter to another, "" to none, and leave the others theirs."""
+    """Return overrides that assign a host's interpreter to another host, "" to none, and keep the others."""
     entries = {other if it == name else it: python for it, python in pythons.items()}
     entries.pop("", None)
-    # What is typed is merged into a file's mapping, so that one is emptied before.
+    # An override is merged into a file's mapping, so that one is emptied first.
     return " ".join(["~cluster.pythons", override("cluster.pythons", entries)][: 1 + bool(entries)])
 
 

@@ -1,4 +1,4 @@
-"""The mesh for people and for launch.json: every rank's place on each axis."""
+"""The mesh for people and for launch.json: every rank's coordinates."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Parallel
 
 AXES = ("pp", "dp", "cp", "tp")
-"""the slowest first"""
+"""The axes, the slowest first."""
 
 _MOST_LINES = 16
-"""more would push the rest off the screen"""
+"""The most lines; more would push the rest off the screen."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank on its host and in the layout."""
+    """A rank's host and coordinates."""
 
     rank: int
     host: str
@@ -31,10 +31,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All of them."""
+    """The coordinates of all ranks."""
 
     axes: dict[str, int] = field(default_factory=dict)
-    """the degree of every axis, the slowest first"""
+    """The degree of every axis, the slowest first."""
     ranks: tuple[Place, ...] = ()
 
     @property
@@ -47,7 +47,7 @@ class Mesh:
 
 
 def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: Parallel) -> Mesh:
-    """The mesh of a resolved layout; `hosts`: each with its ranks."""
+    """Return the mesh of a resolved layout; `hosts` lists each with its ranks."""
     places = [
         Place(rank, host, local, **asdict(coordinates(rank, parallel)))
         for host, ranks in hosts
@@ -57,7 +57,7 @@ def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: Parallel) ->
 
 
 def lines(mesh: Mesh) -> Iterator[str]:
-    """The mesh in few lines: one for each row of ranks along the fastest axis."""
+    """Yield the mesh in few lines: one for each row of ranks along the fastest axis."""
     if not mesh.used:
         return
     yield f"mesh {mesh}"

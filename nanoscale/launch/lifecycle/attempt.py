@@ -1,4 +1,4 @@
-"""One attempt of a run: from the order to start its ranks until none is left."""
+"""One attempt of a run: from the order to start its ranks until all have ended."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ DONE, FAILED, WRONG, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130
 
 _LOOK_S = 0.1
 _CAUSE_GRACE_S = 1.5
-"""how long to wait for a better explanation while ranks only say that they lost another one"""
+"""Seconds to wait for a better explanation while ranks only report that they lost another one."""
 _KILL_S = 10.0
-"""how long an agent may take to end its ranks before it is ended itself"""
+"""Seconds for an agent to end its ranks before it is ended itself."""
 
 
 class View(Protocol):
-    """Shows a run while it goes on."""
+    """A display of a running attempt."""
 
     running: bool
-    """whether the ranks of the attempt have begun to train"""
+    """True once the ranks of the attempt have begun to train."""
 
     def begin(self, plan: LaunchPlan, steps: int) -> None:
-        """A new attempt starts."""
+        """Show that a new attempt starts."""
 
     def poll(self) -> None:
-        """Show what is new."""
+        """Show everything new."""
 
     def wrote(self, host: str, rank: int) -> None:
-        """The standard output of a rank has grown."""
+        """Note that the standard output of a rank has grown."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
+    """The end of an attempt."""
 
     state: State
     exit_code: int
@@ -69,35 +69,35 @@ _STOPPED = Outcome("stopped", INTERRUPTED)
 
 @dataclass
 class Attempt:
-    """One attempt: what has been heard of it, and what is being done about it."""
+    """One attempt: its state, and the reactions to it."""
 
     lock: RunLock
     plan: LaunchPlan
     members: Sequence[Member]
-    """by the plan's hosts"""
+    """The members in the order of the plan's hosts."""
     fleet: Fleet
     launcher: Launcher
     signals: Signals
     view: View
     outcomes: dict[str, str] = field(default_factory=dict)
-    """how each host's ranks ended, by the host"""
+    """The results of each host's ranks, by host."""
     failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
     failing_since: float | None = None
     stopping_since: float | None = None
     killing_since: float | None = None
     forced: str | None = None
-    """why it was ended by force; None where it was not"""
+    """The reason why it was ended by force; None otherwise."""
 
     @property
     def run(self) -> RunDirectory:
         return self.lock.run
 
     def go(self) -> Outcome:
-        """Start the ranks, follow them, pass on what the user wants, until none is left.
+        """Start the ranks, follow them and pass on the user's signals, until all have ended.
 
         Raises:
-            TakenOverError: another launcher has the run now.
+            TakenOverError: another launcher holds the run now.
         """
         self._notice_lost()
         if not self.failures:
@@ -111,7 +111,7 @@ class Attempt:
             for member, message in news:
                 self._take(member, message)
             self._notice_lost()
-            if time.monotonic() >= next_look:  # however often something comes
+            if time.monotonic() >= next_look:  # however many messages come
                 self.view.poll()
                 next_look = time.monotonic() + _LOOK_S
             if self.view.running and not was_running:
@@ -131,7 +131,7 @@ class Attempt:
         elif message["kind"] == "output":
             self._log(member, message)
         elif message.get("attempt") != self.plan.attempt:
-            pass  # of an attempt that was given up
+            pass  # belongs to an attempt that was given up
         elif message["kind"] == "failing":
             self._add(member, message["failures"])
         elif message["kind"] == "ended":
@@ -140,7 +140,7 @@ class Attempt:
             self._add(member, message["failures"])
 
     def _log(self, member: Member, message: Message) -> None:
-        """Write what a rank printed into its log, unless the rank has written it there itself."""
+        """Write a rank's output into its log, unless the rank has written it there itself."""
         if "carried" in message:
             path = self.run.log(self.plan.attempt, member.name, message["rank"], message["stream"])
             with suppress(OSError), path.open("ab") as log:
@@ -192,7 +192,7 @@ class Attempt:
             )
 
     def _mind_lock(self) -> None:
-        """Where another launcher has the run now, end the ranks and write nothing more."""
+        """End the ranks and write nothing more if another launcher holds the run now."""
         if self.lock.lost:
             self.fleet.write_no_logs()
             self._kill()
@@ -231,7 +231,7 @@ class Attempt:
         self._kill()
 
     def _mind_failures(self) -> None:
-        """End the job once the first cause is known, or nobody will tell a better one any more."""
+        """End the job once the first cause is known, or no better explanation can come."""
         if self.failing_since is None or self.killing_since is not None:
             return
         found = list(self.failures.values())
@@ -286,7 +286,7 @@ class Attempt:
         return Outcome("failed", WRONG if cause.user_error else FAILED, cause)
 
     def _silent(self) -> list[RankFailure]:
-        """The ranks that did not fail."""
+        """List the ranks that did not fail."""
         failed = {found.rank for found in self.failures.values()}
         return [
             RankFailure(rank, local, host.host, time.time())

@@ -1,4 +1,4 @@
-"""The bandwidth test of `doctor`: the agents run a job that measures, of no run and with no run directory."""
+"""The bandwidth test of `doctor`: the agents run a measuring job, without a run or a run directory."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from nanoscale.runs.failure import Evidence, diagnose, first_cause
 
 CHECK = "bandwidth"
 _RANKS_HERE = 2
-"""of one host without GPUs"""
+"""Ranks of a single host without GPUs."""
 _FEWEST_PAIRS = 3
-"""of fewer none stands out"""
+"""The fewest pairs among which one can stand out."""
 _OPEN = "look for a firewall or a missing route: between the hosts, all ports must be open"
 _LOOK_AT = "cables, link speed (`ethtool`), errors (`ip -s link`), other jobs"
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What all-reduces of one size took, in the median."""
+    """The median time and bandwidth of all-reduces of one size."""
 
     bytes: int
     latency_us: float
     bus_gb_s: float
-    """what each link has carried, GB/s: `bus_gb_s`"""
+    """The bandwidth of each link, GB/s: `bus_gb_s`."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What messages between two hosts, or two ranks of one host, took one way, in the median."""
+    """The median time and bandwidth of messages between two hosts, or two ranks of one host, one way."""
 
     ends: tuple[str, str]
     latency_us: float
-    """of the shortest message"""
+    """The latency of the shortest message."""
     gb_s: float
-    """of a long one"""
+    """The bandwidth of a long message."""
     slow: bool = False
-    """whether that is less than half of what is usual between all pairs"""
+    """True if that is less than half of the median of all pairs."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """All that was measured."""
+    """All measurements."""
 
     backend: str
     ranks: int
@@ -62,29 +62,29 @@ class Figures:
     all_reduce: tuple[AllReduce, ...] = ()
     pairs: tuple[Pair, ...] = ()
     left_out: int = 0
-    """pairs for which time did not suffice"""
+    """Pairs for which time did not suffice."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the test came to: figures, unless it failed."""
+    """The result of the test: figures, unless it failed."""
 
     figures: Figures | None
     verdicts: tuple[Verdict, ...] = ()
 
 
 def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
-    """The bandwidth that each rank's link must have carried for an all-reduce, GB/s.
+    """Return the bandwidth that each rank's link must have carried for an all-reduce, GB/s.
 
-    That is size / time · 2(n - 1) / n: whatever the algorithm, n ranks send and receive at least 2(n - 1) / n
-    times the data. It can be held against the hardware's own figure, for any number of ranks. The definition is
-    that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
+    That is size / time · 2(n - 1) / n: with any algorithm, n ranks send and receive at least 2(n - 1) / n
+    times the data. It can be compared with the hardware's own figure, for any number of ranks. The definition
+    is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md, "busbw").
     """
     return size / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
 def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
-    """Let the hosts say what they are like, and get ready for the test; returns when all have, or are lost."""
+    """Request the hosts' facts and prepare them for the test; returns when all have answered, or are lost."""
     plan = _plan(fleet.members, config)
     environment = passed_on(config, plan, os.environ)
     fleet.prepare(environment, will_launch=will_measure, job=BANDWIDTH)
@@ -105,7 +105,7 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
 
 
 def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
-    """One rank for each device; without GPUs one for each host, or two where there is one."""
+    """Plan one rank per device; without GPUs one per host, or two if there is one host."""
     hosts = [member.host for member in members]
     if config.launcher.device == "cpu":
         ranks = 1 if len(hosts) > 1 else _RANKS_HERE
@@ -127,15 +127,16 @@ def _frozen(config: Config, world: int) -> str:
 
 
 def time_limit_s(ranks: int) -> float:
-    """Return how long the whole test may take; loading torch and connecting all ranks take longest.
+    """Return the time limit of the whole test; loading torch and connecting all ranks take longest.
 
-    A collective may take half of it and the meeting of the agents a quarter, so that what fails says so itself.
+    A collective may take half of it and the rendezvous of the agents a quarter, so that failures report
+    themselves.
     """
     return 120.0 + 0.2 * ranks
 
 
 def judge(test: Errand) -> Measured:
-    """What the test came to."""
+    """Return the result of the test."""
     if test.failures:
         return Measured(None, (_failed(test),))
     if test.late or test.result is None:
@@ -162,7 +163,7 @@ def _failed(test: Errand) -> Verdict:
 
 
 def read_figures(result: dict[str, Any]) -> Figures:
-    """The job's seconds as latencies and bandwidths."""
+    """Convert the job's seconds to latencies and bandwidths."""
     ranks, size = len(result["hosts"]), result["message_bytes"]
     hosts = tuple(dict.fromkeys(result["hosts"]))
     names = result["hosts"] if len(hosts) > 1 else [f"rank {rank}" for rank in range(ranks)]
@@ -187,7 +188,7 @@ def read_figures(result: dict[str, Any]) -> Figures:
 
 
 def judge_ways(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
-    """Each host with those that it does not reach, and for the same reason."""
+    """Yield each host with those that it does not reach, for the same reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for way in closed:
         reasons.setdefault((way["host"], way["why"]), []).append(f"{way['to']} ({way['address']})")
@@ -197,7 +198,7 @@ def judge_ways(closed: Sequence[dict[str, str]]) -> Iterator[Verdict]:
 
 
 def judge_pairs(figures: Figures) -> Iterator[Verdict]:
-    """Whether any pair is slow beside the others; where one host is in all that are, it is to blame."""
+    """Yield a verdict on slow pairs; if one host is in all of them, it is to blame."""
     if len(figures.pairs) < _FEWEST_PAIRS:
         return
     usual = median(pair.gb_s for pair in figures.pairs)

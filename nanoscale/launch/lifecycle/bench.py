@@ -1,4 +1,4 @@
-"""What `nanoscale bench` has measured, as one document, and beside another run or an earlier bench."""
+"""The measurements of `nanoscale bench` as one document, compared with another run or an earlier bench."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ COMPARED = (
     "memory_gib",
     "matmul_tflops",
 )
-"""figures that are shown beside another's"""
+"""Figures that are compared with another's."""
 _MEASURE = "nanoscale bench"
 
 
 @contextmanager
 def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
-    """A folder beside the runs, for the checkpoint whose saving is measured; None where none is asked for.
+    """Provide a folder beside the runs for the checkpoint to measure; None if none is requested.
 
-    Where the runs lie is where checkpoints are written, and what all hosts share.
+    The folder of runs is where checkpoints are written, and all hosts share it.
     """
     if not config.checkpoint.every:
         yield None
@@ -64,10 +64,10 @@ def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
 
 
 def document(config: Config, measured: Document, plan: Document | None) -> Document:
-    """`bench --json`, of what the ranks have measured.
+    """Return the document of `bench --json`, from the ranks' measurements.
 
     Args:
-        plan: what was predicted; None where nothing could be.
+        plan: the prediction; None if there is none.
     """
     sizes, layout, times = derive(config), config.parallel, measured["times_s"]
     seconds = median(times)
@@ -118,7 +118,7 @@ def document(config: Config, measured: Document, plan: Document | None) -> Docum
 
 
 def _use(config: Config, measured: Document, each: float, plan: Document | None) -> Document:
-    """How much of the device is used: of what its maker promises, and of what it does with large products."""
+    """Return the utilisation of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
     known = not has_experts(config.model.hf_config)
@@ -140,7 +140,7 @@ def _use(config: Config, measured: Document, each: float, plan: Document | None)
 
 
 def _computed_again(config: Config, plan: Document | None) -> float | None:
-    """All FLOPs over those of the model, which does not depend on how fast it goes; None where nobody knows."""
+    """Return all FLOPs over the model's, which do not depend on the speed; None if unknown."""
     if config.parallel.activation_checkpointing == "none":
         return 1.0
     factor: float | None = plan["hfu"] / plan["mfu"] if plan else None
@@ -159,7 +159,7 @@ def _predicted(plan: Document | None) -> Document | None:
 
 
 def read_other(name: str) -> Document:
-    """Figures of a run, or of a bench that was kept with --json.
+    """Read the figures of a run, or of a bench that was stored with --json.
 
     Raises:
         UserError: it is neither.
@@ -177,7 +177,8 @@ def read_other(name: str) -> Document:
 
 
 def _of_run(run: RunDirectory) -> Document:
-    """As far as metrics.jsonl has them: the median of the steps after the first ones."""
+    """Return a run's figures, as far as metrics.jsonl has them: the median of the steps after the first
+    ones."""
     told, config = steady(run), load(run.config)
     if told.seconds is None:
         raise UserError(
@@ -200,7 +201,7 @@ def _of_run(run: RunDirectory) -> Document:
 
 
 def compared(found: Document, other: Document) -> Document:
-    """The other's figures, and by name how many times those this one's are."""
+    """Return the other's figures, and the ratio of this one's to them, by name."""
     pairs = {name: (found[name], other[name]) for name in COMPARED}
     ratios = {name: mine / theirs for name, (mine, theirs) in pairs.items() if mine and theirs}
     return {**other, "ratios": ratios}

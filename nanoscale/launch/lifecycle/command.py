@@ -1,4 +1,4 @@
-"""What is started on each host: the command line and the environment of its agent."""
+"""The plan of a launch: the command line and the environment of each host's agent."""
 
 from __future__ import annotations
 
@@ -32,47 +32,48 @@ _PASSED_ON = (
     "TORCH",
     "UCX",
 )
-"""beginnings of the names of variables that change how a job runs on any host"""
+"""Prefixes of variables that affect a job on any host."""
 
 _LOCAL = ("LD_", "NVIDIA")
-"""and of those that do so on this one"""
+"""Prefixes of variables that affect it on this host."""
 
 _NOT_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONHOME", "PYTHONPATH")
-"""they are another matter on every host"""
+"""Variables that differ on every host."""
 
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""by which PyTorch's allocator of device memory is told how to work"""
+"""Variables that configure PyTorch's allocator of device memory."""
 
 _CONNECT_ALL = 256
-"""ranks, up to which gloo connects all pairs when a group is made, not two ranks when they first talk"""
+"""Up to this many ranks, gloo connects all pairs when a group is created; beyond it, on their first
+message."""
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 _PORTS = range(20_000, 32_000)
-"""below those that systems give to whoever asks for any"""
+"""Below the ports that systems assign on request."""
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's part."""
+    """One host's plan."""
 
     host: str
     slots: int
-    """ranks to start there"""
+    """Ranks to start there."""
     ranks: tuple[int, ...]
     command: tuple[str, ...]
-    """what is typed here to start the agent there"""
+    """The command here that starts the agent there."""
     devices: tuple[int, ...] | None = None
-    """which of its devices, where not the first ones"""
+    """The devices to use, if not the first ones."""
 
     @property
     def used_devices(self) -> Sequence[int]:
-        """The device of each rank, as the host counts them."""
+        """The device of each rank, by the host's numbers."""
         return range(self.slots) if self.devices is None else self.devices
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that a launch will do."""
+    """The complete plan of a launch."""
 
     attempt: int
     world_size: int
@@ -80,18 +81,18 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     environment: dict[str, str]
-    """what is set for the agents"""
+    """The variables set for the agents."""
     inherited: tuple[str, ...]
-    """names of variables of here that they get as well; their values are nobody's business"""
+    """Names of variables that are passed on from here; their values are private."""
     mesh: Mesh = field(default_factory=Mesh)
 
     def document(self) -> dict[str, Any]:
-        """launch.json."""
+        """Return the content of launch.json."""
         return asdict(self)
 
 
 def read_plan(run: RunDirectory) -> LaunchPlan | None:
-    """The plan of the newest attempt, from launch.json; None where there is none.
+    """Read the plan of the newest attempt from launch.json; None if it does not exist.
 
     Raises:
         UserError: launch.json is damaged.
@@ -109,7 +110,7 @@ def read_plan(run: RunDirectory) -> LaunchPlan | None:
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists only."""
+    """Convert JSON's lists to tuples."""
     return {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
 
 
@@ -121,7 +122,7 @@ def plan_launch(
     hosts: Sequence[Host] = (),
     master_port: int | None = None,
 ) -> LaunchPlan:
-    """Who does what. `config` must be resolved.
+    """Plan the launch of a resolved configuration.
 
     Args:
         hosts: the hosts to use; none: this one alone.
@@ -148,25 +149,26 @@ def plan_launch(
 
 
 def here(config: Config) -> Host:
-    """This machine as the one host of a resolved configuration."""
+    """Return this machine as the one host of a resolved configuration."""
     assert isinstance(config.launcher.devices, int)
     return Host(socket.gethostname(), config.launcher.devices)
 
 
 def wanted_port(config: Config, run: RunDirectory) -> int:
-    """Where the ranks meet unless the first host finds that port taken; two runs seldom want the same."""
+    """Return the port of the rendezvous unless the first host finds it in use; it differs between most
+    runs."""
     if config.launcher.master_port != "auto":
         return config.launcher.master_port
     return _PORTS[zlib.crc32(str(run.path).encode()) % len(_PORTS)]
 
 
 def passed_on(config: Config, plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment that the agents are to have on top of that of their hosts."""
+    """Return the environment of the agents in addition to that of their hosts."""
     return {name: inherited[name] for name in plan.inherited} | plan.environment
 
 
 def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
-    """Every host's ranks, in the hosts' order."""
+    """Return every host's ranks, in the hosts' order."""
     shares, first = [], 0
     for host in hosts:
         shares.append(tuple(range(first, first + host.slots)))
@@ -190,14 +192,14 @@ def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) 
         environment["OMP_NUM_THREADS"] = str(config.launcher.threads)
     chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(inherited)
     if config.launcher.device == "cpu" and not chosen:
-        # By default threads spin so long at a barrier that one busy neighbour slows a step thirtyfold.
+        # By default threads spin so long at a barrier that one busy process slows a step thirtyfold.
         environment["GOMP_SPINCOUNT"] = "1000"
     if config.launcher.device == "cuda" and not _ALLOCATOR.intersection(inherited):
-        # Segments that grow leave fewer holes between tensors of many sizes; without them long runs that
-        # nearly fill a device end for want of one piece that is large enough.
+        # Expandable segments reduce fragmentation; without them long runs that nearly fill a device run out of
+        # contiguous memory.
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if world_size > _CONNECT_ALL and _LAZY not in inherited:
-        # Each of several groups would connect all pairs. But a rank that hangs before it has talked to another
-        # one is then noticed later, so smaller jobs connect all.
+        # Each of several groups would connect all pairs. But a rank that hangs before its first message to
+        # another one is then noticed later, so smaller jobs connect all.
         environment[_LAZY] = "1"
     return environment | {name: str(value) for name, value in config.launcher.env.items()}

@@ -1,4 +1,4 @@
-"""A job that is of no run: the agents do it in folders of their own, and the first rank's result comes back."""
+"""A one-shot job without a run: the agents use folders of their own, and return the first rank's result."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _LOOK_S = 0.1
 
 @dataclass
 class Errand:
-    """The job while it goes on: what has been heard of it."""
+    """A one-shot job in progress."""
 
     fleet: Fleet
     members: Sequence[Member]
     plan: LaunchPlan
     config: str
-    """as the ranks read it"""
+    """The configuration as the ranks read it."""
     job: str
-    """its name in worker.JOBS"""
+    """Its name in worker.JOBS."""
     meet_s: float
-    """how long ranks may take to meet, seconds"""
+    """Seconds for the rendezvous of ranks."""
     limit_s: float | None = None
-    """for all of it"""
+    """Seconds for the whole job."""
     task: dict[str, Any] | None = None
-    """what the ranks need to know beside the configuration"""
+    """The ranks' task beside the configuration."""
     heed: Callable[[str], None] = lambda _: None
-    """is called with each line that the first rank prints"""
+    """A function that is called with each line that the first rank prints."""
     lines: LineSplitter = field(default_factory=LineSplitter)
     ended: set[str] = field(default_factory=set)
     failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class Errand:
     killing_since: float | None = None
     failing_since: float | None = None
     late: list[str] = field(default_factory=list)
-    """hosts whose ranks were still going when time was over"""
+    """Hosts whose ranks were still running at the time limit."""
 
     def run(self) -> None:
-        """Do it; when this raises, nothing of it goes on."""
+        """Run the job; if this raises, all of its processes have ended."""
         try:
             self._go()
         except BaseException:
@@ -66,7 +66,7 @@ class Errand:
             raise
 
     def _go(self) -> None:
-        """Launch, listen until all have ended, and end what has failed or takes too long."""
+        """Launch, receive messages until all have ended, and end ranks after a failure or the time limit."""
         self._launch()
         began = time.monotonic()
         while self._waiting():
@@ -86,7 +86,7 @@ class Errand:
         self.fleet.tell(self.members, "kill", attempt=1, stacks=False)
 
     def _abandon(self) -> None:
-        """End it at once. An agent that looks for the others obeys no order, but dies with its connection."""
+        """End it at once. An agent in its rendezvous follows no order, but exits with its connection."""
         for member in self.members:
             self.fleet.give_up(member)
         deadline = time.monotonic() + _KILL_S
@@ -150,7 +150,7 @@ def _is_connected(member: Member) -> bool:
 
 
 class ErrandError(Exception):
-    """It failed, and not by what was asked for; the text says where, why and what to do."""
+    """An internal failure of the job; the text says where, why and what to do."""
 
 
 def run_errand(
@@ -160,17 +160,17 @@ def run_errand(
     task: dict[str, Any],
     heed: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Do a job in the layout of a configuration, and give the first rank's result.
+    """Run a job in the layout of a configuration, and return the first rank's result.
 
     Args:
         job: its name in worker.JOBS.
         config: resolved.
         hosts: those of the hostfile or of SLURM; none: this machine alone.
-        task: what the job is told.
-        heed: is told what the first rank prints.
+        task: the job's task.
+        heed: called with the first rank's output.
 
     Raises:
-        UserError: the hosts are not ready, or a rank found that the request is wrong.
+        UserError: the hosts are not ready, or a rank found an error in the request.
         ErrandError: it failed otherwise.
     """
     hosts = hosts or (here(config),)

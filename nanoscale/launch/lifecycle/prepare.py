@@ -1,4 +1,4 @@
-"""From a checked configuration to a run directory that a launch can start from."""
+"""Preparing a run directory for a launch from a checked configuration."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _PACKAGES = (
 
 
 def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
-    """Give the run its name: the one asked for, or one that is free.
+    """Name the run: the requested name, or an unused one.
 
     Args:
-        repeats: the configuration is that of another run, whose name is only a beginning.
+        repeats: the configuration is that of another run, whose name is only a prefix.
     """
     root = Path(config.run.root)
     name = config.run.name
@@ -70,7 +70,7 @@ def check_new_run(config: Config) -> None:
     """Check that a named run can be created. Writes nothing.
 
     Raises:
-        UserError: the name is taken or unusable, or no run can be created under run.root.
+        UserError: the name is used or invalid, or no run can be created under run.root.
     """
     root = Path(config.run.root)
     check_root(root)
@@ -79,7 +79,7 @@ def check_new_run(config: Config) -> None:
 
 
 def name_runs(requests: Sequence[Request]) -> tuple[str, list[Request]]:
-    """Give the runs of an array their names: one that they share, asked for or free, and a number."""
+    """Name the runs of an array: a shared name, requested or unused, and a number."""
     first = requests[0]
     asked = first.config.run.name
     shared = asked or f"{first.composed.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -98,7 +98,7 @@ def check_new_runs(requests: Sequence[Request], shared: str) -> None:
     """Check that the runs of an array can be created. Writes nothing.
 
     Raises:
-        UserError: the shared name is taken or unusable, or no run can be created under run.root.
+        UserError: the shared name is used or invalid, or no run can be created under run.root.
     """
     first = requests[0]
     root = Path(first.config.run.root)
@@ -123,10 +123,10 @@ def check_new_runs(requests: Sequence[Request], shared: str) -> None:
 
 @contextmanager
 def new_run(request: Request) -> Iterator[RunLock]:
-    """Create the run directory, whole or not at all, and hold its lock until the block ends.
+    """Create the run directory, completely or not at all, and hold its lock until the block ends.
 
     Raises:
-        UserError: the name is taken by now, or the root cannot be written to.
+        UserError: the name is used by now, or the root cannot be written to.
     """
     run = request.run
     with ExitStack() as held:
@@ -141,7 +141,7 @@ def new_run(request: Request) -> Iterator[RunLock]:
 
 
 def write_configuration(run: RunDirectory, request: Request) -> None:
-    """Freeze what the ranks will read, and where each value came from."""
+    """Freeze the configuration of the ranks, and the source of each value."""
     write_atomically(run.config, dump(request.config, request.asked))
     write_json(run.provenance, provenance(request.composed))
     if request.config.backend.name == "deepspeed":
@@ -150,7 +150,7 @@ def write_configuration(run: RunDirectory, request: Request) -> None:
 
 
 def replace_configuration(run: RunDirectory, request: Request, last_attempt: int) -> None:
-    """Freeze the configuration of a further attempt and its plan; that of the last is kept where it differs."""
+    """Freeze the configuration of a further attempt and its plan; the previous one is kept if it differs."""
     write_json(run.environment, environment(request.devices))
     record_changes(run, request.config, request.composed.by_hand_around)
     before = run.config.read_text(encoding="utf-8")
@@ -158,13 +158,13 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
         write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
-    trust.sign(run, request.config)  # also where another user's was trusted as it is
+    trust.sign(run, request.config)  # also if another user's was trusted unchanged
     if request.plan is not None:
         write_json(run.plan, request.plan)
 
 
 def provenance(composed: Composed) -> dict[str, Any]:
-    """provenance.json: of every key its value and who set it, and what that overrode."""
+    """Return the content of provenance.json: every key's value and source, and the values that it replaced."""
     return {
         key: {**_plain(settings[-1]), "overrode": [_plain(s) for s in reversed(settings[:-1])]}
         for key, settings in composed.history.items()
@@ -172,7 +172,7 @@ def provenance(composed: Composed) -> dict[str, Any]:
 
 
 def environment(devices: Devices) -> dict[str, Any]:
-    """environment.json: what the run was started on and with."""
+    """Return the content of environment.json: the devices and the versions of the run's start."""
     import psutil
 
     return {

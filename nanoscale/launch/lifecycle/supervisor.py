@@ -1,4 +1,4 @@
-"""A run from its first attempt, through what restarts it is granted, until nothing of it is left."""
+"""A run from its first attempt through its restarts, until all of its processes have ended."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_EMPTY_LOGS = 1024
 
 @dataclass
 class Supervisor:
-    """Sees a run through to its end. The fleet's hosts have said what they are like."""
+    """The supervision of a run to its end. The fleet's hosts have sent their facts."""
 
     lock: RunLock
     request: Request
@@ -42,10 +42,10 @@ class Supervisor:
     view: View
 
     def supervise(self, number: int) -> Outcome:
-        """Make attempt `number`, and further ones as launcher.max_restarts grants them.
+        """Run attempt `number`, and further ones as launcher.max_restarts allows.
 
         Raises:
-            TakenOverError: another launcher has the run now.
+            TakenOverError: another launcher holds the run now.
         """
         try:
             outcome = self._attempts(number)
@@ -98,7 +98,7 @@ class Supervisor:
     # --- who takes part -------------------------------------------------------------------------------
 
     def _members(self, number: int) -> list[Member]:
-        """The hosts of this attempt; an elastic job does without those that are lost."""
+        """Return the hosts of this attempt; an elastic job continues without lost ones."""
         nodes = self.request.config.launcher.nodes
         least, _ = node_range(nodes) or (0, 0)
         there = [member for member in self.fleet.members if member.is_there]
@@ -109,7 +109,7 @@ class Supervisor:
             try:
                 self._fit([member.host for member in members], number)
             except UserError:
-                continue  # the layout does not divide among so many
+                continue  # the layout does not fit this number
             return members
         return self.fleet.members
 
@@ -140,7 +140,7 @@ class Supervisor:
         if lost:
             self.fleet.connect(lost)
         launcher = self.request.config.launcher
-        # An elastic job has no time to lose on a host that is down.
+        # An elastic job does not wait long for a host that is down.
         patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
         prepare(self.fleet, self.request, self.run, self.signals, patience_s)
 
@@ -187,7 +187,7 @@ class Supervisor:
         )
 
     def _make_logs(self, plan: LaunchPlan) -> None:
-        """Empty files, so that who looks for one finds it; of very many ranks only those that print."""
+        """Create empty files, so that readers find them; for very many ranks only of those that print."""
         if plan.world_size > _MOST_EMPTY_LOGS:
             return
         for host in plan.hosts:
@@ -200,9 +200,9 @@ class Supervisor:
         cause = outcome.failure
         with suppress(OSError):
             fence.end(self.run)
-        with suppress(OSError):  # a full disk is no reason to keep the outcome from the user
+        with suppress(OSError):  # a full disk must not hide the outcome from the user
             if cause is not None:
-                if not self.run.failure.exists():  # there was no room for it before the fence's end
+                if not self.run.failure.exists():  # the disk was full before the fence's end
                     failure.write(self.run, cause)
                 events.append(
                     self.run, "failure", f"{cause.who}: {cause.diagnosis}", rank=cause.rank
@@ -218,7 +218,7 @@ def prepare(
     signals: Signals,
     limit_s: float | None = None,
 ) -> None:
-    """Let the hosts get ready and say what they are like, until all have or are lost, or a signal comes."""
+    """Let the hosts prepare and send their facts, until all have answered or are lost, or a signal comes."""
     config = request.config
     plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
     fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)

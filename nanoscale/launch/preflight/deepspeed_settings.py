@@ -1,4 +1,4 @@
-"""What only another program can judge: settings handed through to DeepSpeed."""
+"""The check of settings for DeepSpeed by DeepSpeed itself."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nanoscale.config.violations import override, refuse
 
 
 def check_extra(composed: Composed, config: Config) -> None:
-    """Let DeepSpeed's own class judge `backend.extra`; it takes seconds, and only where there is any.
+    """Check `backend.extra` with DeepSpeed's own class; it takes seconds, and runs only if the key is set.
 
     Raises:
-        UserError: with everything that it finds wrong.
+        UserError: with all problems that it finds.
     """
     if config.backend.name != "deepspeed" or not config.backend.extra:
         return
@@ -49,7 +49,7 @@ def check_extra(composed: Composed, config: Config) -> None:
 
 
 def _instead(names: Sequence[str], value: object) -> Iterator[str]:
-    """Yield the override that gives a value to each of DeepSpeed's settings, by our key if one decides it."""
+    """Yield the override that sets each of DeepSpeed's settings, by our key if one decides it."""
     for name in names:
         key = OWNED.get(name)
         if key is None or fits(key, value):

@@ -28,14 +28,14 @@ def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[Ver
 
 
 def torch_problem(software: Message, facts: Message, member: Member) -> tuple[str, str]:
-    """Return why the torch there cannot use the GPUs, and the remedy; both empty if it can."""
+    """Return the reason why the torch there cannot use the GPUs, and the remedy; both empty if it can."""
     build, driver = software["torch"], software["driver_cuda"]
     torch = f"torch {build['version']}"
     if build["cuda"] is None:
         suited = f" for CUDA {driver[0]}" if driver else ""
         problem = f"{torch} is built without CUDA and cannot use the GPUs"
         return problem, f"install a build of torch{suited} there ({TORCH_BUILDS})"
-    # Within a major version of CUDA each driver serves each build (NVIDIA: minor version compatibility).
+    # Within a major version of CUDA each driver supports each build (NVIDIA: minor version compatibility).
     if driver and driver[0] < int(build["cuda"].partition(".")[0]):
         supported = f"the GPU driver {facts['versions']['driver']} supports CUDA {_version(driver)}"
         problem = f"{supported}, and {torch} is built for CUDA {build['cuda']}"
@@ -57,7 +57,7 @@ def _version(numbers: Sequence[int]) -> str:
 
 
 def has_kernels(architectures: Sequence[str], capability: Sequence[int]) -> bool:
-    """Return True if code for one of the architectures runs on a GPU of this capability, or none is known.
+    """True if code for one of the architectures runs on a GPU of this capability, or none is known.
 
     Compiled code (sm_…) runs on GPUs of its major version from its minor version on, PTX (compute_…) on all
     newer ones; with the suffix `a`, each on its own capability alone, and with `f` within its major version.
@@ -76,7 +76,7 @@ def _runs(architecture: str, capability: tuple[int, ...]) -> bool:
 
 
 def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Judge if Triton can compile, where the job compiles. A compile that is `auto` is not resolved yet."""
+    """Judge if Triton can compile, if the job compiles. A compile that is `auto` is not resolved yet."""
     asked, instead = [], []
     if config.backend.name == "native" and config.backend.compile != "off":
         asked.append(f"backend.compile={config.backend.compile}")
@@ -98,7 +98,7 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
 
 
 def compile_problem(facts: Message) -> tuple[str, str]:
-    """Return why Triton cannot compile kernels there, and the remedy; both empty if it can."""
+    """Return the reason why Triton cannot compile kernels there, and the remedy; both empty if it can."""
     found = facts["gpu_software"]["compiler"]
     name_one = "launcher.env.CC=/path/to/gcc"
     if "triton" not in facts["optional_packages"]:

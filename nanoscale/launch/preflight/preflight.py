@@ -1,4 +1,4 @@
-"""Holding what the hosts say of themselves against what the job needs of them."""
+"""The comparison of the hosts' facts with the needs of the job."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from nanoscale.processes.messages import Message
 _MOST_SKEW_S = 5.0
 _LEAST_GIB = {"memory": 1.0, "run.root": 1.0, "cache": 0.5, "/dev/shm": 0.25}
 _COMPARED = ("nanoscale", "python", "torch", "deepspeed")
-"""checks that compare versions"""
+"""Checks that compare versions."""
 _LEAST_GPU_SHARE = 0.9
-"""of a GPU's memory; what a driver takes for itself is less than the rest"""
+"""The least free share of a GPU's memory; a driver uses less than the rest."""
 
 
 def require_ready(fleet: Fleet, config: Config) -> None:
-    """Raise a UserError that lists everything by which the hosts cannot do the job.
+    """Raise a UserError that lists every reason why the hosts cannot run the job.
 
-    Hosts that are lost are listed beside the others. Alone they are no mistake in what was asked for: it is for
-    the attempt to fail by them, or to do without.
+    Lost hosts are listed beside the others. Lost hosts alone are no error of the request: the attempt fails by
+    them, or continues without them.
     """
     wrong = [v for v in judge(fleet.members, config) if not v.good and v.needed]
     lost = {member.name for member in fleet.members if not member.is_there}
@@ -72,7 +72,7 @@ def _having(group: Group) -> str:
 
 
 def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
-    """Everything that was looked at, host by host. What is not known is no verdict."""
+    """Return all verdicts, host by host. Unknown facts give no verdict."""
     all_of_them = _Hosts(members, config)
     verdicts: list[Verdict] = []
     for member in members:
@@ -82,14 +82,15 @@ def judge(members: Sequence[Member], config: Config) -> list[Verdict]:
 
 
 def can_compute(verdict: Verdict) -> bool:
-    """Whether it does not keep its host from computing with others; a job needs folders as well."""
+    """True if the verdict lets its host compute with others; a job needs folders as well."""
     return verdict.good or not verdict.needed or verdict.check in ("run.root", "cache")
 
 
 def skew_s(facts: Message) -> float:
-    """How far a host's clock is from the launcher's, seconds; 0 where the question's journey explains it.
+    """Return the difference of a host's clock from the launcher's, seconds; 0 if the message's delay explains
+    it.
 
-    Its way there takes long, as an agent has to start first. The answer's way back takes next to nothing.
+    The request's way takes long, as an agent has to start first. The answer's way takes next to nothing.
     """
     latest, earliest = facts["time"] - facts["heard_at"], facts["time"] - facts["asked_at"]
     return 0.0 if latest <= 0 <= earliest else float(latest)
@@ -97,7 +98,7 @@ def skew_s(facts: Message) -> float:
 
 @dataclass(frozen=True)
 class _Hosts:
-    """All of them, and what is the same for each look."""
+    """All hosts, and the common inputs of the checks."""
 
     members: Sequence[Member]
     config: Config
@@ -109,7 +110,7 @@ class _Hosts:
 
     @cached_property
     def alike(self) -> dict[str, Message]:
-        """And of these, those whose nanoscale is ours, so that we understand what they say."""
+        """The facts of the hosts with our version of nanoscale, whose messages we understand."""
         own = self.own["nanoscale"]
         return {n: f for n, f in self.present.items() if f["versions"]["nanoscale"] == own}
 
@@ -120,7 +121,7 @@ class _Hosts:
 
     @cached_property
     def first(self) -> str | None:
-        """Where the ranks meet."""
+        """The host of the rendezvous."""
         return next(iter(self.present), None)
 
     @cached_property
@@ -130,7 +131,7 @@ class _Hosts:
 
     @cached_property
     def usual(self) -> dict[str, tuple[str | None, list[str]]]:
-        """Of each program the version of most hosts, and these hosts; of two that are as many, the first's."""
+        """The most common version of each program and the hosts that have it; ties go to the first host."""
         found: dict[str, dict[str | None, list[str]]] = {}
         for host, facts in self.present.items():
             for name, version in facts["versions"].items():
@@ -163,7 +164,7 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
     if member.facts is None:
         return []
     if member.name not in hosts.alike:
-        return [_reached, _versions]  # what else it says may mean something else
+        return [_reached, _versions]  # other facts may have another meaning
     looks = [
         _reached,
         _versions,
@@ -231,7 +232,7 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
     if version != usual:
         text += f", and {usual or 'none'} on {named(where)}"
     if name == "python":
-        # The last number changes nothing of what ranks exchange.
+        # The last number does not affect the exchange between ranks.
         matters = _minor(version) != _minor(usual)
         remedy = another_python(member.host, hosts.config.launcher)
     else:
@@ -242,7 +243,7 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
 
 
 def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check the packages that this configuration needs; TensorBoard's files are written by rank 0 alone."""
+    """Check the packages that this configuration needs; only rank 0 writes TensorBoard's files."""
     config = hosts.config
     needed = []
     if config.logger.tensorboard == "on" and member.name == hosts.first:
@@ -294,7 +295,7 @@ def _fewer(hosts: _Hosts, member: Member, count: int) -> str:
 
 
 def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """What keeps GPUs from being as good as the others; a job may still have its reasons."""
+    """Check that GPUs work and equal the others; a job may differ on purpose."""
     if facts["gpu_problem"] is not None:
         text = f"the GPU driver does not answer: {facts['gpu_problem']}"
         remedy = "look at `nvidia-smi` and `dmesg` there; after an update of the driver, restart"
@@ -318,12 +319,12 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
 
 
 def _gpu_software(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Judge what stands between the GPUs and the ranks."""
+    """Judge the software between the GPUs and the ranks."""
     yield from gpu_software(hosts.config, member, facts)
 
 
 def _number_types(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check that the GPUs have bf16 where that is trained in; without it PyTorch emulates it, slowly."""
+    """Check that the GPUs have bf16 if the job uses it; otherwise PyTorch emulates it, slowly."""
     config, names = hosts.config, facts["devices"]["names"]
     if config.launcher.device == "cpu" or config.precision.compute != "bf16":
         return
@@ -369,7 +370,7 @@ def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
 
 
 def _cache(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Where a corpus is prepared, and the vocabulary that is trained on it."""
+    """Check the folder of the prepared corpus, and of the vocabulary trained on it."""
     cache, needed = facts["cache"], hosts.config.data.source == "stdlib"
     folder = f"the folder of prepared data ({cache['path']})"
     remedy = "data.cache_dir=FOLDER"
@@ -390,7 +391,7 @@ def _shared_memory(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdic
 
 
 def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Only where there are any."""
+    """Report stale locks, if there are any."""
     needed = hosts.config.backend.name == "deepspeed"
     for path in facts["stale_locks"]:
         text = f"{path} was left by a compilation that is no more; the next one would wait for ever"
@@ -414,7 +415,7 @@ def _clock(_: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
 
 
 def _machine(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Only where two hosts are one: they would use the same devices."""
+    """Report two hosts that are one machine: they would use the same devices."""
     same = hosts.on_machine[facts["machine"]]
     if same != member.name:
         text, remedy = f"is the same machine as {same}", "leave one of them out"
@@ -423,7 +424,7 @@ def _machine(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 
 def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Whether the place to meet is found, and is the same for all."""
+    """Check that the address of the rendezvous resolves, and is the same for all."""
     problem = _wrong_address(hosts, member, facts["network"])
     if problem:
         remedy = "launcher.master_addr=ADDRESS, one at which every host reaches the first"
@@ -434,17 +435,17 @@ def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 
 def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
-    """What is wrong with where it would meet the others; empty if nothing."""
+    """Return the problem of a host's address of the rendezvous; empty if there is none."""
     target, found = network["asked_for"], network["found"]
     where = f"{target} leads to {' and '.join(found)}"
     if not found:
         return f"finds no address for {target}, where the ranks are to meet"
-    if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one that is used
+    if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one in use
         return f"{where} there, which no other host can reach (look at /etc/hosts)"
     if network["interface"] is None:
         return f"{where}, and no route leads there"
     if target != (hosts.config.launcher.master_addr or hosts.first):
-        return ""  # they were to meet at a host that is lost
+        return ""  # the rendezvous was at a host that is lost
     if not hosts.addresses_of_first or hosts.addresses_of_first.intersection(found):
         return ""
     whose = "its addresses" if member.name == hosts.first else f"the addresses of {hosts.first}"
@@ -452,7 +453,7 @@ def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
 
 
 def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Only where an interface was chosen."""
+    """Check the chosen network interfaces, if any."""
     there = sorted(set(facts["network"]["addresses"].values()))
     for name, chosen in facts["network"]["chosen"].items():
         good = _fits(name, chosen, there)
@@ -465,7 +466,7 @@ def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 
 def _fits(name: str, chosen: str, interfaces: Sequence[str]) -> bool:
-    """Whether an interface is left: gloo takes names, NCCL beginnings; `=` means names, `^` all others."""
+    """True if an interface matches: gloo takes names, NCCL prefixes; `=` means names, `^` all others."""
     words = re.split(r" *, *", chosen.lstrip("^="))
     if name.startswith("GLOO"):
         return set(words) <= set(interfaces)

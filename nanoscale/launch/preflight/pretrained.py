@@ -1,4 +1,4 @@
-"""What a training begins with is looked at before anything is written: `model.init_from`, and `model=hf`."""
+"""The check of initial weights before anything is written: `model.init_from`, and `model=hf`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from nanoscale.config.violations import refuse
 
 
 def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
-    """The same with the folder of `model.init_from`, whose files hold what the model needs.
+    """Return the configuration with the folder of `model.init_from`, whose files hold what the model needs.
 
-    Headers are read, not the weights. `fetch`: a name's are fetched from the hub; else they are not looked at.
+    Headers are read, not the weights. With `fetch`, a name's files are downloaded from the hub; else they are
+    not checked.
 
     Raises:
         UserError: a file or tensor is missing, damaged or of another shape.
@@ -44,7 +45,7 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
 
 
 def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
-    """Raise a UserError: files that were fetched after their config.json was read have a head of their own."""
+    """Raise a UserError: files that were fetched after their config.json have a head of their own."""
     message = (
         f"must be false: {folder} holds an embedding and a head of other values ({HEAD}), which transformers "
         "does not tie either"
@@ -55,9 +56,9 @@ def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
 
 
 def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
-    """The same where the model is transformers', with the number of its parameters.
+    """Return the configuration of a transformers model, with the number of its parameters.
 
-    Only transformers can judge it, in a process that takes seconds.
+    Only transformers can check it, in a process that takes seconds.
     """
     model, asked = config.model, config.model.init_from
     try:

@@ -1,4 +1,4 @@
-"""What looking at hosts came to, and the same of many hosts in one piece."""
+"""The results of checks of hosts, and their combination for many hosts."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _NAMED = 3
-"""more hosts are counted"""
+"""The most hosts that are named; more are counted."""
 _HOST = "HOST"
-"""stands for the name of each in what is said of several"""
+"""The placeholder for each host's name in a text about several."""
 _ADDRESS = re.compile(r"\S+(?= port \d+\b)")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one look at one host came to."""
+    """The result of one check of one host."""
 
     host: str
     check: str
     good: bool
     text: str
-    """what was found; `{}` is where the amount stands"""
+    """The finding; `{}` is the place of the amount."""
     remedy: str = ""
     amount: float | None = None
     needed: bool = True
-    """whether no job should start before it is good"""
+    """True if no job should start before it is good."""
 
     @property
     def finding(self) -> str:
@@ -34,7 +34,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Group:
-    """Verdicts that say the same of several hosts."""
+    """Verdicts that are equal for several hosts."""
 
     verdicts: tuple[Verdict, ...]
 
@@ -64,7 +64,7 @@ class Group:
 
 
 def grouped(verdicts: Iterable[Verdict]) -> list[Group]:
-    """Those that differ in nothing but the host, its name in what they say, and an amount, together."""
+    """Group verdicts that differ only in the host, its name in their texts, and an amount."""
     groups: dict[tuple[str, bool, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         text = _anonymous(verdict.text, verdict.host)
@@ -74,14 +74,14 @@ def grouped(verdicts: Iterable[Verdict]) -> list[Group]:
 
 
 def named(hosts: Sequence[str]) -> str:
-    """`n1`, `n1 and n2`, `n1, n2 and 14 more`."""
+    """Join names: `n1`, `n1 and n2`, `n1, n2 and 14 more`."""
     if len(hosts) <= _NAMED:
         return " and ".join(filter(None, [", ".join(hosts[:-1]), *hosts[-1:]]))
     return f"{', '.join(hosts[: _NAMED - 1])} and {len(hosts) - _NAMED + 1} more"
 
 
 def _anonymous(text: str, host: str) -> str:
-    """Without the host's name, and without the address that ssh has found for it."""
+    """Remove the host's name, and the address that ssh resolved for it."""
     text = _ADDRESS.sub(_HOST, text)
     if host not in text:
         return text

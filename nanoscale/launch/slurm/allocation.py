@@ -1,4 +1,4 @@
-"""The nodes of a job of SLURM: those that it will be asked for, and those that it gave."""
+"""The nodes of a SLURM job: the requested ones, and the allocated ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nanoscale.config.violations import refuse
 from nanoscale.launch.slurm.slurm import SlurmError, host_names
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
-"""steps of SLURM's own have numbers from here on: 4294967290 is that of an interactive shell"""
+"""SLURM's own steps have numbers from here on: 4294967290 is that of an interactive shell."""
 
 
 def wanted_nodes(composed: Composed) -> tuple[Host, ...]:
-    """Nodes such as SLURM is asked for, the most that an elastic job can have.
+    """Return the requested nodes, the most that an elastic job can have.
 
     Raises:
-        UserError: how many there are to be, or how many ranks on each, cannot be known here.
+        UserError: the number of nodes, or of ranks on each, is not known here.
     """
     wrong = nodes.violation(composed)
     if wrong is not None:
@@ -37,7 +37,7 @@ def wanted_nodes(composed: Composed) -> tuple[Host, ...]:
 
 
 def given_nodes(composed: Composed) -> tuple[Host, ...]:
-    """The nodes of the job that this process is a part of, as many as `launcher.nodes` says.
+    """Return the nodes of the job that this process is a part of, `launcher.nodes` of them.
 
     Raises:
         UserError: this is no job of SLURM, or it has too few nodes.
@@ -77,7 +77,7 @@ def require_one_launcher() -> None:
     """
     env = os.environ
     if _in_step(env) and not (env.get("SLURM_PTY_PORT") and env.get("SLURM_PROCID") == "0"):
-        # With `srun --pty bash` the shell of the first task is the only one that somebody types into.
+        # With `srun --pty bash` only the shell of the first task is interactive.
         _refuse_copies(
             env,
             "srun",
@@ -110,7 +110,7 @@ def note_idle_nodes(launcher: Launcher) -> None:
 
 
 def _in_step(env: Mapping[str, str]) -> bool:
-    """True in a step that srun has started; SLURM's own steps (batch, extern, interactive) are none."""
+    """True in a step that srun has started; SLURM's own steps (batch, extern, interactive) do not count."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < _FIRST_RESERVED_STEP
 
@@ -127,18 +127,18 @@ def _refuse_copies(env: Mapping[str, str], program: str, variable: str, added: s
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
-    """0 if the variable is not set."""
+    """Return a variable's number; 0 if it is not set."""
     return int(env[name]) if env.get(name, "").isdecimal() else 0
 
 
 def cpus_a_node(environment: Mapping[str, str]) -> int | None:
-    """CPUs that the job has on each of its nodes, the fewest: of `72(x2),36`, 36."""
+    """Return the least CPUs that the job has on a node: for `72(x2),36`, 36."""
     counts = re.findall(r"(?:^|,)([0-9]+)", environment.get("SLURM_JOB_CPUS_PER_NODE", ""))
     return min(map(int, counts), default=None)
 
 
 def _ranks_a_node(composed: Composed, count: int, gpus: str | None = None) -> int:
-    """How many ranks a node takes; `gpus`: what a node of the job has, where it is known."""
+    """Return the ranks of a node; `gpus` describes the GPUs of a node of the job, if known."""
     launcher, layout = composed.config.launcher, composed.config.parallel
     if launcher.devices != "auto":
         return launcher.devices

@@ -1,4 +1,4 @@
-"""Talking to SLURM: handing in a job, asking after it, signalling and cancelling it."""
+"""The interface to SLURM: submitting, querying, signalling and cancelling a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoscale.config.schema import Config
 from nanoscale.runs.submission import Submission
 
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""how SLURM is reached and who we are; all else of its variables belongs to the job we may be in"""
+"""Variables of SLURM's address and credentials; all its other variables belong to the job we may be in."""
 _SCRUBBED = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SCANCEL_", "SCONTROL_")
 
 _ANSWER_S = 30.0
@@ -26,7 +26,7 @@ _COLUMNS = {
     "StartTime": 32,
     "RestartCnt": 12,
 }
-"""what squeue is asked for; it cuts a column at 20 characters unless told how wide it is"""
+"""The columns requested from squeue, with widths; by default it cuts a column at 20 characters."""
 
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDED = (
@@ -46,24 +46,24 @@ _ENDED = (
 
 
 class SlurmError(Exception):
-    """SLURM refused, or did not answer; the message is its own."""
+    """An error of SLURM, or no answer; the message is SLURM's own."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What SLURM says of a job."""
+    """The state of a job in SLURM."""
 
     job: str
     state: str
-    """in SLURM's words: PENDING, RUNNING, COMPLETED, CANCELLED, …"""
+    """SLURM's own term: PENDING, RUNNING, COMPLETED, CANCELLED, …."""
     reason: str
-    """why it waits or ended; "" where there is none"""
+    """The reason why it waits or ended; "" if there is none."""
     nodes: str
-    """as in `node[1-4]`; "" before it has any"""
+    """A node list such as `node[1-4]`; "" before it has any."""
     start: str | None
-    """local time: when it began, or is expected to"""
+    """The local time of its start, or of the expected one."""
     restarts: int
-    """how often it was queued again"""
+    """The number of times that it was requeued."""
 
     @property
     def waits(self) -> bool:
@@ -75,7 +75,7 @@ class JobState:
 
 
 def submit(script: Path) -> Submission:
-    """Hand a batch script to SLURM.
+    """Submit a batch script to SLURM.
 
     Raises:
         UserError: there is no sbatch here.
@@ -91,7 +91,7 @@ def submit(script: Path) -> Submission:
 
 
 def job_state(job: Submission) -> JobState | None:
-    """What SLURM says of a job; None where it knows it no more, or never did.
+    """Return the state of a job; None if SLURM does not know it.
 
     Raises:
         SlurmError: SLURM cannot be asked here, or does not answer.
@@ -100,7 +100,7 @@ def job_state(job: Submission) -> JobState | None:
 
 
 def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
-    """The same of several jobs, by their numbers; those that SLURM does not know are left out."""
+    """Return the states of several jobs, by their numbers; jobs unknown to SLURM are left out."""
     states: dict[str, JobState] = {}
     by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
     for cluster, some in groupby(by_cluster, key=lambda job: job.cluster):
@@ -113,21 +113,21 @@ def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
 
 
 def cancel(job: Submission, *, only_waiting: bool = False) -> None:
-    """Take a job out of the queue, or end it.
+    """Cancel a job in the queue, or end it.
 
     Args:
-        only_waiting: leave it alone where it has begun meanwhile, unless it is of an array.
+        only_waiting: do nothing if it has begun meanwhile, unless it belongs to an array.
 
     Raises:
         SlurmError: SLURM refused.
     """
-    # With a state, scancel takes all tasks of an array that wait for the one that is named.
+    # With a state, scancel cancels all waiting tasks of an array, not only the named one.
     waiting = ["--state=PENDING"] if only_waiting and job.task is None else []
     _ask(["scancel", *_on(job.cluster), *waiting, str(job)])
 
 
 def signal_batch(job: Submission, name: str) -> None:
-    """Send a signal to the batch script of a job that runs, and to nothing else of it.
+    """Send a signal to the batch script of a running job, and to none of its other processes.
 
     Raises:
         SlurmError: SLURM refused.
@@ -136,10 +136,10 @@ def signal_batch(job: Submission, name: str) -> None:
 
 
 def host_names(nodes: str) -> list[str]:
-    """What `node[1-4]` stands for.
+    """Expand a node list such as `node[1-4]`.
 
     Raises:
-        SlurmError: SLURM does not say.
+        SlurmError: SLURM does not answer.
     """
     if "[" not in nodes:
         return nodes.split(",")
@@ -147,7 +147,7 @@ def host_names(nodes: str) -> list[str]:
 
 
 def srun_options(config: Config) -> list[str]:
-    """What srun needs so that the agents run in the image of launcher.slurm.container (pyxis)."""
+    """Return the options of srun that run the agents in the image of launcher.slurm.container (pyxis)."""
     wanted = config.launcher.slurm
     if wanted.container is None or wanted.container_runtime != "pyxis":
         return []
@@ -156,7 +156,7 @@ def srun_options(config: Config) -> list[str]:
 
 
 def container_prefix(config: Config) -> list[str]:
-    """What stands before the command of an agent that runs in an image (apptainer)."""
+    """Return the prefix of the command of an agent that runs in an image (apptainer)."""
     wanted = config.launcher.slurm
     if wanted.container is None or wanted.container_runtime != "apptainer":
         return []
@@ -166,7 +166,7 @@ def container_prefix(config: Config) -> list[str]:
 
 
 def _mounts(config: Config) -> list[str]:
-    """The folders asked for, and that of the runs unless it is among them."""
+    """Return the configured folders, and that of the runs unless it is among them."""
     asked = config.launcher.slurm.container_mounts
     root = str(Path(config.run.root).absolute())
     inside = [mount.split(":")[1] for mount in asked if mount.count(":")]
@@ -201,7 +201,7 @@ def _ask(command: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str], wait_s: float | None) -> str:
-    """What a command of SLURM prints; nothing where it only says that it knows no such job."""
+    """Return the output of a SLURM command; empty if it only reports that it knows no such job."""
     try:
         done = subprocess.run(
             command,
@@ -223,7 +223,7 @@ def _run(command: Sequence[str], wait_s: float | None) -> str:
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what a job of SLURM left in it, which would become options of the next."""
+    """Return an environment without a SLURM job's variables, which would become options of the next job."""
     return {
         name: value
         for name, value in environment.items()

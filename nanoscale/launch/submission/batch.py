@@ -1,4 +1,4 @@
-"""The script that SLURM runs: what it asks for, and a launcher that hears what SLURM has to say."""
+"""The batch script: its options for SLURM, and a launcher that receives SLURM's signals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoscale.launch.transport.transport import source_path
 from nanoscale.runs.directory import RunDirectory
 
 _PLAIN = re.compile(r"[\w./:,=@+%^*\[\]-]+", re.ASCII)
-"""values that sbatch reads as they are"""
+"""Values that sbatch reads unchanged."""
 
 _INSTEAD_OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
@@ -77,7 +77,7 @@ run=${{runs[$SLURM_ARRAY_TASK_ID]}}
 
 
 def batch_script(config: Config, run: RunDirectory) -> str:
-    """The script of one run.
+    """Return the script of one run.
 
     Args:
         config: checked, with the number of ranks on a node in `launcher.devices`.
@@ -93,11 +93,12 @@ def batch_script(config: Config, run: RunDirectory) -> str:
 def array_script(
     config: Config, folder: Path, name: str, count: int, at_once: int | None = None
 ) -> str:
-    """One script for several runs that need the same of SLURM; `folder` holds it and the list of them.
+    """Return one script for several runs with the same request to SLURM; `folder` holds it and the list of
+    runs.
 
     Args:
         config: that of any of the runs.
-        at_once: how many of them may go on at the same time.
+        at_once: how many of them may run at the same time.
     """
     output = f"{_pattern(folder)}/slurm-%A_%a.out"
     limit = "" if at_once is None else f"%{at_once}"
@@ -107,17 +108,17 @@ def array_script(
 
 
 def runs_list(folder: Path) -> Path:
-    """The file in the folder of an array that has one run directory a line."""
+    """Return the file in the folder of an array that lists one run directory per line."""
     return folder / "runs"
 
 
 Option = tuple[str, str | None]
-"""name and value of an option of sbatch; null: it takes none"""
+"""Name and value of an option of sbatch; None: it takes no value."""
 
 
 def _script(config: Config, options: list[Option], choose: str, run: str) -> str:
     wanted = config.launcher.slurm
-    # Whoever could change the run's config.yaml could change this script as well.
+    # Anybody who can change the run's config.yaml can change this script as well.
     call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
     parts = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
@@ -143,7 +144,7 @@ def _exports(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _options(config: Config, name: str, output: str) -> list[Option]:
-    """What is asked of SLURM, in the order of the script."""
+    """Return the options for SLURM, in the order of the script."""
     launcher, wanted = config.launcher, config.launcher.slurm
     assert isinstance(launcher.devices, int)
     further = [_split(directive) for directive in wanted.directives]
@@ -158,11 +159,12 @@ def _options(config: Config, name: str, output: str) -> list[Option]:
         gpus = str(launcher.devices) if launcher.device == "cuda" else None
         options += _given("gpus-per-node", wanted.gpus or gpus)
     if elastic(launcher.nodes):
-        options.append(("no-kill", None))  # the job goes on with the nodes that are left
+        options.append(("no-kill", None))  # the job continues with the remaining nodes
     if wanted.exclusive:
         options.append(("exclusive", None))
         if not any(option.startswith("mem") for option, _ in further):
-            options.append(("mem", "0"))  # all that a node has: alone, it is the site's default
+            # all memory of a node; without it, the site's default applies
+            options.append(("mem", "0"))
     elif isinstance(launcher.threads, int):
         options.append(("cpus-per-task", str(launcher.devices * launcher.threads)))
     for option in ("partition", "account", "qos", "time", "constraint"):
@@ -183,7 +185,7 @@ def _split(directive: str) -> Option:
 
 
 def _directive(option: str, value: str | None) -> str:
-    """An option as sbatch reads it: no shell, but quotes, backslashes within them, and comments."""
+    """Format an option for sbatch: no shell, but quotes, backslashes within them, and comments."""
     if value is None:
         return f"--{option}"
     assert value.isprintable(), f"the rules let a control character pass in --{option}"
@@ -194,7 +196,7 @@ def _directive(option: str, value: str | None) -> str:
 
 
 def _pattern(folder: Path) -> str:
-    """A folder in a file name pattern of SLURM, in which % begins what it puts in."""
+    """Escape a folder for a file name pattern of SLURM, in which % begins a placeholder."""
     text = str(folder)
     if text.isprintable() and "\\" not in text:
         return text.replace("%", "%%")

@@ -1,4 +1,4 @@
-"""Runs that are made ready here and launched by a job of SLURM."""
+"""Runs that are prepared here and launched by a SLURM job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanoscale.runs.submission import Submission
 
 @dataclass(frozen=True)
 class Batch:
-    """One job for one run, or an array of jobs for several that need the same of SLURM."""
+    """One job for one run, or an array of jobs for several with the same request to SLURM."""
 
     name: str
     requests: Sequence[Request]
     at_once: int | None = None
-    """of an array: how many runs may go on at the same time"""
+    """For an array, the number of runs at the same time."""
 
     @property
     def is_array(self) -> bool:
@@ -34,14 +34,14 @@ class Batch:
 
     @property
     def path(self) -> Path:
-        """Where the script lies, or will."""
+        """The path of the script, which may not exist yet."""
         if self.is_array:
             return RunDirectory(self.root / f"{self.name}{ARRAY}").script
         return self.requests[0].run.script
 
     @property
     def script(self) -> str:
-        """What SLURM is given.
+        """The batch script.
 
         Raises:
             UserError: a path cannot be written into it.
@@ -49,7 +49,7 @@ class Batch:
         return self._script(self.requests[0])
 
     def needs_the_same(self, one: Request) -> bool:
-        """Whether one of the runs could be any other of them, as far as the script goes."""
+        """True if the same script serves another run."""
         return self._script(one) == self.script
 
     def _script(self, one: Request) -> str:
@@ -59,7 +59,7 @@ class Batch:
         return array_script(one.config, self.path.parent, self.name, count, self.at_once)
 
     def submit(self) -> Submission:
-        """Create the run directories and hand them over; nothing is left of them if SLURM refuses.
+        """Create the run directories and submit them; if SLURM refuses, they are removed.
 
         Raises:
             UserError: a run cannot be created, or there is no sbatch here.

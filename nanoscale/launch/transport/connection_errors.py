@@ -1,4 +1,4 @@
-"""Why an agent cannot be reached, told from what its connection left behind."""
+"""Diagnosis of an unreachable agent from the output of its connection."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from nanoscale.config.schema import Launcher
 from nanoscale.runs.failure import signal_name
 
 AGENT = "agent"
-"""what is looked at where the connection stood"""
+"""The check of a host whose connection works."""
 
 SHARED_ROOT = (
     "run.root=FOLDER on a file system that every host mounts at the same path; "
     "move a run that exists already there"
 )
-"""the remedy where a host does not see the folder of runs; `resume` takes no run.root"""
+"""The remedy if a host does not see the folder of runs; `resume` accepts no run.root."""
 
 _CAUSES = (
     (
@@ -89,7 +89,7 @@ _LOST = "the agent, which minds the ranks, was lost"
 
 
 def check_of(diagnosis: str) -> str:
-    """What `explain` has found wrong by it; the connection where it is nothing else."""
+    """Return the check that a diagnosis of `explain` belongs to; the connection by default."""
     known = ((check, beginning) for check, _, beginning, _ in _CAUSES)
     labels = (
         check for check, beginning in [*known, (AGENT, _LOST)] if diagnosis.startswith(beginning)
@@ -98,7 +98,7 @@ def check_of(diagnosis: str) -> str:
 
 
 def another_python(host: Host, launcher: Launcher) -> str:
-    """Return the remedy for a host whose interpreter is not the one that the job needs."""
+    """Return the remedy for a host whose interpreter does not suit the job."""
     if launcher.name == "local":
         return "use another interpreter"
     every = "name another interpreter: cluster.python=/path/to/python"
@@ -108,7 +108,7 @@ def another_python(host: Host, launcher: Launcher) -> str:
 
 
 def leave_out(host: Host, launcher: Launcher) -> str:
-    """Return the remedy that does without a host, beside the filter that there is."""
+    """Return the remedy that excludes a host, in addition to the present filter."""
     entry = hostnames.in_filter(host.name)
     if launcher.name not in ("ssh", "pdsh"):
         return f"do without {host.name}"
@@ -123,13 +123,13 @@ def leave_out(host: Host, launcher: Launcher) -> str:
 def explain(
     host: Host, launcher: Launcher, code: int | None, words: str, limit_s: float
 ) -> tuple[str, str]:
-    """Diagnosis and remedy.
+    """Return diagnosis and remedy.
 
     Args:
-        launcher: the configuration of the launcher that has lost the host.
-        code: of the command that led there; None: it still runs, or there was none.
-        words: what it printed.
-        limit_s: how long the launcher has waited for an answer.
+        launcher: the configuration of the launcher that lost the host.
+        code: the exit code of the connecting command; None: it still runs, or there was none.
+        words: its output.
+        limit_s: how long the launcher waited for an answer.
     """
     user, at, _ = host.name.rpartition("@")
     names = {
@@ -167,7 +167,7 @@ def _known_host(host: Host, ssh_args: Sequence[str]) -> str:
 
 
 def _last_line(text: str) -> str:
-    """What was said last, but for what Python and torch say without being asked."""
+    """Return the last line of the output, without routine messages of Python and torch."""
     lines = [line.strip() for line in text.splitlines() if not _NOISE.search(line)]
     return next((line[:300] for line in reversed(lines) if line), "")
 

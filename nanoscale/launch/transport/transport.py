@@ -1,4 +1,4 @@
-"""How the agent of a host is started from here: this machine's own processes, ssh, pdsh or srun."""
+"""The commands that start a host's agent: this machine's own processes, ssh, pdsh or srun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoscale.launch.slurm.slurm import container_prefix, srun_options
 _AGENT = ("-P", "-m", "nanoscale.agent")
 
 _CONNECT_ADDRESS, _KEY_FILE = "LAUNCHER:PORT", "KEY_FILE"
-"""stand in a planned command for what is known when the launcher listens"""
+"""Placeholders in a planned command for values that are known once the launcher listens."""
 
 _SWEEP_CONNECT_S = 2
 
@@ -32,11 +32,11 @@ def commands(
     addresses: str = _CONNECT_ADDRESS,
     key_file: str = _KEY_FILE,
 ) -> list[tuple[str, ...]]:
-    """What is run here for each host; pdsh and srun take many hosts in one command.
+    """Return the command for each host; one command of pdsh or srun serves many hosts.
 
     Args:
-        addresses: where agents that such a command starts call the launcher back.
-        key_file: by which they prove who they are.
+        addresses: the launcher's addresses for reverse connections.
+        key_file: the file of the key by which the agents authenticate.
     """
     call = ("--connect", addresses, key_file)
     match config.launcher.name:
@@ -51,7 +51,7 @@ def commands(
 
 
 def sweep_command(config: Config, host: Host, mark: str) -> tuple[str, ...] | None:
-    """What ends all that carries the mark on a host; None where nobody but the agent could."""
+    """Return the command that ends all processes with the mark on a host; None if only the agent could."""
     arguments = ("--sweep", mark)
     limited = replace(config.launcher, connect_timeout_s=_SWEEP_CONNECT_S)
     config = replace(config, launcher=limited)
@@ -64,15 +64,16 @@ def sweep_command(config: Config, host: Host, mark: str) -> tuple[str, ...] | No
 
 
 def starts_all_at_once(config: Config) -> bool:
-    """Whether one command starts the agents of all hosts, which then call back."""
+    """True if one command starts the agents of all hosts, which then open reverse connections."""
     return config.launcher.name in ("pdsh", "slurm")
 
 
 def environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a command of `commands` needs in its own environment."""
+    """Return the additional variables of the commands."""
     match config.launcher.name:
         case "pdsh":
-            # pdsh divides this at spaces and knows no quotes: the rules refuse what would need them.
+            # pdsh splits this at spaces and supports no quotes: the rules refuse arguments that would need
+            # them.
             options = " ".join(_ssh_options(config)).replace("%", "%%")
             before = inherited.get("PDSH_SSH_ARGS_APPEND", "")
             return {
@@ -86,7 +87,7 @@ def environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def source_path(inherited: Mapping[str, str]) -> str | None:
-    """A PYTHONPATH that leads to this very nanoscale, where it is not an installed package."""
+    """Return a PYTHONPATH to this very nanoscale, if it is not an installed package."""
     root = str(Path(nanoscale.__file__).parent.parent)
     if root in (*site.getsitepackages(), site.getusersitepackages()):
         return None
@@ -94,7 +95,7 @@ def source_path(inherited: Mapping[str, str]) -> str | None:
 
 
 def interpreter(config: Config, host: Host) -> str:
-    """The path of Python on a host."""
+    """Return the path of Python on a host."""
     chosen = config.cluster.pythons
     named = chosen.get(host.name) or chosen.get(host.address) or config.cluster.python
     return str(named or sys.executable)
@@ -105,17 +106,17 @@ def _ssh(config: Config, host: Host, arguments: Sequence[str] = ()) -> tuple[str
 
 
 def _destination(host: Host) -> str:
-    """The host with its user, and without the brackets of IPv6, which neither ssh nor pdsh knows."""
+    """Return the host with its user, and without the brackets of IPv6, which neither ssh nor pdsh supports."""
     user, at, _ = host.name.rpartition("@")
     return f"{user}{at}{host.address}"
 
 
 def _ssh_options(config: Config) -> list[str]:
-    """A user's own come first, since ssh takes the first value that it is given."""
+    """Return the options of ssh; a user's own come first, since ssh uses the first value of each."""
     launcher = config.launcher
     options = {
         "BatchMode": "yes",
-        "ControlMaster": "no",  # others may ride on a connection of ours, and would end with it
+        "ControlMaster": "no",  # other sessions could share our connection, and would end with it
         "ConnectTimeout": math.ceil(launcher.connect_timeout_s),
         "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
         "ServerAliveCountMax": 2,
@@ -125,7 +126,7 @@ def _ssh_options(config: Config) -> list[str]:
 
 
 def _remote(config: Config, host: Host, arguments: Sequence[str]) -> str:
-    """The agent's command line for the shell of another host, of which that shell interprets nothing."""
+    """Return the agent's command line, quoted for the shell of another host."""
     python = interpreter(config, host)
     path = source_path(os.environ) if python == sys.executable else None
     prefix = ["env", f"PYTHONPATH={path}"] if path else []
@@ -135,7 +136,7 @@ def _remote(config: Config, host: Host, arguments: Sequence[str]) -> str:
 def _pdsh_by_interpreter(
     config: Config, hosts: Sequence[Host], arguments: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """One command says the same to all its hosts, so those of another interpreter need another one."""
+    """Return one command per interpreter: a command of pdsh is the same on all its hosts."""
     groups: dict[str, list[Host]] = {}
     for host in hosts:
         groups.setdefault(interpreter(config, host), []).append(host)
@@ -145,13 +146,13 @@ def _pdsh_by_interpreter(
 
 def _pdsh(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
     names = ",".join(map(_destination, hosts))
-    remote = _remote(config, hosts[0], arguments).replace("%", "%%")  # pdsh fills in %h, %u and %n
+    remote = _remote(config, hosts[0], arguments).replace("%", "%%")  # pdsh replaces %h, %u and %n
     timeout = str(math.ceil(config.launcher.connect_timeout_s))
     return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
 
 
 def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
-    """One task a node, which gets all that the allocation has there."""
+    """Return a command with one task per node, which gets all of the node's allocation."""
     count = len(hosts)
     nodes = ",".join(host.name for host in hosts)
     cpus = cpus_a_node(os.environ)
@@ -164,8 +165,8 @@ def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tu
         *([f"--cpus-per-task={cpus}"] if cpus else []),
         "--cpu-bind=none",
         "--mem=0",
-        "--overlap",  # another step, as of a monitor, keeps nobody waiting
-        "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows why
+        "--overlap",  # another step, such as a monitor's, does not block
+        "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows the cause
         *(["--no-kill"] if elastic(config.launcher.nodes) else []),
         "--input=none",
         "--label",

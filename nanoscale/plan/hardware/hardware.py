@@ -1,7 +1,7 @@
-"""What a job runs on, in SI units, from the `cluster` section and the data sheets of `conf/cluster`.
+"""The hardware of a job, in SI units, from the `cluster` section and the data sheets of `conf/cluster`.
 
-There is one table of devices, the YAML files of the group, which both halves read. A key of the user's own
-goes before the table's; a device that is in no file must be described wholly.
+There is one table of devices, the YAML files of the group, which planner and launcher read. A user's own key
+replaces the table's; a device that is in no file must be described completely.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from nanoscale.config.schema import Cluster, Config, Precision
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the maker's figures that are reached, and what a device does not promise.
+    """Reached shares of the maker's figures, and quantities that no data sheet has.
 
-    The first six are a device's own where `cluster.reached` says so.
+    The first six are a device's own if `cluster.reached` has them.
     """
 
     matmul: float = 0.70
-    """of the peak, large products in 16 bits or wider"""
+    """The share of the peak that large products in 16 bits or more reach."""
     matmul_fp8: float = 0.60
-    """of the peak, large products in 8 bits"""
+    """The share of the peak that large products in 8 bits reach."""
     attention: float = 0.45
-    """of the 16-bit peak, FlashAttention forward"""
+    """The share of the 16-bit peak that FlashAttention reaches forward."""
     cudnn: float = 1.0
-    """rate of cuDNN's attention over FlashAttention's, on devices for which PyTorch prefers it"""
+    """The rate of cuDNN's attention over FlashAttention's, on devices for which PyTorch prefers it."""
     memory: float = 0.85
-    """of the memory's bandwidth, element-wise work"""
+    """The share of the memory's bandwidth that element-wise work reaches."""
     intra_host: float = 0.77
-    """of the fast links' bandwidth, collectives"""
+    """The share of the fast links' bandwidth that collectives reach."""
     inter_host: float = 0.85
-    """of the network's bandwidth, collectives"""
+    """The share of the network's bandwidth that collectives reach."""
     overlap: float = 0.189
-    """of a hidden collective's time that computing loses: both use multiprocessors and memory (the mean of Lee
-    et al. 2025, arXiv:2507.03114)"""
+    """The share of a hidden collective's time that computing loses: both use multiprocessors and memory (the
+    mean of Lee et al. 2025, arXiv:2507.03114)."""
     jitter: float = 0.012
-    """scatter of a host's step time, as a share of it; a step waits for the slowest host"""
+    """The standard deviation of a host's step time, as a share of it; a step waits for the slowest host."""
     eager_s: float = 6e-6
-    """to start an operation from Python, s"""
+    """Seconds to start an operation from Python."""
     compiled_s: float = 3e-6
-    """to start a kernel of compiled code, s"""
+    """Seconds to start a kernel of compiled code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,46 +60,46 @@ class Hardware:
     device: str
     devices_per_host: int
     hosts: int | None
-    """that there are; None: as many as the layout needs"""
+    """The number of hosts; None: as many as the layout needs."""
     island: int
-    """devices that the fast links join"""
+    """Devices joined by fast links."""
     memory_gib: float
-    """of a device, as torch sees it, GiB"""
+    """A device's memory, as torch sees it, GiB."""
     context_gib: float
-    """of it, taken outside of torch's allocator, GiB"""
+    """The part of it that is allocated outside of torch's allocator, GiB."""
     memory_bandwidth: float
-    """B/s"""
+    """B/s."""
     multiprocessors: int
     peaks: dict[str, float]
-    """dense peak by type of number, FLOP/s"""
+    """Dense peak by dtype, FLOP/s."""
     intra_bandwidth: float
-    """fast links, a device and direction, B/s"""
+    """The fast links of a device in one direction, B/s."""
     intra_latency: float
-    """of a step, s"""
+    """The latency of a step, s."""
     inter_bandwidth: float
-    """network, a device and direction, B/s"""
+    """The network of a device in one direction, B/s."""
     inter_latency: float
-    """of a step, s"""
+    """The latency of a step, s."""
     host_bandwidth: float
-    """between a device and its host's memory, a direction, B/s"""
+    """The link between a device and its host's memory in one direction, B/s."""
     host_memory_gib: float
-    """of a host, GiB"""
+    """The memory of a host, GiB."""
     host_memory_bandwidth: float
-    """of a host, B/s"""
+    """The bandwidth of a host's memory, B/s."""
     price: float | None
-    """of a device for an hour"""
+    """The price of a device for an hour."""
     efficiency: Efficiency
 
     def peak(self, precision: Precision) -> float:
-        """FLOP/s at the trained precision."""
+        """Return the FLOP/s at the trained precision."""
         return self.peaks[kind(precision)]
 
 
 def hardware_of(config: Config) -> Hardware:
-    """What `config.cluster` describes, the gaps filled from the table.
+    """Return the hardware of `config.cluster`, completed from the table.
 
     Raises:
-        UserError: the device is unknown, is not described wholly, or lacks the trained type.
+        UserError: the device is unknown, is not described completely, or lacks the trained dtype.
     """
     if config.model.source == "hf":
         raise UnknownHardwareError(
@@ -171,7 +171,7 @@ def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) ->
 
 
 def _efficiency(cluster: Cluster) -> Efficiency:
-    """What is usual, then what the device's description says, then what was measured."""
+    """Return the efficiencies: the defaults, replaced by the device's, replaced by measured ones."""
     reached = cluster.reached
     own = {field.name: getattr(reached, field.name) for field in fields(reached)}
     cudnn = own.pop("attention_cudnn")
@@ -186,8 +186,10 @@ def _efficiency(cluster: Cluster) -> Efficiency:
 
 
 def _measured(path: str, device: str | None) -> dict[str, float]:
-    """What `plan --calibrate` has written, `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys
-    are for people."""
+    """Read the result of `plan --calibrate`.
+
+    It holds `{"efficiency": {"matmul": 0.71}, "device": "h100-sxm"}`; other keys are for people.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         values = {name: float(value) for name, value in content["efficiency"].items()}

@@ -12,9 +12,9 @@ from nanoscale.plan.hardware.hardware import hardware_of
 
 
 def planned_devices(composed: Composed) -> Devices:
-    """What the described cluster has, taken for one machine; what is here, where none is described.
+    """Return the devices of the described cluster, as one machine; those of this machine if none is described.
 
-    Where `cluster.hosts` is null there are as many hosts as the layout needs: for one copy of the model, or for
+    If `cluster.hosts` is null, there are as many hosts as the layout needs: for one copy of the model, or for
     `parallel.dp` of them.
 
     Raises:
@@ -34,7 +34,7 @@ def planned_devices(composed: Composed) -> Devices:
 
 
 def _asked(composed: Composed) -> int | None:
-    """The most hosts of `launcher.nodes`; a value that is none is left to the rules."""
+    """Return the most hosts of `launcher.nodes`; the rules check invalid values."""
     if nodes.violation(composed) is not None:
         return None
     span = nodes.node_range(composed.config.launcher.nodes)

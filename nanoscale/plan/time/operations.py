@@ -1,7 +1,7 @@
-"""How long single operations take on a device: matrix products, fused attention, element-wise work.
+"""The time of single operations on a device: matrix products, fused attention, element-wise work.
 
-Every operation takes the longer of what its arithmetic and its memory traffic need (the roofline of Williams,
-Waterman & Patterson 2009), and some microseconds to fill and drain the device.
+An operation takes the longer of the times of its arithmetic and of its memory traffic (the roofline of
+Williams, Waterman & Patterson 2009), and some microseconds to fill and drain the device.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from math import ceil
 from nanoscale.plan.hardware.hardware import Hardware
 
 WIDTH = {"fp64": 8, "fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""bytes of a number"""
+"""Bytes of a number."""
 
 FILL = 4e-6
-"""s that a kernel takes beside its work"""
+"""Seconds that a kernel takes beside its work."""
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85))
-"""rows and columns of the result that a multiprocessor computes at once, and what such a tile reaches of the
-largest one's rate: smaller ones read their operands more often"""
+"""Rows and columns of the result that a multiprocessor computes at once, and the rate of such a tile relative
+to the largest one: smaller ones read their operands more often."""
 SPLIT = 1.1
-"""what it costs to divide the last wave's tiles along k, which libraries do where it is cheaper (Stream-K,
-Osama et al. 2023, arXiv:2301.03598)"""
+"""The cost factor of dividing the last wave's tiles along k, which libraries do if it is cheaper (Stream-K,
+Osama et al. 2023, arXiv:2301.03598)."""
 _PROLOGUE = 128
-"""steps along k worth of time to load a tile's first operands and to store its result"""
+"""Steps along k that take as long as loading a tile's first operands and storing its result."""
 _ATTENTION_TILE = 128
-"""queries in a tile: the diagonal's tiles are computed whole"""
+"""Queries in a tile: the diagonal's tiles are computed whole."""
 _NARROW = 0.15
-"""a head of 64 reaches nine tenths of the rate of one of 128 (Dao 2023, arXiv:2307.08691, figures
-4 to 6)"""
+"""The exponent of the head size: a head of 64 reaches nine tenths of the rate of one of 128 (Dao 2023,
+arXiv:2307.08691, figures 4 to 6)."""
 _BACKWARD_FLOPS = 2.5
-"""of fused attention, backward over forward: five products where there were two (same source)"""
+"""The FLOPs of fused attention, backward over forward: five products instead of two (same source)."""
 _BACKWARD_RATE = 0.8
-"""of its rate, backward over forward (same source)"""
+"""The rate of fused attention, backward over forward (same source)."""
 
 
 @lru_cache(maxsize=65536)
 def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int = 1) -> float:
-    """Seconds for [m, k] · [k, n] with numbers of type `kind`; of `groups` such products in one kernel.
+    """Return the seconds for [m, k] · [k, n] with numbers of type `kind`, or for `groups` such products in one
+    kernel.
 
-    Tiles are dealt to the multiprocessors in waves, and the last wave is rarely full (NVIDIA, Matrix
+    Tiles are assigned to the multiprocessors in waves, and the last wave is rarely full (NVIDIA, Matrix
     Multiplication Background User's Guide, sections on tile and wave quantization).
     """
     efficiency = hardware.efficiency
@@ -52,7 +53,7 @@ def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int =
 
 
 def waves(multiprocessors: int, m: int, n: int, groups: int = 1) -> float:
-    """Time over that of a device whose every multiprocessor always had a full tile, at least 1."""
+    """Return the time over that of a device whose every multiprocessor always has a full tile, at least 1."""
     best = float("inf")
     for rows, columns, rate in _TILES:
         down, across = ceil(m / rows), ceil(n / columns)
@@ -77,14 +78,15 @@ def attention(
     causal: bool = True,
     kernel: str = "flash",
 ) -> float:
-    """Seconds for a forward pass of fused attention; backward takes `BACKWARD_ATTENTION` times it.
+    """Return the seconds of a forward pass of fused attention; backward takes `BACKWARD_ATTENTION` times as
+    long.
 
-    `causal`: of `queries` to as many keys; else every query attends to every key. A multiprocessor computes
-    a tile of queries against all their keys, so that the longest tile is the least that a pass can take: few
+    With `causal`, `queries` attend to as many keys; else every query attends to every key. A multiprocessor
+    computes a tile of queries against all their keys, so the longest tile is the least time of a pass: few
     heads of a short sequence do not fill a device (Dao 2023, arXiv:2307.08691, section 3.2).
     """
     efficiency = hardware.efficiency
-    # Narrow heads leave the exponentials less time to hide behind products; wide ones fill the registers.
+    # Narrow heads leave less time to hide the exponentials behind products; wide ones fill the registers.
     narrow: float = min(1.0, head_dim / 128) ** _NARROW
     usual = keys / 2 if causal else keys
     share = efficiency.attention * (efficiency.cudnn if kernel == "cudnn" else 1.0)
@@ -99,5 +101,5 @@ BACKWARD_ATTENTION = _BACKWARD_FLOPS / _BACKWARD_RATE
 
 
 def elementwise(hardware: Hardware, size: float) -> float:
-    """Seconds to move `size` bytes between the device and its memory."""
+    """Return the seconds to move `size` bytes between the device and its memory."""
     return size / (hardware.memory_bandwidth * hardware.efficiency.memory)
