@@ -25,7 +25,6 @@ from nanoscale.config.data.token_headers import (
     check_sizes,
     read_index,
 )
-from nanoscale.config.violations import override
 
 TYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -238,11 +237,8 @@ def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserErro
 
 
 def _missing(path: Path, prefix: Path) -> UserError:
-    suggestions: tuple[str, ...] = ()
-    if prefix.suffix in (".bin", ".idx"):
-        suggestions = (override("data.path", str(prefix.with_suffix(""))),)
     what = "there is no such file (the path is given without .bin or .idx)"
-    found = Violation("data.path", str(prefix), "", what, suggestions)
+    found = Violation("data.path", str(prefix), "", what)
     return UserError("data", f"missing token file: {path}", [found])
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.data.indexed import IndexedWriter
+from nanoscale.data.tokenizer import train_bpe
 from nanoscale.runs import status
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, run_of_bytes
@@ -46,6 +47,9 @@ LINES = {
     f"{PREPARE} --out out --tokenizer byte --validation 1e-9": "",
     f"{DRY} data=megatron data.path=tokens.bin train.seq_len=64": "",
     f"{DRY} data=megatron data.path=tokens data.valid_path=tokens.bin train.seq_len=64": "",
+    "data inspect tokens --tokenizer ./tokeniser": "--tokenizer tokenizer",
+    f"{PREPARE} --out out --tokenizer './my tokeniser'": "--tokenizer 'my tokenizer'",
+    "generate typeless --prompt a --max-tokens 1 --tokenizer ./tokeniser": "--tokenizer tokenizer",
     # hosts
     f"{HOSTS} hosst": "",
     f"{HOSTS} hosts --include node9": "",
@@ -121,6 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_of_bytes(runs, SHAPE, name="small")
     documents = [{"text": f"def f{number}(): pass"} for number in range(30)]
     (here / "docs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents))
+    for name in ("tokenizer", "my tokenizer"):
+        (here / name).mkdir()
+        train_bpe(["a b c"], 257, here / name / "tokenizer.json")
     (here / "dots").write_text("node1.lab slots=8\n[fe80::1] slots=8\nnode3.lab slots=4\n")
     (here / "pythons.yaml").write_text(
         "defaults: [debug]\ncluster:\n  pythons:\n    nde1: /a\n    node2: /b\n"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +101,9 @@ def test_it_is_refused_with_its_place_and_nothing_is_left(tmp_path, name, capsys
     assert "--bad skip" in error
     assert "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "good.jsonl"])
+    (advice,) = re.findall(r"leave such records out with (--bad \w+)", error)
+    typed = [*words, *advice.split(), "--out", str(tmp_path / "out")]
+    assert nanoscale(["data", "prepare", *typed]) == 0
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -271,3 +277,18 @@ def test_a_folder_of_datasets_has_the_split_that_is_asked_for(tmp_path, monkeypa
             out = f"{source}-{number}".replace(":", "-")
             assert nanoscale([*command, out, word]) == 0, word
     assert nanoscale([*command, "out", "hf:named:valid"]) == 0
+
+
+def test_what_was_begun_with_other_settings_is_begun_anew_as_advised(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "good.jsonl", GOOD)
+    words = ["data", "prepare", "good.jsonl", "--tokenizer", "byte", "--workers", "1"]
+    words += ["--out", "a corpus"]
+    part = tmp_path / "a corpus.part"
+    part.mkdir()
+    (part / "request.json").write_text('{"seed": 1}')
+    assert nanoscale(words) == 2
+    (command,) = re.findall(r"begin anew: (rm .*)", capsys.readouterr().err)
+    subprocess.run(shlex.split(command), check=True)
+    assert nanoscale(words) == 0
+    assert not part.exists()

@@ -63,7 +63,7 @@ def take(composed: Composed, *, frozen: bool) -> tuple[str, Json]:
     values = {name: getattr(Model(), name) for name in _shape_keys()} | _sizes(
         composed, known, kept=frozen
     )
-    if violations := list(_conflicts(composed, values, known, source)):
+    if violations := list(_conflicts(composed, values, known, document, source)):
         refuse(violations, kind="model")
     return source, values | {"hf_config": document}
 
@@ -119,7 +119,9 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
     return least | {"max_seq_len": composed.config.train.seq_len} | said | known
 
 
-def _conflicts(composed: Composed, values: Json, known: Json, source: str) -> Iterator[Violation]:
+def _conflicts(
+    composed: Composed, values: Json, known: Json, document: Json, source: str
+) -> Iterator[Violation]:
     """Yield keys that were set, but differ from config.json or mean nothing here."""
     for name in _shape_keys():
         mine, given = getattr(composed.config.model, name), values[name]
@@ -128,7 +130,8 @@ def _conflicts(composed: Composed, values: Json, known: Json, source: str) -> It
         key, instead = f"model.{name}", tuple[str, ...]()
         if name in known:
             message = f"is {shown(given)} in {source}"
-            within = next(it for it in (*_SIZES.get(name, ()), "tie_word_embeddings") if it)
+            names = _SIZES.get(name, ("tie_word_embeddings",))
+            within = next(it for it in names if it in document)
             instead = (override(key, given), override(f"model.hf_config.{within}", mine))
         else:
             message = "shapes nanoscale's own transformer, and model=hf would ignore it"
