@@ -44,7 +44,7 @@ PLACEHOLDER = re.compile(r"[…\[\]|]|\b(RUN|DIR|SOURCES|PATH|NAME|KEY|GROUP|FIL
 SHAPE = Model(
     layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=48, vocab=320, max_seq_len=4096
 )
-TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 4\n  global_batch: 480\n"
+TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 40\n  global_batch: 480\n"
 RECIPES = ("tiny", "llama-1b", "llama-8b")
 EXCUSED = {
     "nanoscale bench recipe=tiny": "measures with real ranks: tests/cli/test_bench.py",
