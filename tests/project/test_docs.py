@@ -6,12 +6,12 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "dev" / "reference.py"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
@@ -22,12 +22,21 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_the_references_are_those_of_the_schema_and_the_rules() -> None:
-    spec = importlib.util.spec_from_file_location("reference", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = _script("reference")
     for page, text in script.pages().items():
         assert (script.DOCS / page).read_text() == text, "run `make docs`"
+
+
+def test_new_measurements_of_faults_replace_the_old_ones_alone() -> None:
+    script = _script("faults")
+    page = script.PAGE.read_text()
+    fault = {"fault": "x", "ended_s": 1.0, "left": 0, "lost_steps": None, "code": -9}
+    written = script.render(page, [{**fault, "shown": "a|b"}], [1.0, 2.0])
+    assert "| x | 1.0 s | 0 | – | SIGKILL | a\\|b |\n" in written
+    assert "worker SIGKILL" in page and "worker SIGKILL" not in written
+    assert page.split(script.BEGIN)[0] == written.split(script.BEGIN)[0]
+    assert page.split(script.END)[1] == written.split(script.END)[1]
+    assert script.HEAD.split("{date}")[1][:40] in page, "the page has another head"
 
 
 @by_page
@@ -65,6 +74,15 @@ def test_the_citation_names_the_version_and_the_licence() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert citation["version"] == project["version"]
     assert citation["license"] == project["license"] == "Apache-2.0"
+
+
+def _script(name: str) -> Any:
+    """Return a program of dev/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "dev" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def _prose(page: Path) -> str:

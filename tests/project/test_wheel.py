@@ -50,6 +50,11 @@ def test_the_wheel_carries_every_configuration_file(wheel: Path) -> None:
             assert f"nanoscale/{file.relative_to(ROOT)}" in packed
 
 
+def test_the_wheel_carries_the_licence(wheel: Path) -> None:
+    (packed,) = (it for it in zipfile.ZipFile(wheel).namelist() if it.endswith("/LICENSE"))
+    assert zipfile.ZipFile(wheel).read(packed) == (ROOT / "LICENSE").read_bytes()
+
+
 @pytest.mark.slow
 def test_trains_from_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
