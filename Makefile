@@ -27,6 +27,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python dev/docstrings.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

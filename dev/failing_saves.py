@@ -33,18 +33,18 @@ from nanoscale.runs.directory import RunDirectory
 
 ACTS = ("fsync", "rename", "replace", "mkdir", "rmdir", "unlink", "symlink", "scandir")
 SAVED, RAISED, OTHER = 0, 1, 2
-"""how the process ended: the save returned, it raised the injected error, or it did something else"""
+"""The results of the process: the save returned, it raised the injected error, or another error."""
 
 
 class Acts:
-    """Counts what this process does to the file system, and fails one act of it."""
+    """A counter of this process's file system operations, which fails one of them."""
 
     def __init__(self, failing: int, number: int) -> None:
         self.done: list[str] = []
         self._failing, self._number = failing, number
 
     def patch(self) -> None:
-        """Let every act of this process pass here first; for good."""
+        """Let every operation of this process pass here first; permanently."""
         for name in ACTS:
             setattr(os, name, self._watched(name, getattr(os, name)))
         opened = io.open
@@ -60,7 +60,7 @@ class Acts:
         io.open = watched_open  # type: ignore[assignment]
 
     def act(self, name: str) -> None:
-        """Raise the error if this act is the one that fails."""
+        """Raise the error if this operation is the one that fails."""
         self.done.append(name)
         if len(self.done) - 1 == self._failing:
             raise OSError(self._number, os.strerror(self._number))
@@ -95,7 +95,7 @@ def save(run: RunDirectory, attempt: int, step: int) -> None:
 
 
 def save_in_a_process(run: RunDirectory, failing: int, number: int) -> tuple[int, list[str]]:
-    """Save step 2 while one act fails; how the process ended, and its acts up to the end."""
+    """Save step 2 while one operation fails; return how the process ended, and its operations."""
     receiver, sender = os.pipe()
     child = os.fork()
     if child == 0:
@@ -118,7 +118,7 @@ def save_in_a_process(run: RunDirectory, failing: int, number: int) -> tuple[int
 
 
 def problems(run: RunDirectory, how: int) -> list[str]:
-    """What is not as it must be after a process has ended; empty if all is."""
+    """List the violations after a process has ended; empty if there are none."""
     found = []
     stored = store.list_checkpoints(run.checkpoints)
     found += [
@@ -142,7 +142,8 @@ def problems(run: RunDirectory, how: int) -> list[str]:
 
 
 def fail_each_act(folder: Path, number: int) -> int:
-    """Fail one act after another with an error; the number of those after which something was wrong."""
+    """Fail one operation after another with an error; return the number of those after which something was
+    wrong."""
     failing = wrong = 0
     outcomes: Counter[tuple[str, str]] = Counter()
     while True:

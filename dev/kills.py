@@ -38,12 +38,12 @@ KILLS_A_RUN = 6
 TARGETS = ("launcher", "agent", "worker", "all")
 LIMIT_S = 120.0
 GONE_S = 20.0
-"""how long the rest of a job may take to end; some seconds on an idle machine"""
+"""Seconds for the rest of a job to end; a few on an idle machine."""
 MARK = "NANOSCALE_KILLS"
 
 
 class Launch:
-    """A launcher that runs, and all that descends from it."""
+    """A running launcher, and all of its descendants."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.mark = uuid.uuid4().hex
@@ -87,7 +87,7 @@ class Launch:
 
 
 class Run:
-    """One run, killed and resumed until its end."""
+    """A run, killed and resumed until its end."""
 
     def __init__(self, folder: Path, ranks: int, asynchronous: bool) -> None:
         self.folder = folder
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step that was trained, as far as is known."""
+        """Return the last known trained step."""
         return max((record["step"] for record in _lines(self.path / "metrics.jsonl")), default=0)
 
     @property
@@ -127,7 +127,8 @@ class Run:
         return [int(str(e["step"])) for e in self.events if e["kind"] == "checkpoint"]
 
     def digest(self) -> str:
-        """What the run has come to: its last weights and optimizer states, and all of its losses."""
+        """Return a digest of the run's result: its last weights and optimizer states, and all of its
+        losses."""
         digest = hashlib.sha256()
         for path in sorted((self.path / "checkpoints" / f"step-{STEPS:08d}").glob("*.distcp")):
             digest.update(path.read_bytes())
@@ -156,7 +157,7 @@ def strike(run: Run, dice: random.Random, number: int) -> list[str]:
     """Launch the run, kill it at a random instant, and print a line.
 
     Returns:
-        what was wrong; "ended" where the run had ended before.
+        the problem; "ended" if the run had ended before.
     """
     attempts = sum(event["kind"] == "attempt" for event in run.events)
     began, before = time.monotonic(), run.step

@@ -1,6 +1,6 @@
-"""Print exact versions of nanoscale's dependencies, extras and development tools as they are installed here.
+"""Print exact versions of nanoscale's dependencies, extras and development tools as installed here.
 
-Only what pyproject.toml asks for, and what that needs in turn, is listed.
+Only the dependencies of pyproject.toml, and theirs in turn, are listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def closure(wanted: list[str]) -> dict[str, str]:
-    """Version by name of what is installed of `wanted` and of all that it needs."""
+    """Return the versions by name of the installed packages of `wanted` and of all their dependencies."""
     found: dict[str, str] = {}
     queue = [Requirement(text) for text in wanted]
     seen: set[tuple[str, str]] = set()

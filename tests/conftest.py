@@ -1,4 +1,4 @@
-"""What tests of several rooms share: their markers and order, and what is printed at the end."""
+"""Shared parts of the tests of several rooms: their markers and order, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 pytest.register_assert_rewrite("tests.support")
 TESTS = Path(__file__).parent
 LONGEST_FIRST = ("cluster", "train", "backends", "parallel", "checkpoint", "cli", "launch")
-"""rooms; the others are light and fill the workers' time at the end"""
+"""Rooms; the others are light and fill the workers' time at the end."""
 _DEVIATION = "deviation"
 Deviations = Callable[[str, str, tuple[float, float]], None]
 
@@ -70,7 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_sessionstart() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and what the tests start would inherit that."""
+    """Restore Ctrl-C: processes that a shell starts in the background ignore it, and the tests' would inherit
+    that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

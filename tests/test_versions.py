@@ -1,4 +1,4 @@
-"""What is installed, and the commands that install what is missing."""
+"""The installed versions, and the commands that install missing packages."""
 
 from __future__ import annotations
 

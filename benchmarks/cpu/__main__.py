@@ -1,7 +1,7 @@
-"""Measure nanoscale beside its peers on this machine, as ratios in one run: `make bench`.
+"""Measure nanoscale and its peers on this machine, as ratios in one run: `make bench`.
 
-Prints one table and keeps it under benchmarks/results/ with date, machine and versions. `make bench` takes
-ten minutes or so on two cores; name parts to run these alone.
+Prints one table and stores it under benchmarks/results/ with date, machine and versions. `make bench` takes
+about ten minutes on two cores; name parts to run these alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 PEERS = ("nanoscale", "torch", "hydra-core", "typer", "deepspeed", "transformers", "accelerate")
 Row = tuple[str, float, str, float | None]
-"""what was measured, its figure, its unit, and the figure over its peer's"""
+"""The quantity, its figure, its unit, and the figure over its peer's."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def bench_start() -> list[Row]:
-    """Wall time of commands that only look things up, and of the peers' help."""
+    """Measure the wall time of commands that only look things up, and of the peers' help."""
     return beside(
         {
             "torchrun --help": ["torchrun", "--help"],
@@ -69,7 +69,7 @@ def bench_start() -> list[Row]:
 
 
 def bench_plan() -> list[Row]:
-    """Wall time of plans of a large job, beside a peer that says how it is called in the same time."""
+    """Measure the wall time of plans of a large job, and of a peer's plans in the same minutes."""
     job = "recipe=llama-70b cluster=h100-sxm cluster.hosts=16"
     return beside(
         {
@@ -87,7 +87,7 @@ def words(text: str) -> list[str]:
 
 
 def beside(commands: dict[str, list[str]]) -> list[Row]:
-    """Each command's wall time, and its ratio to that of the first."""
+    """Measure each command's wall time, and its ratio to that of the first."""
     seconds = {
         name: median_of(5, lambda c=command: run([str(BIN / c[0]), *c[1:]]))
         for name, command in commands.items()
@@ -97,7 +97,7 @@ def beside(commands: dict[str, list[str]]) -> list[Row]:
 
 
 def bench_launch(ranks: int = 8) -> list[Row]:
-    """Time from a command to the end of the first step, with as many ranks as a host has GPUs."""
+    """Measure the time from a command to the end of the first step, with as many ranks as a host has GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         words = [
             "recipe=debug",
@@ -109,7 +109,7 @@ def bench_launch(ranks: int = 8) -> list[Row]:
             f"run.root={folder}",
         ]
         nanoscale = [str(BIN / "nanoscale"), "train", *words]
-        run([*nanoscale, "run.name=warm"])  # the corpus is prepared
+        run([*nanoscale, "run.name=warm"])  # prepares the corpus
         pairs = []
         for attempt in range(3):
             ours = time_to_first_step(
@@ -131,12 +131,12 @@ def bench_launch(ranks: int = 8) -> list[Row]:
 
 
 def bench_resume(ranks: int = 2) -> list[Row]:
-    """Time from a command to the end of the first step: of a new run, and of one that goes on."""
+    """Measure the time from a command to the end of the first step, of a new and of a resumed run."""
     with tempfile.TemporaryDirectory() as folder:
         job = ["recipe=tiny", f"parallel.dp={ranks}", "train.eval_every=0", "train.sample_tokens=0"]
         job += ["train.log_every=1", "scheduler.warmup_steps=0", "logger=none"]
         train = [str(BIN / "nanoscale"), "train", *job, f"run.root={folder}", "train.steps=1"]
-        run([*train, "run.name=warm"])  # the corpus is prepared
+        run([*train, "run.name=warm"])  # prepares the corpus
         pairs = []
         for attempt in range(3):
             path = Path(folder) / f"run-{attempt}"
@@ -156,7 +156,8 @@ def bench_resume(ranks: int = 2) -> list[Row]:
 
 
 def bench_step() -> list[Row]:
-    """Step time on one process and on two, beside a plain PyTorch loop and other trainers, in turns."""
+    """Measure the step time on one process and on two, with a plain PyTorch loop and other trainers, in
+    turns."""
     names = {
         "plain": "plain PyTorch loop",
         "trainer": "transformers' Trainer",
@@ -174,7 +175,7 @@ def bench_step() -> list[Row]:
 
 
 def bench_checkpoint() -> list[Row]:
-    """How long the training stands still for a checkpoint."""
+    """Measure how long a checkpoint stops the training."""
     found = result_of("checkpoint")
     state = f"checkpoint of {found['megabytes']:.0f} MB"
     longer = found["longer_s"] / found["save_s"]
@@ -187,7 +188,7 @@ def bench_checkpoint() -> list[Row]:
 
 
 def bench_data() -> list[Row]:
-    """Text to tokens beside the tokenizers library, and samples beside slices of a numpy memmap."""
+    """Measure text to tokens with the tokenizers library, and samples with slices of a numpy memmap."""
     result = result_of("data")
     threads = f"{result['threads']} threads"
     return [
@@ -204,7 +205,7 @@ def bench_data() -> list[Row]:
 
 
 def bench_flood() -> list[Row]:
-    """A rank that prints 1 GiB, beside `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
+    """Measure a rank that prints 1 GiB, `cat` of the same bytes into the same file, and Ctrl-C meanwhile."""
     result = result_of("flood")
     return [
         ("cat, 1 GiB into a log", result["cat_s"], "s", 1.0),
@@ -217,14 +218,15 @@ def bench_flood() -> list[Row]:
 
 
 def bench_backends(steps: int = 30) -> list[Row]:
-    """One recipe on both backends, two ranks, by ZeRO stage: time to the first step, of a step, and memory."""
+    """Measure one recipe on both backends, two ranks, by ZeRO stage: time to the first step, step time, and
+    memory."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         words = ["recipe=tiny", "parallel.dp=2", f"train.steps={steps}", "checkpoint.at_end=false"]
         words += ["scheduler.warmup_steps=2", "train.eval_every=0", "train.sample_tokens=0"]
         words += ["train.log_every=1", "logger=none", "launcher.device=cpu", f"run.root={folder}"]
         command = [str(BIN / "nanoscale"), "train", *words]
-        run([*command, "train.steps=2", "run.name=warm"])  # the corpus is prepared
+        run([*command, "train.steps=2", "run.name=warm"])  # prepares the corpus
         for stage in (0, 2, 3):
             figures = {}
             for backend in ("native", "deepspeed"):
@@ -241,7 +243,7 @@ def bench_backends(steps: int = 30) -> list[Row]:
 
 
 def result_of(script: str, *arguments: str) -> dict[str, Any]:
-    """The last line that a script of ours prints, which is JSON."""
+    """Return the last line that a script of ours prints, which is JSON."""
     command = [sys.executable, "-m", f"benchmarks.cpu.{script}", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -249,7 +251,7 @@ def result_of(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def settled(run_dir: Path) -> tuple[float, float]:
-    """The median step, ms, after the first few, and the peak memory, GiB."""
+    """Return the median step, ms, after the first few, and the peak memory, GiB."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     step = statistics.median(record["step_time_s"] for record in records[5:])
     return step * 1e3, max(record["memory_gib"] for record in records)
@@ -270,7 +272,7 @@ def run(command: list[str]) -> None:
 
 
 def median_of(times: int, act: Callable[[], None]) -> float:
-    act()  # what is on disk is in memory now
+    act()  # loads files from disk into memory
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
@@ -289,7 +291,7 @@ def render(rows: list[Row]) -> str:
 
 
 def save(rows: list[Row], text: str, which: str) -> None:
-    """Where some parts alone were run, their figures do not replace those of all, which are of one run."""
+    """Store the figures. Those of single parts do not replace those of all, which are of one run."""
     day = time.strftime("%Y-%m-%d")
     about: dict[str, Any] = {
         "date": day,

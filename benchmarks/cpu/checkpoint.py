@@ -1,4 +1,4 @@
-"""How long the training stands still for a checkpoint that is written beside it, and for one that is not.
+"""The time that a checkpoint stops the training, with asynchronous saving and without.
 
     python -m benchmarks.cpu.checkpoint
 
@@ -29,7 +29,7 @@ from nanoscale.runs.directory import RunDirectory
 
 TURNS = 4
 SHAPE = ("model.layers=6", "model.hidden=512", "model.heads=16", "model.ffn=1408")
-"""with AdamW's moments a state of some 180 MB"""
+"""A state of some 180 MB with AdamW's moments."""
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Measure `data prepare` beside the tokenizers library, and the loader beside numpy: `make bench`.
+"""Measure `data prepare` and the tokenizers library, and the loader and numpy: `make bench`.
 
 The text is the standard library's source code, as one JSON line a document. Each figure and its peer's are
-taken in turns in one process, so that what else the machine does falls on both. Prints one JSON line.
+measured in turns in one process, so that other load on the machine affects both. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanoscale.data.tokenizer import train_bpe
 THREADS = cores()
 TURNS = 3
 TIMES = 4
-"""the text is repeated, so that the start of the workers weighs as it does in practice: little"""
+"""The text is repeated, so that the start of the workers counts as little as in practice."""
 VOCAB, TRAINED_ON = 8192, 200
 SEQ, BATCH, STEPS = 1024, 16, 200
 

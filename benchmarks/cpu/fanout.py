@@ -1,9 +1,9 @@
-"""What it costs to reach many hosts: a stand-in for ssh answers after 0.2 s, as an agent would.
+"""The cost of connecting to many hosts: a stand-in for ssh answers after 0.2 s, as an agent would.
 
     python -m benchmarks.cpu.fanout [HOSTS …]
 
-Prints the launcher's wall time and its own CPU time for connecting, asking every host what it is like, judging
-the answers, and taking leave of all agents again.
+Prints the launcher's wall time and its own CPU time for connecting, requesting every host's facts, judging the
+answers, and ending all agents.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ done
 
 
 def measure(count: int, folder: Path) -> tuple[float, float]:
-    """Wall and CPU seconds for so many hosts."""
+    """Return wall and CPU seconds for this number of hosts."""
     config = Config(launcher=Launcher(name="ssh", device="cpu"))
     hosts = [Host(f"node-{number:04}", 8) for number in range(count)]
     began, cpu = time.perf_counter(), _cpu_s()
@@ -51,7 +51,7 @@ def _cpu_s() -> float:
 
 
 def _write_stand_in(folder: Path) -> None:
-    """An `ssh` that is found first, and what it answers: the truth about this machine."""
+    """Write an `ssh` that is found first, and its answer: the facts of this machine."""
     place = {"root": str(folder), "probe": "", "cache_dir": None, "master_addr": "localhost"}
     question = {**place, "time": time.time()}
     answer = {"kind": "facts", **facts(question, 29500)}

@@ -1,8 +1,8 @@
-"""Measure what it costs that a rank prints very much: `python -m benchmarks.cpu.flood [MIB] [TIMES]`.
+"""Measure the cost of a rank that prints very much: `python -m benchmarks.cpu.flood [MIB] [TIMES]`.
 
-A rank of a real local launch prints as fast as it can. Compared is the time until its log is whole with that of
-`cat`, which writes the same bytes into the same file right after. A second launch gets Ctrl-C in the middle of
-such output. The last line of the output has the medians, in JSON.
+A rank of a real local launch prints as fast as it can. The time until its log is complete is compared with
+that of `cat`, which writes the same bytes into the same file right after. A second launch gets Ctrl-C in the
+middle of such output. The last line of the output has the medians, in JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from nanoscale.runs import events
 from nanoscale.runs.rank_context import RankContext
 
 BLOCK = bytes(range(128, 256)) * 8192
-"""1 MiB without the end of a line, and not UTF-8"""
+"""1 MiB without the end of a line, and not UTF-8."""
 _MIB, _BEGAN = "BENCH_FLOOD_MIB", "began"
 LIMIT_S = 300.0
 
 
 def flood(context: RankContext) -> str:
-    """Print so many MiB, or until asked to stop. This is the rank."""
+    """Print this many MiB, or until asked to stop. This is the rank."""
     events.append(context.run, "running", "training from step 1")
     (context.run.path / _BEGAN).write_text(str(time.time()))
     for _ in range(int(os.environ[_MIB])):
@@ -69,7 +69,7 @@ def launch(root: str) -> int:
 
 
 def agent() -> NoReturn:
-    """Serve the launcher, with the flood in the place of the training."""
+    """Serve the launcher, with the flood in place of the training."""
     from nanoscale.agent.__main__ import end
     from nanoscale.agent.link import Link
     from nanoscale.agent.main import main as serve
@@ -78,14 +78,14 @@ def agent() -> NoReturn:
 
 
 def _command(*words: str) -> tuple[str, ...]:
-    """This program in another process, under its importable name."""
+    """Return the command of this program in another process, under its importable name."""
     code = "import sys; from benchmarks.cpu import flood; sys.exit(flood.main(sys.argv[1:]))"
     return (sys.executable, "-c", code, *words)
 
 
 @contextmanager
 def _launched(mib: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A launcher whose rank floods, and the rank's log."""
+    """Start a launcher whose rank floods, and provide the rank's log."""
     with tempfile.TemporaryDirectory() as name, (Path(name) / "screen").open("wb") as screen:
         environment = {**os.environ, _MIB: str(mib), "PYTHONPATH": str(Path(__file__).parents[2])}
         process = subprocess.Popen(
@@ -102,7 +102,7 @@ def _launched(mib: int) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
 
 
 def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> float:
-    """Wait until the condition holds; the time at which it did."""
+    """Wait until the condition holds; return the time at which it did."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if process.poll() not in (None, 0) or time.monotonic() > deadline:
@@ -112,7 +112,8 @@ def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> fl
 
 
 def measure_flood(mib: int) -> dict[str, float]:
-    """Seconds until the log is whole and until the job has ended, those of `cat`, and the growth of memory."""
+    """Return the seconds until the log is complete and until the job has ended, those of `cat`, and the growth
+    of memory."""
     size = mib << 20
     with _launched(mib) as (process, log):
         began = float((log.parents[2] / _BEGAN).read_text())
@@ -130,7 +131,7 @@ def measure_flood(mib: int) -> dict[str, float]:
 
 
 def measure_stop(mib: int) -> float:
-    """Seconds from Ctrl-C to the launcher's end, when a rank has printed so much and goes on."""
+    """Return the seconds from Ctrl-C to the launcher's end, while a rank prints more."""
     with _launched(1 << 20) as (process, log):
         _wait(lambda: log.stat().st_size > mib << 20, process)
         asked = time.time()
@@ -141,7 +142,7 @@ def measure_stop(mib: int) -> float:
 
 
 def _cat(log: Path) -> float:
-    """Let `cat` write a copy of the log into the log; seconds."""
+    """Let `cat` write a copy of the log into the log; return seconds."""
     copy = log.with_suffix(".copy")
     log.rename(copy)
     with log.open("wb") as file:

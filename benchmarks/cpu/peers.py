@@ -1,4 +1,4 @@
-"""What nanoscale's step is measured beside: the same model, data, precision, clipping and AdamW elsewhere.
+"""The peers of nanoscale's step: the same model, data, precision, clipping and AdamW in other programs.
 
 The rank must have joined the others, if there are any; Trainer does so by itself.
 """
@@ -29,7 +29,7 @@ from nanoscale.models.transformer import Transformer
 
 
 class Plain:
-    """What a careful person writes by hand: PyTorch, and DDP where there are others."""
+    """A training loop written by hand: PyTorch, and DDP with other ranks."""
 
     def __init__(self, config: Config, data: Dataset) -> None:
         self.config, self.batches = config, Batches(config, data)
@@ -86,11 +86,11 @@ def drive_trainer(
     wait: Callable[[], bool],
     report: Callable[[float], bool],
 ) -> None:
-    """Let transformers' Trainer train its Llama in turns of so many steps.
+    """Let transformers' Trainer train its Llama in turns of this many steps.
 
     Args:
         wait: returns when the first turn begins.
-        report: takes the seconds a step of a turn, returns when the next one begins, and says whether it does.
+        report: takes the seconds a step of a turn, waits for the next one, and returns True if there is one.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import (
@@ -142,7 +142,7 @@ def drive_trainer(
 
 
 class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """The training samples, one by one, as a Llama of transformers takes them."""
+    """The training samples, one by one, in the form of transformers' Llama."""
 
     def __init__(self, data: Dataset) -> None:
         self.loader = data.train

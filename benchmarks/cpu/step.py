@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def measure(world: int, stage: int) -> list[dict[str, float]]:
-    """Seconds a step by name, round by round; the first rounds, which warm up, are left out."""
+    """Return seconds a step by name, round by round; the first rounds, which warm up, are left out."""
     with ExitStack() as stack:
         teams = [stack.enter_context(Team(name, world, stage)) for name in NAMES]
         rounds = []
         for _ in range(ROUNDS):
             rounds.append({team.name: team.turn() for team in teams})
-            teams.reverse()  # nobody always follows the same one
+            teams.reverse()  # no program always follows the same one
     return rounds[4:]
 
 
@@ -83,7 +83,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 class Team:
-    """The ranks of one of them, which work when it is their turn."""
+    """The ranks of one program, which work when it is their turn."""
 
     def __init__(self, name: str, world: int, stage: int) -> None:
         self.name = name
@@ -106,7 +106,7 @@ class Team:
         return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def turn(self) -> float:
-        """Seconds a step, as the first rank has them."""
+        """Return the seconds a step of the first rank."""
         for rank in self._ranks:
             rank.stdin.write(GO)
             rank.stdin.flush()
@@ -125,13 +125,13 @@ class Team:
 
 
 def serve(name: str, world: int, stage: int) -> None:
-    """A rank of a team."""
+    """Run a rank of a team."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the libraries print
     logging.disable(logging.WARNING)
 
     def report(seconds: float) -> bool:
-        """Tell how long a turn took and wait for the next: whether there is one."""
+        """Report the duration of a turn and wait for the next; True if there is one."""
         print(seconds, file=answers, flush=True)
         return wait()
 
@@ -149,7 +149,7 @@ def serve(name: str, world: int, stage: int) -> None:
 
 
 def wait() -> bool:
-    """Until the next turn begins: True; or until there is none: False."""
+    """Wait until the next turn begins: True; or until there is none: False."""
     return sys.stdin.readline() == GO
 
 
@@ -167,7 +167,7 @@ def deepspeed(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], N
 
 @contextmanager
 def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
-    """As `nanoscale.worker` begins."""
+    """Set up like `nanoscale.worker`."""
     keep_freed_memory()
     process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     whole = Ours(config, data, folder)
@@ -176,7 +176,7 @@ def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], N
 
 
 def meet() -> None:
-    """As people do by hand."""
+    """Join the process group as a hand-written script does."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
 

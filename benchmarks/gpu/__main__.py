@@ -14,7 +14,7 @@ from benchmarks import gpu
 from benchmarks.gpu import wheels
 
 TINY_S = 8.0
-"""what a row of a toy model takes at the least, seconds"""
+"""The least seconds of a row of a toy model."""
 
 
 def main() -> None:

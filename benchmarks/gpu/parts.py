@@ -1,4 +1,4 @@
-"""What is measured on a GPU, part by part."""
+"""The measurements on a GPU, part by part."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 from benchmarks.gpu.session import Failed, Figures, NotMeasured, Session
 
 WARM_UP, TIMED = 2, 4
-"""optimizer steps of a row"""
+"""Optimizer steps of a row."""
 ACCUMULATION = 4
-"""micro batches of a step: the update and the copies of the weights are amortised as in any real training"""
+"""Micro batches of a step: the update and the copies of the weights are amortised as in any real training."""
 SURE = 0.9
-"""the least probability that a layout fits: running out of memory costs a minute"""
+"""The least probability that a layout fits: running out of memory costs a minute."""
 PEER_SHARE = 0.9
-"""most of the device's memory that a peer may need by `Layout.peer_gib`, which is no more than an estimate"""
+"""Most of the device's memory that a peer may need by `Layout.peer_gib`, which is no more than an estimate."""
 VOCABULARIES = (128256, 50257)
-"""of Llama 3 and of GPT-2: random tokens read as many rows of the embedding as a real training"""
+"""Vocabularies of Llama 3 and GPT-2: random tokens read as many rows of the embedding as a real training."""
 SAME = (
     "zero=stage0",
     "parallel.dp=1",
@@ -47,9 +47,9 @@ TINY = (
     "backend.compile=off",
 )
 COMMANDS = (["nvidia-smi"], ["gcc", "--version"], ["python3-config", "--includes"])
-"""what they print is kept with the machine: driver, compiler and the headers that Triton needs"""
+"""Commands whose output is stored with the machine: driver, compiler and the headers that Triton needs."""
 _NAMES_ALLOCATOR = re.compile(r"expandable.segment|CUDA driver error", re.IGNORECASE)
-"""how torch words a failure of segments that grow: only they call the driver's API here"""
+"""torch's messages about failed expandable segments: only they call the driver's API here."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Layout:
 
 @dataclass
 class Bench:
-    """What measures.
+    """The benchmark of one machine.
 
     Attributes:
-        runs: the folder of tokens and of what runs leave, which is thrown away.
+        runs: the folder of tokens and of runs, which is deleted.
         searched: layouts that fit, the fastest first, by recipe and precision.
     """
 
@@ -199,7 +199,7 @@ class Bench:
 
 
 def first_that_fits(layouts: list[Layout], train: Callable[[Layout], Figures]) -> Figures:
-    """Train in the first layout; where the GPU runs out of memory, in the next that needs a tenth less.
+    """Train in the first layout; if the GPU runs out of memory, in the next that needs a tenth less.
 
     Raises:
         NotMeasured: it failed otherwise, took too long, or nothing fits.
@@ -226,8 +226,8 @@ class Measurement:
     """A row.
 
     Attributes:
-        needed_s: what it takes at the least, seconds: with less time left it is not started.
-        peer: it is measured after all of nanoscale's own of the same call, which matter more.
+        needed_s: its least duration, seconds: with less time left it is not started.
+        peer: True if it is measured after all of nanoscale's own of the same call, which matter more.
     """
 
     what: str

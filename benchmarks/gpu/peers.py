@@ -1,12 +1,12 @@
-"""The machine, and what nanoscale is measured beside: a loop that a careful person writes by hand, and Trainer.
+"""The machine, and the peers of nanoscale: a hand-written loop, and Trainer.
 
 Usage: python3 -m benchmarks.gpu.peers machine|device|loop|Trainer cpu|cuda FOLDER OVERRIDES…
 
-`machine` imports the libraries, computes one product on the device, writes random tokens into FOLDER and prints
-versions. `device` measures matrix products and copies of memory. `loop` trains the same Transformer on the same
-tokens with torch.compile of every block and of the loss, SDPA, autocast and the same optimizer, and nothing
-else. `Trainer` trains transformers' Llama of the same shape with Hugging Face's Trainer. Both time some steps
-and record one more. Prints one JSON line.
+`machine` imports the libraries, computes one product on the device, writes random tokens into FOLDER and
+prints versions. `device` measures matrix products and copies of memory. `loop` trains the same Transformer on
+the same tokens with torch.compile of every block and of the loss, SDPA, autocast and the same optimizer, and
+nothing else. `Trainer` trains transformers' Llama of the same shape with Hugging Face's Trainer. Both time
+some steps and record one more. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from nanoscale.parallel import activation, compile
 from nanoscale.train.profile import recording
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit"}
-"""Trainer's names of nanoscale's optimizers"""
+"""Trainer's names of nanoscale's optimizers."""
 LIBRARIES = ("torch", "triton", "torchao", "transformers", "accelerate", "hydra-core", "numpy")
 
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return names and versions of what is here, and how long it took to import the libraries."""
+    """Return names and versions of the machine's software, and the duration of importing the libraries."""
     libraries: dict[str, str | None] = {"python": platform.python_version()}
     for name in LIBRARIES:
         try:
@@ -97,7 +97,7 @@ def write_tokens(folder: Path, documents: int, most: int) -> None:
 
 
 def trained(kind: str, device: torch.device, overrides: list[str]) -> dict[str, Any]:
-    """Return what `loop` or `Trainer` reaches with a configuration."""
+    """Return the results of `loop` or `Trainer` with a configuration."""
     config = check(compose(overrides), detect())
     clock = Clock(device)
     trainer: type[Loop | Trainer] = {"loop": Loop, "Trainer": Trainer}[kind]
@@ -114,12 +114,12 @@ def trained(kind: str, device: torch.device, overrides: list[str]) -> dict[str, 
 
 
 class Clock:
-    """Times some steps, and records one more.
+    """A timer of some steps, which records one more.
 
     Attributes:
-        steps: how many there are in all, with those that warm up and one in which the profiler begins.
+        steps: the number of all steps, with those that warm up and one in which the profiler begins.
         step_s: the mean timed step, seconds.
-        memory_gib: the most that was allocated until then.
+        memory_gib: the peak of allocated memory until then.
         parts: `metrics.trace.Parts` of the recorded step.
     """
 
@@ -211,7 +211,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Trainer:
-    """Hugging Face's Trainer as its guide to a single GPU has it: bf16, SDPA, compiled layers."""
+    """Hugging Face's Trainer, set up by its guide to a single GPU: bf16, SDPA, compiled layers."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM

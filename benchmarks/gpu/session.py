@@ -1,4 +1,4 @@
-"""A series of measurements that ends in time: each has a limit, and what is measured is written at once."""
+"""A series of measurements in limited time: each has a limit, and results are written at once."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from nanoscale.common.devices import gpu_memory
 Figures = dict[str, Any]
 
 GRACE_S = 5.0
-"""what a command gets to end everything that it has started, before that is killed"""
+"""Seconds for a command to end all of its processes, before they are killed."""
 FREE_S = 30.0
-"""most to wait for the memory of the GPU to be free after that"""
+"""The longest wait for the memory of the GPU to be free after that."""
 CLOSING_S = 10.0
-"""kept from the time of a session for ending the last command, and for writing"""
+"""Seconds of a session that are reserved for ending the last command, and for writing."""
 LOG_LINES = 40
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
-"""of prctl(2)"""
+"""The numbers of prctl(2)."""
 _OUT_OF_MEMORY = re.compile(r"GPU ran out of memory|CUDA out of memory|OutOfMemoryError")
 
 
 class NotMeasured(Exception):  # noqa: N818
-    """Why there are no figures.
+    """The reason why there are no figures.
 
     Attributes:
-        log: all that the command printed.
+        log: all output of the command.
     """
 
     def __init__(self, why: str, log: str = "") -> None:
@@ -47,7 +47,7 @@ class NotMeasured(Exception):  # noqa: N818
 
 
 class TooSlow(NotMeasured):
-    """A command was cut off at its limit, which says nothing about faults."""
+    """A command was cut off at its limit, which proves no fault."""
 
 
 class Failed(NotMeasured):
@@ -81,11 +81,11 @@ class Session:
     """A series of measurements.
 
     Attributes:
-        ends: when no measurement may go on any more, by time.monotonic().
-        results: where figures go, without .json and .txt.
+        ends: the time at which all measurements end, by time.monotonic().
+        results: the path of the results, without .json and .txt.
         used_gib: the memory in use on the GPU.
-        about: what is true of all rows.
-        began, until: when the present measurement began, and when it is cut off.
+        about: facts about all rows.
+        began, until: the start of the present measurement, and its limit.
     """
 
     ends: float
@@ -97,7 +97,7 @@ class Session:
     until: float = 0.0
 
     def __post_init__(self) -> None:
-        # What a command leaves behind becomes a child of this process, which can then end it.
+        # Orphans of a command become children of this process, which can then end them.
         ctypes.CDLL(None).prctl(_SUBREAPER, 1)
         signal.signal(signal.SIGTERM, _leave)
         self._idle_gib = self.used_gib()
@@ -105,10 +105,10 @@ class Session:
     def measure(
         self, what: str, act: Callable[[], Figures], *, limit_s: float, needed_s: float = 0.0
     ) -> Figures:
-        """Write a row of what `act` measures, or of why it measured nothing.
+        """Write a row with the figures of `act`, or with the reason why there are none.
 
         Args:
-            limit_s: most that it may take, seconds.
+            limit_s: its longest duration, seconds.
             needed_s: it is not started if less time is left, seconds.
         """
         self.began = time.monotonic()
@@ -167,7 +167,7 @@ class Session:
             time.sleep(0.1)
 
     def save(self, **now: str) -> None:
-        """Write all that is known; a reader never sees a half of it."""
+        """Write all results atomically."""
         document = {**self.about, **now, "rows": self.rows}
         write(self.results.with_suffix(".json"), json.dumps(document, indent=1) + "\n")
         write(self.results.with_suffix(".txt"), render([document]) + "\n")
@@ -196,5 +196,5 @@ def _leave(number: int, _frame: object) -> None:
 
 
 def _die_with_this() -> None:
-    """Let the kernel end a command whose session was killed: it would measure for nobody."""
+    """Let the kernel end a command whose session was killed."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)

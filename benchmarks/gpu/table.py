@@ -18,7 +18,7 @@ _COLUMNS = {
 
 
 def render(documents: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of some sessions, what they were measured on, and ratios between rows of any of them."""
+    """Return the rows of some sessions, their machines, and ratios between rows of any of them."""
     lines = []
     for document in documents:
         about = {**document, **document.get("versions", {})}.items()
@@ -31,7 +31,7 @@ def render(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def lines_of(row: dict[str, Any]) -> Iterator[str]:
-    """Yield a row's figures, and below them where the time of a step goes."""
+    """Yield a row's figures, and below them the parts of the step time."""
     if "why" in row:
         yield f"{row['what']:40}{row['why']}"
         return

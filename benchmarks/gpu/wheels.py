@@ -33,11 +33,11 @@ BINARY = (
     *("jinja2", "markupsafe", "safetensors", "tokenizers"),
 )
 SOURCE = ("antlr4-python3-runtime",)
-"""has no wheel"""
+"""Has no wheel."""
 PRESENT = ("torch", "numpy", "pyarrow", "huggingface-hub")
-"""what nanoscale needs beside these, and the machine must have: large, or a part of transformers"""
+"""Requirements that the machine must have: large, or a part of transformers."""
 GLIBC = (28, 27, 24, 17, 12, 5)
-"""minor versions that wheels name; pip takes these alone"""
+"""Minor versions that wheels name; pip takes these alone."""
 
 
 def main() -> None:

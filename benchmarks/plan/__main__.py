@@ -1,10 +1,10 @@
-"""The planner held against published measurements, as assumed and calibrated: `make bench-plan`.
+"""The planner compared with published measurements, as assumed and calibrated: `make bench-plan`.
 
     python -m benchmarks.plan [PUBLISHED_MEASUREMENTS.CSV] [--no-save]
 
-Every source is held out once: what its devices reach is learned, as `nanoscale plan --calibrate` learns it,
-from the other sources of the same device, first from those of the same software, then from all, and the errors
-on its own rows stand side by side. Memory has nothing to calibrate. The table, without the rows, is kept under
+Every source is held out once: its devices' efficiencies are calibrated, as by `nanoscale plan --calibrate`, on
+the other sources of the same device, first on those of the same software, then on all, and the errors on its
+own rows are compared. Memory has nothing to calibrate. The table, without the rows, is stored under
 benchmarks/results/.
 """
 
@@ -38,9 +38,9 @@ NAMES = {
     "torchtitan": "torchtitan, 2024-08",
     "SimuMax": "Megatron-LM, SimuMax",
 }
-"""software and what else a source is called, by what its name holds; the first that fits"""
+"""Software and other marks of sources, by parts of their names; the first match counts."""
 MOST_ROWS = 24
-"""of a source that are learned from, evenly picked: none drowns the others"""
+"""The most rows of a source that are used for calibration, evenly picked, so that none dominates."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,18 @@ class Errors:
 
 @dataclass(frozen=True)
 class Learned:
-    """A source, as predicted with what others teach."""
+    """A source, predicted with efficiencies calibrated on others."""
 
     errors: Errors
     rows: int
-    """that were learned from"""
+    """The number of rows used for calibration."""
     factors: dict[str, float]
-    """on what was assumed"""
+    """Factors on the assumed efficiencies."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A source, held out; null where there is nothing to learn from."""
+    """A source, held out; null if there is nothing to calibrate on."""
 
     source: str
     device: str
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def observations(path: Path) -> dict[str, list[Observation]]:
-    """What can be read of the table, by source."""
+    """Return the readable rows of the table, by source."""
     machines: dict[str, Hardware] = {}
     found = defaultdict[str, list[Observation]](list)
     for row in published_speed.read(path)[0]:
@@ -116,7 +116,7 @@ def name_of(source: str) -> str:
 
 
 def held_out(observed: dict[str, list[Observation]], source: str) -> Speed:
-    """A source as assumed, and as learned from the others of its device."""
+    """Return a source's errors as assumed, and as calibrated on the others of its device."""
     mine = observed[source]
     device = mine[0].hardware.device
     others = [name for name in observed if name != source]
@@ -150,12 +150,12 @@ def evenly(rows: list[Observation]) -> list[Observation]:
 
 
 def off(rows: list[Observation], learned: Calibration) -> list[float]:
-    """Predicted over measured tokens/s, less 1."""
+    """Return predicted over measured tokens/s, less 1."""
     return [row.seconds / predicted(row, learned) - 1 for row in rows]
 
 
 def memory_errors(path: Path) -> dict[str, Errors]:
-    """Of each source that states its memory."""
+    """Return the errors of each source that states its memory."""
     by_source = defaultdict[str, list[float]](list)
     for one in published_memory.compare(path):
         by_source[one.source].append(one.error)
@@ -200,7 +200,7 @@ def total(speeds: list[Speed]) -> str:
 
 
 def verdict(speeds: list[Speed], how: str) -> list[str]:
-    """All rows that could be held out together, and plainly, where calibration makes it worse."""
+    """Return a summary of all rows that could be held out, and the sources that calibration makes worse."""
     held = [(speed, one) for speed in speeds if (one := getattr(speed, how)) is not None]
     if not held:
         return []

@@ -1,11 +1,10 @@
-"""The planner's memory against what others have measured, row by row.
+"""The planner's memory compared with published measurements, row by row.
 
     python -m benchmarks.plan.published_memory [PUBLISHED_MEASUREMENTS.CSV]
 
-A row is another software's: each source says by general switches how that differs from ours, and no row has a
-constant of its own. The switches were written with these rows in sight, so that they are no blind test.
-nanotron's shapes are not stated but concluded from its numbers of parameters: its rows are shown rather than
-claimed.
+A row is another software's: general switches describe each source's differences from ours, and no row has a
+constant of its own. The switches were written with these rows in sight, so they are no blind test. nanotron's
+shapes are not stated but inferred from its numbers of parameters: its rows are shown, not claimed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The worst rank's memory, and which of its sums the source states."""
+    """The worst rank's memory, and the sum that the source states."""
 
     worst: RankMemory
     bytes: int
@@ -37,7 +36,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row and what the planner says of it."""
+    """A row and its prediction."""
 
     source: str
     row: Row
@@ -45,7 +44,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Relative, the file's figures taken for GiB."""
+        """The relative error, the file's figures taken as GiB."""
         return self.found.bytes / GIB / float(self.row["mem_gb"]) - 1
 
 
@@ -71,7 +70,7 @@ def main() -> None:
 
 
 def compare(path: Path) -> list[Comparison]:
-    """Every row that states its memory, and whose software is known here."""
+    """Compare every row that states its memory, and whose software is known here."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["mem_gb"]]
     return [
@@ -88,7 +87,7 @@ def _layout(row: Row) -> str:
 
 
 def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Config:
-    """The row's job as one of ours."""
+    """Return the row's job as one of ours."""
     shape = Model(
         layers=int(row["layers"]),
         hidden=int(row["hidden"]),
@@ -129,7 +128,7 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
 
 
 def under_way(config: Config, micro_batches: int) -> list[list[int]]:
-    """Micro batches that hold activations in 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or
+    """Return the in-flight micro batches of 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or
     looped."""
     pp, virtual = config.parallel.pp, config.parallel.virtual_stages
     assert isinstance(virtual, int)
@@ -144,11 +143,11 @@ def under_way(config: Config, micro_batches: int) -> list[list[int]]:
 
 
 def torchtitan(row: Row) -> Prediction:
-    """FSDP2 as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not compiled, `pred` is
-    deleted, and context parallelism gathers keys that are repeated for every head.
+    """Predict FSDP2's memory, as ours; its selective mode keeps products 1, 3, 5 and 7, its loss is not
+    compiled, `pred` is deleted, and context parallelism gathers keys that are repeated for every head.
 
-    Memory is what is reserved. With a pipeline there are as many micro batches as stages, its default of that
-    time.
+    Memory is the reserved memory. With a pipeline there are as many micro batches as stages, its default of
+    that time.
     """
     stages = int(row["pp"]) * (2 if "Interleaved" in row["source"] else 1)
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
@@ -167,11 +166,12 @@ def torchtitan(row: Row) -> Prediction:
 
 
 def megatron(row: Row) -> Prediction:
-    """Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross entropy.
+    """Predict Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross
+    entropy.
 
-    Weights in bf16 and gradients in fp32 are whole flat buffers; masters and moments are shared over dp.
-    Blocks are dealt out evenly; products keep the divided input and gather it again (Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4.2.2). Memory is what is allocated.
+    Weights in bf16 and gradients in fp32 are whole flat buffers; master weights and moments are sharded over
+    dp. Blocks are divided evenly; products keep the divided input and gather it again (Korthikanti et al.
+    2022, arXiv:2205.05198, section 4.2.2). Memory is the allocated memory.
     """
     dp, pp = int(row["dp"]), int(row["pp"])
     micro_batches = int(row["gbs"]) // dp
@@ -206,16 +206,16 @@ NANOTRON = {
     "llama-8.86B": (32, 4096, 32, 14336, False),
     "llama-80.0B": (80, 8192, 64, 28672, False),
 }
-"""layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are
-Llama's shapes and give each stated number of parameters; 2^20 tokens a step give sequences of 4096"""
+"""Layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are
+Llama's shapes and give each stated number of parameters; 2^20 tokens a step give sequences of 4096."""
 
 
 def nanotron(row: Row) -> Prediction:
-    """Weights and gradients in bf16, the latter's sums in fp32 beside them; masters and moments shared over
-    dp with ZeRO-1.
+    """Predict nanotron: weights and gradients in bf16, fp32 sums of the latter beside them; master weights and
+    moments sharded over dp with ZeRO-1.
 
-    Products gather their divided inputs again. Memory is taken for what is reserved, which the figure does
-    not say.
+    Products gather their divided inputs again. Memory is assumed to be reserved memory, which the source does
+    not state.
     """
     layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
     shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
@@ -247,8 +247,8 @@ def nanotron(row: Row) -> Prediction:
 
 
 def _pytorch_loss(setting: Setting) -> tuple[int, int]:
-    """The log-softmax, in fp32 or better; then the gradients of it and of the logits, and with the vocabulary
-    divided one more (torch.distributed.tensor.parallel.loss)."""
+    """Return the bytes of the log-softmax, in fp32 or better, then of its gradients and the logits', and with
+    a divided vocabulary of one more (torch.distributed.tensor.parallel.loss)."""
     return setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
 
 

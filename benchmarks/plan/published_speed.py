@@ -1,8 +1,8 @@
 """Compare the planned tokens/s with published measurements: `python -m benchmarks.plan.published_speed [CSV]`.
 
-Each row becomes the configuration of ours that is nearest to what ran; what has no equivalent is said in
-`NOTES`. No torch is needed. With `--calibrate` three factors (matmul, attention, overlap) are fitted for all
-devices together on the sources in `FITTED`, and the error on the others is shown beside it.
+Each row becomes the nearest configuration of ours; `NOTES` lists settings without an equivalent. No torch is
+needed. With `--calibrate` three factors (matmul, attention, overlap) are fitted for all devices together on
+the sources in `FITTED`, and the error on the others is shown beside it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ The shares of conf/cluster are others' measurements of single operations, chosen
 sizes, which of two attention kernels) with this table in view: it is no blind test.
 """
 _FIRST_FLASH = {"a100-80": 0.62 / 1.8, "a100-40": 0.62 / 1.8, "h100-sxm": 0.35 / 1.8}
-"""of the peak: FlashAttention-2's share over the middle of "1.3 to 2.5 times" (its paper, arXiv:2307.08691,
-section 4.1, over the Triton implementation that MPT used)"""
+"""Shares of the peak: FlashAttention-2's over the middle of "1.3 to 2.5 times" (its paper, arXiv:2307.08691,
+section 4.1, over the Triton implementation that MPT used)."""
 FITTED = ("A100 80GB with", "H100 80GB BF16")
-"""what is in the name of a source that --calibrate may look at, or at its end"""
+"""Parts or endings of the names of sources that --calibrate uses."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Row:
     config: Config
     part: Slice
     measured: float
-    """tokens/s a GPU"""
+    """tokens/s a GPU."""
 
 
 def read(path: Path) -> tuple[list[Row], dict[str, int]]:
-    """The rows that can be read, and how many could not for which reason."""
+    """Return the readable rows, and the number of unreadable ones by reason."""
     rows = []
     skipped: dict[str, int] = defaultdict(int)
     with path.open() as file:
@@ -109,7 +109,7 @@ def _attention(raw: dict[str, str]) -> Literal["cudnn", "flash"]:
 
 
 def _part(raw: dict[str, str], config: Config) -> Slice:
-    """What the software does otherwise than ours."""
+    """Return the software's differences from ours."""
     megatron = "Korthikanti" in raw["source"] or "SimuMax" in raw["source"]
     return replace(slice_of(config), composed_norm="torchtitan" in raw["source"], megatron=megatron)
 
@@ -238,7 +238,7 @@ def _measured(raw: dict[str, str], model: Model) -> float:
 
 
 def predict(rows: Iterable[Row], **efficiencies: float) -> list[float]:
-    """Tokens/s a GPU of each row; efficiencies are factors on the device's own."""
+    """Return tokens/s a GPU of each row; efficiencies are factors on the device's own."""
     found, known = [], {}
     for row in rows:
         key = repr((row.config.cluster, row.config.precision))
@@ -277,7 +277,8 @@ def table(rows: list[Row], predicted: list[float], each: bool) -> None:
 
 
 def calibrate(rows: list[Row]) -> dict[str, float]:
-    """Factors on the assumed efficiencies with the least mean error, by descent along one at a time."""
+    """Return the factors on the assumed efficiencies with the least mean error, by descent along one at a
+    time."""
     factors = {"matmul": 1.0, "attention": 1.0, "overlap": 1.0}
 
     def loss() -> float:

@@ -1,4 +1,4 @@
-"""What a host says of itself, at once."""
+"""A host's facts about itself, available at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of the ranks' output on their host, and how much of it the launcher gets as messages."""
+"""The ranks' output on their host, and the part of it that the launcher gets as messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOST = Host("h", 0, 1, (4, 5), 6, "127.0.0.1", 1, attempt=2)
 
 
 class Link:
-    """Keeps what it is to send."""
+    """A link that keeps its messages."""
 
     stopped_attempt = killed_attempt = 0
 

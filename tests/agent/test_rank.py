@@ -1,4 +1,4 @@
-"""How the ranks of a host start, meet those of other hosts and end, without a launcher."""
+"""Ranks of a host: their start, rendezvous with other hosts and end, without a launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sum_ranks(context, outcome="completed"):
 
 
 def vanish(context):
-    """End rank 1 as a library does that calls exit(0)."""
+    """End rank 1 like a library that calls exit(0)."""
     if context.rank == 1:
         os._exit(0)
     return "completed"
@@ -57,7 +57,7 @@ class Hosts:
         self.stores = []
 
     def attempt(self, node, job):
-        """Run the ranks of a host; its last message."""
+        """Run the ranks of a host; return its last message."""
         reader, writer = os.pipe()
         orders = os.open(os.devnull, os.O_RDONLY)
         link = Link(orders, writer)
@@ -79,7 +79,7 @@ class Hosts:
 
 
 def _kill_after_failure(link, reader, ended):
-    """Do what the launcher does with failures, until the attempt has ended."""
+    """React to failures like the launcher, until the attempt has ended."""
     unpacker = Unpacker()
     while not ended:
         for message in unpacker.feed(os.read(reader, 1 << 16)):

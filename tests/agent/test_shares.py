@@ -1,4 +1,4 @@
-"""How an agent shares its host's cores out among the ranks."""
+"""The division of a host's cores among the ranks."""
 
 from __future__ import annotations
 

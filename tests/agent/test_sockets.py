@@ -1,4 +1,4 @@
-"""Where the fork server of the ranks listens."""
+"""The folder of the fork server's sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent that is lost has left on its host, here without an agent."""
+"""The cleanup after a lost agent on its host, here without an agent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ wait
 
 
 def is_gone(pid: int) -> bool:
-    """Ended, whether anybody has reaped it or not."""
+    """True if a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
@@ -34,13 +34,13 @@ def stop(pid: int) -> None:
 
 
 def leader(mark: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """Leads a group as an agent does, without the mark; its children have it, wherever they went."""
+    """Start the leader of a group like an agent, without the mark; its children have it, in any group."""
     process = subprocess.Popen(
         ["sh", "-c", LEADER, mark], stdout=subprocess.PIPE, text=True, process_group=0
     )
     assert process.stdout is not None
     children = [int(process.stdout.readline()) for _ in range(2)]
-    for pid in children:  # the shell says their ids before they are what they will be
+    for pid in children:  # the shell prints their ids before they run their programs
         while b"sleep" not in Path(f"/proc/{pid}/comm").read_bytes():
             time.sleep(0.01)
     return process, children

@@ -205,7 +205,7 @@ def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> Non
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
-"""so slow that 20 steps do not learn the 8 samples by heart, where rounding is a large part of a small loss"""
+"""So slow that 20 steps do not learn the 8 samples by heart, where rounding is a large part of a small loss."""
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
-    """Of a pipeline with tp, whose ranks each have a part of the model."""
+    """The layout is a pipeline with tp, whose ranks each have a part of the model."""
     write_tokens(tmp_path)
     degrees = {"pp": 2, "tp": 2, "sequence_parallel": False}
     ours = config_for(tmp_path, 1, parallel=degrees, micro_batch=2)

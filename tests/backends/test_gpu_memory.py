@@ -30,7 +30,7 @@ JOB = [
     "train.seq_len=2048",
 ]
 ONE, EIGHT = 1e-3, 1e-2
-"""how far the plan may be from the engine, of 1: on one GPU, on eight"""
+"""The largest relative error of the plan: on one GPU, on eight."""
 ROWS = [
     ("parallel.dp=1 train.global_batch=2", ONE),
     ("parallel.dp=1 train.global_batch=2 optimizer=adamw8bit", ONE),

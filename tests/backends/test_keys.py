@@ -1,4 +1,4 @@
-"""Law 5: of every key that concerns a backend, the engine reads the value, or the rules limit it."""
+"""Law 5: for every key that concerns a backend, the engine reads the value, or the rules limit it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.layouts import GPT2, MOE, SHALLOW
 from tests.support.ranks import run_ranks
 
 NAMES = {"model.name", "backend.name", "model.sliding_window", "model.parameters"}
-"""what something is called, what chose the engine, what a law keeps sequences within, and a count"""
+"""A name, the engine's choice, a limit of sequences that a rule applies, and a count."""
 
 ROPE = replace(SHALLOW, rope_scaling=RopeScaling(factor=2.0))
 JOBS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -76,7 +76,7 @@ def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
 
 
 def keys_read(rank: int, config: Config) -> set[str]:
-    """The keys that an engine looks at from its making to the end of one step."""
+    """Return the keys that an engine reads from its creation to the end of one step."""
     process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     seen: set[str] = set()
     engine = make_engine(watched(config, "", seen), torch.device("cpu"))
@@ -86,7 +86,7 @@ def keys_read(rank: int, config: Config) -> set[str]:
 
 
 def watched(section: Any, prefix: str, seen: set[str]) -> Any:
-    """A copy of a section that remembers which of its keys were asked for."""
+    """Return a copy of a section that records the keys that were read."""
     names = {field.name for field in fields(section)}
 
     def ask(self: Any, name: str) -> Any:

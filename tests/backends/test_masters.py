@@ -1,4 +1,4 @@
-"""A single process in a narrow type against a loop that keeps wide weights beside the model by hand."""
+"""A single process in a compute dtype, compared with a loop that keeps fp32 master weights by hand."""
 
 from __future__ import annotations
 

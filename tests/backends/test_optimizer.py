@@ -1,4 +1,4 @@
-"""Optimizers on plain and on sharded parameters, and their state on its way out and in."""
+"""Optimizers on plain and on sharded parameters, and their state when saved and loaded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def train(parameters: Named, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 
 def whole(tensors: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of whole tensors; of 8-bit moments what this rank has of them."""
+    """Return copies of whole tensors; for 8-bit moments, of this rank's shard."""
     return {name: numbers(value).detach().clone() for name, value in tensors}
 
 
@@ -93,7 +93,7 @@ def trained(name: str, steps: int, mesh: Any = None, placements: Any = None) -> 
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Bit for bit, and with the same names."""
+    """True if they are equal bit for bit, with the same names."""
     assert first.keys() == second.keys() and first
     return all(torch.equal(value, second[name]) for name, value in first.items())
 
@@ -171,7 +171,7 @@ def save_and_load(state: dict[str, Tensor], into: dict[str, Tensor], folder: Pat
 
 
 def resume_exactly(name: str, folder: Path, mesh: Any = None, placements: Any = None) -> bool:
-    """Two steps, a checkpoint, two steps; against four."""
+    """Train two steps, save, train two steps; compare with four."""
     parameters, optimizer = trained(name, 2, mesh, placements)
     fresh = make_parameters(mesh, placements)
     resumed = make_optimizer(fresh, config(name))

@@ -1,4 +1,4 @@
-"""What is left of torchao's log."""
+"""The remaining messages of torchao's log."""
 
 from __future__ import annotations
 

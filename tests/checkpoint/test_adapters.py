@@ -55,7 +55,7 @@ def config_for(folder: Path, base: Path, **degrees: Any) -> Config:
 
 
 def loss_of(model: Any, tokens: np.ndarray) -> float:
-    """What transformers computes of the whole corpus."""
+    """Return the loss of the whole corpus, computed by transformers."""
     rows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(SAMPLES)]
     batch = torch.tensor(np.stack(rows))
     found = logits(model, batch[:, :-1])
@@ -107,7 +107,7 @@ def test_from_the_base_to_a_merged_model(
 
 @pytest.mark.slow
 def test_the_base_is_known_again(tmp_path: Path) -> None:
-    """By its numbers, wherever it lies and however many files it is in."""
+    """The fingerprint depends on its numbers, not on its folder and the number of its files."""
     write_tokens(tmp_path)
     save("llama", tmp_path / "base", shard="20KB")
     config = config_for(tmp_path, tmp_path / "base")
@@ -132,4 +132,4 @@ def test_the_base_is_known_again(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(UserError, match="is not there, and its weights are needed"):
         require_base(changed, run.checkpoints)
-    require_base(changed, tmp_path / "nowhere")  # there is nothing yet to be held against
+    require_base(changed, tmp_path / "nowhere")  # there is no checkpoint yet

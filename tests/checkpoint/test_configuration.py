@@ -49,14 +49,14 @@ def edit(run: RunDirectory, before: str, after: str) -> None:
 
 
 def further(run: RunDirectory, *overrides: str) -> None:
-    """What `resume` with these overrides does before it starts anything."""
+    """Do the first part of `resume` with these overrides."""
     composed = compose(overrides, config_file=run.config)
     request = Request(composed, check(composed, CPU), CPU, repeats=run.config)
     replace_configuration(run, request, 1)
 
 
 def refused(run: RunDirectory, *overrides: str) -> list[Violation]:
-    """What `resume` with these overrides refuses before it looks at any machine."""
+    """Return the violations that `resume` reports with these overrides before it examines any machine."""
     try:
         _request(run, list(overrides), {})
     except UserError as error:

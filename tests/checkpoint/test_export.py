@@ -92,7 +92,7 @@ def test_from_pretrained_gives_our_logits(family: str, tmp_path: Path) -> None:
 
 
 EVEN, WIDE, UNEVEN = (32, 4, 8), (32, 4, 6), (36, 8, 4)
-"""hidden size, heads and their width"""
+"""Hidden size, heads and their width."""
 KINDS: list[dict[str, Any]] = [
     {}, {"bias": True}, {"qkv_bias": True}, {"qk_norm": True}, {"sliding_window": 24},
     {"experts": 4}, {"experts": 4, "qk_norm": True}, {"experts": 4, "sliding_window": 24},
@@ -184,7 +184,7 @@ def test_types_and_one_file(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_is_the_one_of_the_tokens(tmp_path: Path) -> None:
-    """That of `data.tokenizer`, or of the model that the run began with."""
+    """It is that of `data.tokenizer`, or of the run's initial model."""
     stored = checkpoint_of(random_model(GPT2), tmp_path)
     for name, eos in (("own", 9), ("begun", 7)):
         (tmp_path / name).mkdir()

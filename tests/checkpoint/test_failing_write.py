@@ -52,7 +52,7 @@ class Failing(FileIO):
 
     number = 0
     left = 0
-    """writes that succeed"""
+    """Writes that succeed."""
 
     def write(self, data: Any) -> int:
         Failing.left -= 1

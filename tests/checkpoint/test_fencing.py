@@ -1,4 +1,4 @@
-"""Law 3 between attempts: what the run has gone on without changes nothing there, whenever it comes."""
+"""Law 3 between attempts: an attempt that the run has continued without changes nothing, at any time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def begun(folder: Path) -> RunDirectory:
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """What there is in `checkpoints/`, whole, but for what is just being deleted."""
+    """Return the content of `checkpoints/`, without files that are being deleted."""
     assert all(not store.find_damage(c.path) for c in store.list_checkpoints(run.checkpoints))
     return {
         path.name: path.readlink() if path.is_symlink() else path.stat().st_ino
@@ -56,7 +56,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
 
 
 class Suspended:
-    """The second attempt begins just before the n-th thing that is done to the file system."""
+    """A fence: the second attempt begins just before the n-th file system operation."""
 
     ACTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.scandir")
     current: Suspended | None = None

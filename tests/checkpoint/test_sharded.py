@@ -1,4 +1,4 @@
-"""Law 3 with real ranks: whatever happens while a checkpoint is written, what is there is whole."""
+"""Law 3 with real ranks: whatever happens while a checkpoint is written, existing checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WHOLE = torch.arange(70.0).reshape(10, 7)
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Path:
-    """Of an attempt that has begun."""
+    """The workspace of an attempt that has begun."""
     (tmp_path / ".attempt-1").mkdir()
     return tmp_path / ".attempt-1"
 

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def workspace(folder: Path) -> Path:
-    """Of the attempt that goes on."""
+    """The workspace of the running attempt."""
     (found,) = folder.glob(".attempt-*")
     return found
 
@@ -134,7 +134,8 @@ def test_find_checkpoint_names_the_steps_that_are_there(folder: Path) -> None:
 
 
 class Disk:
-    """Records what reaches the disk, in order, and checks after every act that all that is listed is whole."""
+    """A recorder of disk operations, in order, which checks after each that all listed checkpoints are
+    complete."""
 
     ACTS = ("fsync", "rename", "replace", "symlink", "unlink", "rmdir")
 
@@ -142,7 +143,7 @@ class Disk:
         self.folder = folder
         self.acts: list[tuple[str, ...]] = []
         self.steps: list[list[int]] = []
-        """what was listed, before the first act and after each"""
+        """The listed steps, before the first operation and after each."""
         self.fails: tuple[str, ...] | None = None
         self.look()
         for act in self.ACTS:

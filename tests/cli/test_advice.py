@@ -1,4 +1,4 @@
-"""What an error advises works when it is typed: every `type instead` is typed back through the same entry."""
+"""Advice of errors works when it is typed: every `type instead` is typed back through the same entry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPES = {
     "trainer": "learning_rate: 1e-3\nper_device_train_batch_size: 2\n",
     "deepspeed": "zero_optimization:\n  stage: 2\n",
 }
-"""recipes/<name>.yaml: one mistake each"""
+"""recipes/<name>.yaml: one mistake each."""
 
 WORDS = [
     # keys and groups
@@ -94,7 +94,7 @@ NO_ADVICE = {
     "data.cache_dir": "the remedy says it",
     "optimizer.eps": "the remedy says it",
 }
-"""keys of mistakes without anything to type instead, and why"""
+"""Keys of mistakes without anything to type instead, and why."""
 LINES = [
     "train --hlep",
     "config show --jsn recipe=tiny",
@@ -129,7 +129,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """What is wrong with a command line; none where it is accepted."""
+    """Return the violations of a command line; none if it is accepted."""
     code = run([*arguments, "--json"] if "--json" not in arguments else arguments)
     out = capsys.readouterr().out
     if code == 0:

@@ -102,7 +102,7 @@ LINES = {
     f"{SUBMIT} launcher.pass_env=A,B": "'launcher.pass_env=[A,B]'",
     f"{SUBMIT} 'run.root=a\\b'": "run.root=/…",
 }
-"""a mistake each, and the only thing that may be advised, if it matters"""
+"""A mistake each, and the only thing that may be advised, if it matters."""
 PLACEHOLDERS = {
     "PATH/tokenizer.json": "tokenizer.json",
     "TEXT": "x",
@@ -147,7 +147,7 @@ def _here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """What is wrong with a command line; none if it is accepted, or only too large for this machine."""
+    """Return the violations of a command line; none if it is accepted, or only too large for this machine."""
     code = nanoscale([*arguments, "--json"])
     out = capsys.readouterr().out
     if code == 0:

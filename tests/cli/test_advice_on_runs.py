@@ -30,7 +30,7 @@ MISTYPED = [
     "node1 slots=8 gpus=2",
     "node1:22 slots=8",
 ]
-"""hostfiles with a line that is refused"""
+"""Hostfiles with a line that is refused."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def started(*words: str) -> subprocess.Popen[bytes]:
 
 
 def advised(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """What the error of a command says to type instead."""
+    """Return the suggestions in the error of a command."""
     capsys.readouterr()
     assert nanoscale([*words, "--json"]) == 2
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["error"]["violations"]

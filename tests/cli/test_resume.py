@@ -1,4 +1,4 @@
-"""What resume refuses and says; that it goes on is in test_train."""
+"""The errors and messages of resume; test_train tests that it continues."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_differences_are_found_at_every_depth():
 
 
 def test_what_would_not_fit_is_not_resumed(run, capsys):
-    """With other overrides; as it was it goes on whatever is predicted."""
+    """Overrides are refused; an unchanged run continues, whatever the prediction."""
     small = ["cluster.memory_gib=0.01", "parallel.dp=1"]
     assert nanoscale(["resume", "x", *small]) == 3
     assert "does not fit" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `nanoscale submit` makes of a request, without SLURM; tests/cluster/test_submit.py has one."""
+"""The result of `nanoscale submit` for a request, without SLURM; tests/cluster/test_submit.py has one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nanoscale` as a user types it at the login node, and everything that can be seen of it from outside."""
+"""The command `nanoscale` at the login node, and everything that is visible of it from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.cluster.nodes import LOGIN, Nodes
 
 SOURCE = Path(__file__).parents[2]
 FP32 = 1e-5
-"""how far losses of the same job in fp32 may be from each other, relatively"""
+"""The largest relative difference between losses of the same job in fp32."""
 TINY = (
     "recipe=debug",
     "model.layers=2",
@@ -36,9 +36,9 @@ TINY = (
     "train.sample_tokens=0",
     "run.name=r",
 )
-"""a job of a few milliseconds a step, which every number of ranks up to 3 divides"""
+"""A job of a few milliseconds a step, which every number of ranks up to 3 divides."""
 LONG = ("train.steps=100000", "checkpoint.every=1")
-"""one that no test waits for the end of"""
+"""A job whose end no test waits for."""
 
 
 class Launch:
@@ -74,7 +74,7 @@ class Launch:
 
     @property
     def screen(self) -> str:
-        """What the user has seen so far."""
+        """The output that the user has seen so far."""
         return self._screen.read_text(errors="replace")
 
     def ends(self, limit_s: float = LIMIT_S) -> int:
@@ -146,7 +146,7 @@ class Terminal:
     """
 
     UNDER = ("setsid", "--ctty")
-    """a command through which a program gets it as its own"""
+    """A command through which a program gets it as its own."""
 
     def __init__(self, screen: Path) -> None:
         self._screen = screen
@@ -195,7 +195,7 @@ def hostfile(folder: Path, *lines: str) -> Path:
 
 
 def left(nodes: Nodes) -> dict[str, str]:
-    """What still runs on any node that is on, by node and pid; sshd's own processes are the system's."""
+    """Return the remaining processes on running nodes, by node and pid, without sshd's own."""
     return {
         f"{node}:{pid}": line
         for node in nodes.names
@@ -215,7 +215,7 @@ def nothing_left(nodes: Nodes, limit_s: float) -> float:
 
 
 def agrees(losses: list[float], expected: list[float]) -> bool:
-    """Whether the same was trained from the first step on, however far `expected` goes."""
+    """True if the losses agree from the first step on, as far as `expected` goes."""
     pairs = list(zip(losses, expected, strict=False))
     assert len(pairs) == len(losses), f"{len(losses)} steps, {len(expected)} to compare with"
     return all(abs(one - other) <= FP32 * abs(other) for one, other in pairs)

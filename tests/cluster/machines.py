@@ -50,7 +50,7 @@ CLONE_NEWPID = 0x20000000
 SHUT, FORWARDING = 0, 3
 """States of a bridge's port."""
 LIMIT_S = 300.0
-"""what only a system that is stuck takes longer than, however busy the machine is"""
+"""Seconds; only a system that is stuck takes longer, however busy the machine is."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -115,7 +115,7 @@ class Machine:
         self.private: list[Path] = []
         self.init: subprocess.Popen[str] | None = None
         self.services: dict[subprocess.Popen[Any], Path] = {}
-        """What it runs by itself, with where each writes its log."""
+        """The machine's services, with their logs."""
         self.started: list[subprocess.Popen[Any]] = []
 
     def namespace(self, kind: str) -> str:
@@ -195,9 +195,9 @@ class Machines:
         return subprocess.CompletedProcess(list(map(str, argv)), process.returncode, out, err)
 
     def processes(self, *nodes: str) -> dict[int, str]:
-        """What runs on machines, on all if none is named, besides their inits and services.
+        """Return the processes on machines, on all if none is named, besides their inits and services.
 
-        Pids as seen from here, and command lines.
+        Pids are those of this machine; values are command lines.
         """
         on = [m for m in self._machines.values() if m.init and m.name in (nodes or self.names)]
         own = {m.init.pid for m in on} | {service.pid for m in on for service in m.services}
@@ -243,7 +243,7 @@ class Machines:
         _check([sys.executable, "-c", _SHARE, str(path), size, *inits])
 
     def seen_from(self, node: str, path: Path) -> Path:
-        """Where a path of a machine is seen from here."""
+        """Return the path of a machine's path on this machine."""
         init = self._machines[node].init
         assert init is not None, f"{node} is off"
         return Path(f"/proc/{init.pid}/root") / path.relative_to("/")
@@ -354,7 +354,8 @@ class Machines:
         _check([*self._in_switch(), *command])
 
     def _remove_port(self, node: str) -> bool:
-        """Whether it is gone; the kernel removes it too, when nothing keeps the other end."""
+        """Remove a port; True once it is removed, which the kernel does too when nothing keeps the other
+        end."""
         command = [*self._in_switch(), "ip", "link", "del", "dev", node]
         done = subprocess.run(command, capture_output=True, text=True)
         return "Cannot find device" in done.stderr

@@ -50,12 +50,12 @@ class Nodes(Machines):
 
     @property
     def ssh_config(self) -> Path:
-        """Of a client on any node: for `ssh -F`."""
+        """The configuration of a client on any node: for `ssh -F`."""
         return self.folder / "ssh_config"
 
     @property
     def pdsh_environment(self) -> dict[str, str]:
-        """What pdsh needs in its environment to reach the nodes."""
+        """The environment with which pdsh reaches the nodes."""
         return {"PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS_APPEND": f"-F {self.ssh_config}"}
 
     def change_host_key(self, node: str) -> None:

@@ -83,7 +83,7 @@ class Slurm(Machines):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What SLURM's commands need in their environment, on any of the machines."""
+        """The environment of SLURM's commands, on any of the machines."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *argv: object, **options: Any) -> str:
@@ -98,7 +98,7 @@ class Slurm(Machines):
         return int(self.command("sbatch", "--parsable", *argv, **options))
 
     def show(self, job: int) -> dict[str, str]:
-        """What slurmctld knows of a job, in its own words: JobState, Reason, Restarts, ExitCode, …"""
+        """Return slurmctld's facts about a job, in its own terms: JobState, Reason, Restarts, ExitCode, …."""
         words = self.command("scontrol", "show", "job", "--oneliner", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -128,7 +128,7 @@ class Slurm(Machines):
         wait_until(started, f"new start of job {job}")
 
     def processes(self, *nodes: str) -> dict[int, str]:
-        """What is left of jobs and their commands."""
+        """Return the remaining processes of jobs and their commands."""
         found = super().processes(*nodes)
         return {pid: line for pid, line in found.items() if not _is_of_slurmctld(line)}
 
@@ -178,7 +178,7 @@ class Slurm(Machines):
         return self.call(node, ["munge", "--no-input"]).returncode == 0
 
     def _has_registered(self, nodes: Sequence[str]) -> bool:
-        """Whether slurmctld answers, and those of the nodes that compute are at its disposal."""
+        """True if slurmctld answers, and the compute nodes among these are available."""
         states = self._states()
         return len(states) == len(HOSTS) and all(
             states[node] in _READY for node in nodes if node in HOSTS

@@ -24,7 +24,7 @@ from tests.support.fake_nvml import build_fake_nvml, fake_environment, write_tor
 
 SOURCE = Path(__file__).parents[2]
 CALM = "launcher.connect_timeout_s=60"
-"""a busy machine takes its time to start an agent; a host that is off is known after 3 s"""
+"""A busy machine takes its time to start an agent; a host that is off is known after 3 s."""
 PORT = 29517
 
 
@@ -268,7 +268,7 @@ def test_a_folder_of_runs_that_no_host_shares_with_the_launcher(doctor, tmp_path
 
 
 def test_a_first_host_whose_own_name_leads_home(doctor, tmp_path):
-    """As Debian's installer writes it into /etc/hosts."""
+    """The name resolves as in /etc/hosts by Debian's installer."""
     nodes = doctor.nodes
     own = tmp_path / "etc_hosts"
     kept = Path(nodes.folder / "hosts").read_text()
@@ -351,7 +351,7 @@ from nanoscale.launch.fleet import fleet
 fleet._FAREWELL_S = 3600.0
 main()
 """
-"""a launcher that no test waits for if it waits for an agent in vain"""
+"""A launcher that no test waits for if it waits for an agent in vain."""
 
 
 def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
@@ -371,7 +371,7 @@ def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):
 
 
 def _connects(doctor: Doctor, node: str) -> bool:
-    """Whether a connection from there is on its way; 02 is the kernel's SYN_SENT."""
+    """True if a connection from there is being established; 02 is the kernel's SYN_SENT."""
     table = doctor.nodes.call(node, ["cat", "/proc/net/tcp", "/proc/net/tcp6"]).stdout
     return any(line.split()[3] == "02" for line in table.splitlines() if ":" in line[:6])
 

@@ -1,8 +1,8 @@
-"""The fault table: what befalls a training on two nodes, and what the user has after ten seconds.
+"""The fault table: faults of a training on two nodes, and the user's information after ten seconds.
 
-Every test holds the law (everything has ended everywhere within 10 s, the first cause is true, the exit code
-says so, and the screen shows a diagnosis) and measures one row of docs/faults.md; dev/faults.py writes
-that page.
+Every test checks the rule (everything has ended everywhere within 10 s, the first cause is true, the exit code
+is right, and the screen shows a diagnosis) and measures one row of docs/faults.md; dev/faults.py writes that
+page.
 """
 
 from __future__ import annotations
@@ -58,28 +58,29 @@ if "NANOSCALE_JOB" in os.environ:  # a process of the job on a node
     silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     subprocess.Popen(["setsid", "--fork", "sleep", "1000"], **silent)
 """
-"""what every job here starts on its nodes, in sessions of their own: it must end with the job as well"""
+"""The program that every job here starts on its nodes, in sessions of their own: it must end with the job as
+well."""
 
 CTRL_C, HANG_UP = "Ctrl-C", "terminal hang-up (SIGHUP)"
 LAUNCHER_KILLED = {"ssh": "launcher SIGKILL", "pdsh": "launcher SIGKILL, pdsh"}
 FULL_DISK = "full disk in a checkpoint write"
 NOT_FINITE, OUT_OF_MEMORY = "NaN loss", "out-of-memory killer"
 OTHERS = (CTRL_C, HANG_UP, *LAUNCHER_KILLED.values(), FULL_DISK, NOT_FINITE, OUT_OF_MEMORY)
-"""rows of the page that are not in one of the lists below"""
+"""Rows of the page that are not in one of the lists below."""
 
 Strike = Callable[[Launch], None]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured."""
+    """The measurements of a fault."""
 
     fault: str
     ended_s: float
-    """from the fault to the end of the command, and of everything else"""
+    """Seconds from the fault to the end of the command, and of everything else."""
     left: int
     lost_steps: int | None
-    """None: there was no step yet"""
+    """None: there was no step yet."""
     code: int
     shown: str
 
@@ -104,14 +105,14 @@ def hosts(tmp_path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to it, and what must come of that."""
+    """A fault, and its expected effect."""
 
     name: str
     strike: Strike
     who: str
-    """the first cause, as the screen names it"""
+    """The first cause, as the screen names it."""
     says: str
-    """pattern of the diagnosis"""
+    """Pattern of the diagnosis."""
     words: tuple[str, ...] = ()
 
 
@@ -291,7 +292,7 @@ def test_the_launcher_is_killed(
 
 @pytest.mark.parametrize("room", [1 << 18, 0], ids=["checkpoint", "anything"])
 def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], room: int) -> None:
-    """With room for a few lines, or not even that: then failure.json does not fit either."""
+    """The disk has room for a few lines, or not even that: then failure.json does not fit either."""
     root = tmp_path / "small"
     nodes.share_memory(root, "96m")
     seen = nodes.seen_from(LOGIN, root)
@@ -371,7 +372,7 @@ def test_the_out_of_memory_killer(
 
 @dataclass(frozen=True)
 class Flaw:
-    """What is wrong with the hosts, and how the launch says so."""
+    """A flaw of the hosts, and the launch's message about it."""
 
     name: str
     make: Callable[[Nodes], object]
@@ -379,7 +380,7 @@ class Flaw:
     says: str
     words: tuple[str, ...] = ()
     shows_late: bool = False
-    """after torch was loaded, when the ranks begin to meet; the time is then taken from there"""
+    """After torch was loaded, when the ranks begin to meet; the time is then taken from there."""
 
 
 def take_port(nodes: Nodes) -> None:
@@ -447,7 +448,7 @@ def test_hosts_that_cannot_do_it(
 
 
 def refusal(screen: str) -> str:
-    """What is wrong, of an error of the user's."""
+    """Return the problem in a user's error."""
     return next(line.partition("• ")[2] for line in screen.splitlines() if "• " in line)
 
 

@@ -1,4 +1,4 @@
-"""One launcher and one attempt has a run, on whatever nodes others come, and whenever."""
+"""One launcher and one attempt hold a run, on whatever nodes and at whatever time others come."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def start(nodes: Nodes, node: str, folder: Path, *words: object) -> subprocess.P
 
 
 def finish(process: subprocess.Popen[str], code: int) -> str:
-    """What it has said, when it has ended as it should."""
+    """Return its output once it has ended with the expected code."""
     said, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == code, said
     return said
@@ -60,7 +60,7 @@ def run_of(folder: Path, hosts: Sequence[str] = NODES) -> RunDirectory:
 
 
 def attempts(run: RunDirectory) -> dict[int, int]:
-    """Which attempt has saved the checkpoint of each step."""
+    """Return the attempt that saved the checkpoint of each step."""
     stored = store.list_checkpoints(run.checkpoints)
     return {checkpoint.step: checkpoint.manifest["attempt"] for checkpoint in stored}
 

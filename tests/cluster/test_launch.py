@@ -1,4 +1,4 @@
-"""Training on the nodes over ssh and pdsh: what runs on one machine runs on several, and ends there too."""
+"""Training on the nodes over ssh and pdsh: jobs of one machine run on several, and end there too."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Hostile:
         self.bait = f"bait-{uuid.uuid4().hex}"
         touch = f"touch {self.bait}"
         self.name = f"a $({touch})`{touch}`'\";{touch};&|#%h%u\\ *"
-        """of a file"""
+        """The name of a file."""
         self.environment = {
             "V_SUBSTITUTED": f"$({touch})",
             "V_BACKTICKS": f"`{touch}`",
@@ -70,7 +70,7 @@ class Hostile:
         }
 
     def was_taken(self, *folders: Path) -> list[Path]:
-        """Where somebody did run it."""
+        """Return the places where the command was executed."""
         places = {Path("/"), Path.home(), Path.cwd(), *folders}
         return [path for place in places for path in place.glob(f"*{self.bait}") if _is_bait(path)]
 

@@ -1,4 +1,4 @@
-"""What each backend takes: every limit refuses, and what it suggests is accepted."""
+"""The limits of each backend: every limit refuses, and its suggestions are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where files are found, and who wins over whom."""
+"""The search for files, and the precedence among their values."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_frozen_configuration_is_read_as_it_was_written(tmp_path: Path) -> Non
 
 
 def test_overrides_keep_every_key_and_text_of_a_mapping() -> None:
-    """Those of options and of files reach the configuration without any grammar in between."""
+    """Mappings of options and of files reach the configuration without any grammar in between."""
     literal = escaped(asdict(nasty()))
     options = {
         key: Setting(value, "command line: --x")

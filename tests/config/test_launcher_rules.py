@@ -1,4 +1,4 @@
-"""The laws of launches on several hosts: each refuses, and what it suggests is accepted."""
+"""The rules of launches on several hosts: each refuses, and its suggestions are accepted."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _allocation(monkeypatch):
-    """What a job of SLURM finds in its environment."""
+    """Set the environment of a SLURM job."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "s1,s2")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
 
 
 def asked(line: str, config_file: Path | None = None) -> Composed:
-    """What a command line of overrides and options asks for."""
+    """Compose a command line of overrides and options."""
     words, options = [], {}
     rest = iter(shlex.split(line))
     for word in rest:

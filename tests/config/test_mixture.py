@@ -1,4 +1,4 @@
-"""The laws of data.mixture: mistyped, incomplete and contradictory sources are refused before the launch."""
+"""The rules of data.mixture: mistyped, incomplete and contradictory sources are refused before the launch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def data_of(*words: str) -> Data:
 
 
 def refused(*words: str) -> str:
-    """What is said of them, in one text."""
+    """Return the error in one text."""
     with pytest.raises(UserError) as caught:
         data_of(*words)
     return " ".join(f"{it.key}={it.value}: {it.message}" for it in caught.value.violations)

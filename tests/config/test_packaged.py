@@ -35,9 +35,9 @@ NEEDS = {
     ("zero", "stage2-offload"): ["backend=deepspeed"],
     ("zero", "stage3-offload"): ["backend=deepspeed"],
 }
-"""what an option only makes sense together with"""
+"""The overrides without which an option makes no sense."""
 ON = {("precision", "fp8"): GPUS}
-"""what an option needs, where that is more than a CPU"""
+"""The devices that an option needs, if a CPU does not suffice."""
 
 
 @pytest.fixture(autouse=True)

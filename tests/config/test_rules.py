@@ -1,4 +1,4 @@
-"""The laws across keys: each refuses, and what it suggests is accepted."""
+"""The rules across keys: each refuses, and its suggestions are accepted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = Devices("cpu", 2)
 
 @pytest.fixture(autouse=True)
 def _torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if every extra were installed."""
+    """Pretend that every extra is installed."""
     monkeypatch.setattr("nanoscale.config.rules.resolution.find_spec", lambda name: name)
 
 

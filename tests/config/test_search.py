@@ -1,4 +1,4 @@
-"""What Hydra is told about our files."""
+"""The files that Hydra sees."""
 
 from __future__ import annotations
 

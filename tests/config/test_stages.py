@@ -1,4 +1,4 @@
-"""How blocks are divided, and how many micro batches a schedule takes: held against torch itself."""
+"""The division of blocks, and the numbers of micro batches of schedules, compared with torch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several keys a mistyped one means."""
+"""The key that a mistyped one means."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors of a run's data advise is typed back as overrides, and the same data can then be opened."""
+"""The advice of errors about a run's data, typed back as overrides: the same data can then be opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to its data."""
+"""Opening the data of a configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of files of tokens, against counts made by hand."""
+"""Descriptions of token files, compared with counts made by hand."""
 
 from __future__ import annotations
 

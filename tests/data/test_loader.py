@@ -1,4 +1,4 @@
-"""Which samples a rank sees at which step."""
+"""The samples that a rank sees at each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several sources in fixed shares: exact at every place, and computed from the place alone."""
+"""Several sources in fixed shares: exact at every position, and computed from the position alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shares_of(weights: list[float]) -> np.ndarray:
 
 
 def one_by_one(weights: list[float], count: int) -> list[tuple[int, int]]:
-    """The same by a queue: whoever falls due first, from the first sample on."""
+    """Return the same by a queue: the source that is due first, from the first sample on."""
     shares = shares_of(weights).tolist()
     given, found = [0] * len(shares), []
     for _ in range(count):
@@ -58,7 +58,7 @@ def test_every_share_is_kept_at_every_moment(weights: list[float]) -> None:
 
 @pytest.fixture
 def loaders(tmp_path) -> list[Loader]:
-    """Of three sources whose tokens tell which they are of."""
+    """Create loaders of three sources whose tokens show their source."""
     made = []
     for number, count in enumerate((400, 90, 30)):
         with IndexedWriter(tmp_path / str(number), np.int32) as writer:

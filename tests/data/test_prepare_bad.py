@@ -1,4 +1,4 @@
-"""What cannot be prepared: one clear error each, and nothing half-written."""
+"""Unsuitable input of data prepare: one clear error each, and nothing half-written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What lm-eval is told, against sums of log-probabilities computed here; the library too, where it is."""
+"""The scores for lm-eval, compared with sums of log-probabilities computed here; the library too, if
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drawn, against the probabilities that transformers makes of the same logits."""
+"""Sampled tokens, compared with the probabilities that transformers computes from the same logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model writes, against transformers' own generation from the same weights."""
+"""Generated text, compared with transformers' own generation from the same weights."""
 
 from __future__ import annotations
 

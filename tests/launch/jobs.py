@@ -1,4 +1,4 @@
-"""What ranks do in these tests: a training that costs nothing, and ways for it to end badly."""
+"""The jobs of ranks in these tests: a training that costs nothing, and failures of several kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job of SLURM says in the environment; tests/cluster/test_submit.py reads that of a real one."""
+"""A SLURM job's environment; tests/cluster/test_submit.py reads that of a real one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def said(
     *words: str,
     code: int = 0,
 ) -> str:
-    """What the command writes to standard error with these variables."""
+    """Return the command's standard error with these variables."""
     with monkeypatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""What an attempt comes to, and when it is ended: decided on what was heard, here without any process."""
+"""The outcome of an attempt, and the time of its end: decided by messages, here without any process."""
 
 from __future__ import annotations
 

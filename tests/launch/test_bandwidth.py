@@ -1,4 +1,4 @@
-"""What the seconds of the bandwidth test come to."""
+"""Figures from the seconds of the bandwidth test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def result(hosts, speeds, slow=()):
-    """What the job leaves: for each pair of ranks its GB/s."""
+    """Return the job's result: for each pair of ranks its GB/s."""
     return {
         "backend": "gloo",
         "hosts": hosts,

@@ -234,7 +234,7 @@ def test_a_signal_during_the_setup_is_passed_on_later(tmp_path: Path, batch: Any
 
 
 def test_a_preemption_of_which_only_the_agents_heard_requeues(batch: Any) -> None:
-    """With a GraceTime, SLURM takes a job that ends in it for failed and queues it no more."""
+    """SLURM treats a job that ends in its GraceTime as failed, and requeues it no more."""
     job = batch(STAND_IN_CODE="75", PREEMPTED="2026-11-21T19:48:48")
     assert job.end() == 75
     assert job.requeued

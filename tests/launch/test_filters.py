@@ -27,7 +27,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(text: str, keep=include, hosts: str = HOSTS) -> dict[str, list[int]]:
-    """What a legal filter leaves: host → devices."""
+    """Return the hosts of a legal filter: host → devices."""
     there, wrong = parse(hosts, "hosts")
     named, problems, _ = read_filter(text, there, "hosts")
     assert not wrong and not problems

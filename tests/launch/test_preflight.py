@@ -1,4 +1,4 @@
-"""What is concluded from the facts of hosts; the facts are made up, no host is asked."""
+"""Conclusions from the facts of hosts; the facts are made up, no host is contacted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOW = 1_000_000.0
 
 
 def facts(number: int) -> dict:
-    """Those of a healthy host with 8 GPUs."""
+    """Return those of a healthy host with 8 GPUs."""
     return {
         "hostname": f"n{number}",
         "machine": f"machine {number}",

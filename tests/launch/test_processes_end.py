@@ -389,7 +389,7 @@ def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
 
 
 def written(run):
-    """What a launcher writes: all but the ranks' own files."""
+    """Return the launcher's files: all but the ranks' own."""
     theirs = ("metrics.jsonl", "pid-0", "pid-1")
     files = [path for path in run.rglob("*") if path.is_file() and path.name not in theirs]
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

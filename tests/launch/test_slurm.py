@@ -1,4 +1,4 @@
-"""What is said to SLURM; tests/cluster/test_submit.py says it to a real one."""
+"""Calls of SLURM's commands; tests/cluster/test_submit.py uses a real one."""
 
 from __future__ import annotations
 

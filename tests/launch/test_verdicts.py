@@ -1,4 +1,4 @@
-"""The same of many hosts is said once."""
+"""Equal verdicts of many hosts are shown once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss in pieces against PyTorch's own, which has all logits."""
+"""The loss in chunks, compared with PyTorch's own, which has all logits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB = 60, 16, 320
 FACTOR = 0.3
-"""what a loss is multiplied by before it goes backward"""
+"""The factor on a loss before its backward pass."""
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 Found = tuple[Tensor, Tensor, Tensor]
-"""the loss, and the gradients of hidden states and weights"""
+"""The loss, and the gradients of hidden states and weights."""
 
 
 def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,7 +36,7 @@ def example(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_one(dtype: torch.dtype) -> Found:
-    """What is exact: in fp64, of the same rounded numbers."""
+    """Return the exact result: in fp64, of the same rounded numbers."""
     hidden, weight, targets = example(dtype)
     logits = hidden.double() @ weight.double().t()
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

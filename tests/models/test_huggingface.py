@@ -75,7 +75,7 @@ def test_the_older_words_for_rotation(tmp_path: Path) -> None:
 
 
 def test_names_without_the_prefix_of_the_trunk(tmp_path: Path) -> None:
-    """As in the files of the published GPT-2, with its masks."""
+    """The names are those of the published GPT-2's files, with its masks."""
     theirs = save("gpt2", tmp_path)
     file = tmp_path / "model.safetensors"
     held = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
@@ -86,7 +86,7 @@ def test_names_without_the_prefix_of_the_trunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_merged_experts_are_read(family: str, tmp_path: Path) -> None:
-    """As transformers 5 computes with them, and as save_original_format=False writes them."""
+    """transformers 5 uses merged experts, and writes them with save_original_format=False."""
     theirs = save(family, tmp_path, shard="20KB", merged=True)
     held = read_folder(tmp_path)
     assert held["model.layers.1.mlp.experts.gate_up_proj"].shape[0] == theirs.config.num_experts
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_merged_experts_is_said_from_their_headers(tmp_path: 
 
 TIED = {"llama tied, llama3": "model.embed_tokens.weight", "qwen2": "model.embed_tokens.weight",
         "gpt2": "transformer.wte.weight"}  # fmt: skip
-"""families whose config.json ties the head, and the name of the embedding"""
+"""Families whose config.json ties the head, and the name of the embedding."""
 
 
 @pytest.mark.parametrize("family", TIED)

@@ -1,4 +1,4 @@
-"""What each mode of activation checkpointing keeps, recomputes, and leaves unchanged: the gradients."""
+"""The activations that each mode of checkpointing keeps and recomputes; the gradients are unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS, BATCH, SEQ = 8, 16, 16
 SHAPE = Model(layers=LAYERS, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=64, vocab=64)
 MATMULS_A_BLOCK = 7  # wq wk wv wo gate up down
 HIDDEN = BATCH * SEQ * SHAPE.hidden * 8
-"""bytes of the residual stream in fp64, the unit of the measurements"""
+"""Bytes of the residual stream in fp64, the unit of the measurements."""
 
 MODES = {
     "none": {},
@@ -52,12 +52,12 @@ class Seen:
 
     gradients: list[Tensor]
     kept: float
-    """memory that the forward pass has left behind, its output included, in residual streams"""
+    """Memory that the forward pass has left behind, its output included, in residual streams."""
     peak: float
-    """most memory at once, in residual streams"""
+    """Most memory at once, in residual streams."""
     operations: Counter[str]
     blocks: int
-    """times that a block was called"""
+    """Times that a block was called."""
 
 
 class CountOperations(TorchDispatchMode):

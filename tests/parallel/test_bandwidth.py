@@ -1,4 +1,4 @@
-"""Who measures with whom, and that real ranks come to sensible times."""
+"""The pairs of the bandwidth test, and sensible times of real ranks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_sizes_that_would_take_too_long_are_left_out_by_all_ranks():
 
 
 THINKS_S = 0.8
-"""much longer than a busy machine lets a rank wait for its turn"""
+"""Much longer than a busy machine lets a rank wait for its turn."""
 
 
 def _exchange_with_a_sluggard(rank):

@@ -135,7 +135,7 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
 
 @pytest.mark.slow
 def test_compiled_blocks_in_shards() -> None:
-    """Whether FSDP2 or tp divides their parameters: one compilation for all, and no part of it left out."""
+    """FSDP2 or tp divides their parameters: one compilation serves all, without graph breaks."""
     for found in run_ranks(compile_in_shards, 2):
         for difference, graphs in found.values():
             assert difference < 1e-5

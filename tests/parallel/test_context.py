@@ -73,7 +73,7 @@ def whole(dtype: str, kv_heads: int, seed: int = 0) -> tuple[list[Tensor], list[
 
 
 def deviations(case: Case, group: dist.ProcessGroup, seed: int = 0) -> list[float]:
-    """How far this rank's out and gradients are from the whole sequence's, relative to their largest."""
+    """Return the errors of this rank's out and gradients, relative to the whole sequence's largest values."""
     place = dist.get_rank(group), dist.get_world_size(group)
     mine = context.positions(case.method, SEQ // place[1], *place, CPU)
     given, expected = whole(case.dtype, case.kv_heads, seed)
@@ -111,7 +111,7 @@ def run(way: str, core: torch.nn.Module, leaves: list[Tensor]) -> Tensor:
 
 
 def keep_results() -> Any:
-    """What costs communication is kept, all else is computed again."""
+    """Return contexts that keep communicated results and recompute all else."""
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = "attention" in operation.name() or "all_to_all" in operation.name()
@@ -204,7 +204,8 @@ def test_memory_falls_with_the_square_of_the_degree(degree: int) -> None:
 
 
 def bookkeeping_rank(rank: int) -> dict[str, Any]:
-    """What one call of the ring saves, how often it runs under checkpointing, and in which order it works."""
+    """Return the tensors that a ring's call saves, its number of runs under checkpointing, and its order of
+    work."""
     dist.init_process_group("gloo")
     core = context.make_core("ring", dist.group.WORLD)
     shapes = [(BATCH, heads, 8, HEAD_DIM) for heads in (HEADS, 4, 4)]
@@ -352,7 +353,7 @@ def test_positions_cover_the_sequence_and_balance_the_work(method: str) -> None:
 def test_a_ring_on_gpus_is_compiled_as_a_whole(
     dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `fullgraph` a call that the compiler cannot trace is an error."""
+    """A call that the compiler cannot trace is an error with `fullgraph`."""
     monkeypatch.setattr(context, "has_cuda_flash", lambda: True)
     # A build of PyTorch for CPUs cannot index what claims to be on a GPU, so the result claims no such thing.
     monkeypatch.setattr(context, "ring_attention", lambda q, *_: torch.zeros(q.shape))

@@ -1,4 +1,4 @@
-"""What is recorded of the kernels that a rank computes with."""
+"""The record of a rank's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pipeline needs of PyTorch."""
+"""The pipeline's requirements of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks meet."""
+"""The ranks' rendezvous."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 
 
 def recorded(rank: int, entries: str | None) -> dict[str, Any]:
-    """What PyTorch's flight recorder holds after a collective."""
+    """Return the content of PyTorch's flight recorder after a collective."""
     if entries is not None:
         os.environ["TORCH_FR_BUFFER_SIZE"] = entries
     process_group.join(2, torch.device("cpu"), 120.0)
@@ -29,7 +29,7 @@ def recorded(rank: int, entries: str | None) -> dict[str, Any]:
 
 
 def policies(rank: int, chosen: int) -> set[int]:
-    """How the system chooses among the threads of a rank that has met another, by the number of the policy."""
+    """Return the scheduling policies of the threads of a rank that has met another, by number."""
     os.sched_setscheduler(0, chosen, os.sched_param(0))
     process_group.join(2, torch.device("cpu"), 120.0)
     dist.all_reduce(torch.ones(1))

@@ -23,7 +23,7 @@ def loss(parameters: list[nn.Parameter], rank: int, micro_batch: int) -> Tensor:
 
 
 def train_rank(rank: int, bucket: int) -> tuple[int, list[np.ndarray]]:
-    """How many times was reduced in the second step, and its gradients."""
+    """Return the number of reductions in the second step, and its gradients."""
     process_group.join(2, torch.device("cpu"), 120.0)
     ddp.FIRST_BUCKET = bucket
     ddp.GRADIENT_BUCKET = bucket  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a rank holds is its share, measured: state, logits, and what initialising needs."""
+"""A rank's shards, measured: state, logits, and the memory of initialising."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Held:
     """fp32 numbers that a rank holds, in multiples of the parameters of its stage after tp."""
 
     between_micro_batches: float
-    """when the first micro batch of a step has gone backward; zero where nobody looked"""
+    """When the first micro batch of a step has gone backward; zero where nobody looked."""
     before_update: float
     after_update: float
 
@@ -124,7 +124,7 @@ def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
 
 
 def at_call(engine: Any, method: str, look: Callable[[], float]) -> list[float]:
-    """What `look` finds when a method of the engine is called."""
+    """Return the results of `look` whenever a method of the engine is called."""
     found: list[float] = []
     call = getattr(engine, method)
 
@@ -167,11 +167,11 @@ def test_a_rank_holds_its_share_of_the_state(stage: int, degrees: dict[str, int]
 
 TOKENS = 128
 WIDE = replace(SHAPE, hidden=32, heads=4, head_dim=8, ffn=48, vocab=4096)
-"""a model whose logits are larger than everything else of a step together"""
+"""A model whose logits are larger than everything else of a step together."""
 
 
 def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
-    """Whether this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
+    """Return True if this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
     process_group.join(derive(config).world_size, CPU, 120.0)
     engine = NativeEngine(config, CPU)
     batches = [Batch.of_rows(np.zeros((1, TOKENS + 1), dtype=np.int64))] * 2

@@ -1,8 +1,8 @@
-"""Published runs that the planner's constants were not chosen with, and what is known not to have fitted.
+"""Published runs that the planner's constants were not chosen with, and known misfits.
 
-Predicted first, held against afterwards; one constant changed then, what casts to 8 bits cost Megatron-LM. The
-bounds are loose on purpose: what the sources do not state (kernels, clocks, interruptions) is in them too.
-`docs/planner.md` has the figures.
+Each was predicted first, and compared afterwards; one constant was changed then, the cost of Megatron-LM's
+casts to 8 bits. The bounds are loose on purpose: they include facts that the sources do not state (kernels,
+clocks, interruptions). `docs/planner.md` has the figures.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from tests.plan.machines import BF16, job
 from tests.plan.machines import model as named
 
 CUDNN = 0.55
-"""of an H100's peak, cuDNN's fused attention forward (Shah et al. 2024, arXiv:2407.08608, figure 5)"""
+"""The share of an H100's peak that cuDNN's fused attention reaches forward (Shah et al. 2024,
+arXiv:2407.08608, figure 5)."""
 UNFUSED = 46 / 312
-"""of an A100's peak, attention of single operations (Azure's AI benchmarking guide)"""
+"""The share of an A100's peak that attention of single operations reaches (Azure's AI benchmarking guide)."""
 EAGER = Backend(compile="off", attention="flash")
-"""attention reaches what `reaching` says, whoever wrote the kernel"""
+"""Attention reaches the share that `reaching` gives, in any implementation."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Run:
     name: str
     source: str
     tokens_per_s: float
-    """a GPU"""
+    """A GPU."""
     config: Config
     ways: dict[str, Any] = field(default_factory=dict)
     within: float = 0.20

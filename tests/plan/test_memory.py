@@ -325,7 +325,7 @@ def test_llama_405b_does_not_fit_without_a_pipeline():
 
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])
 def test_each_stage_of_zero_needs_less_than_the_one_before(backend: str):
-    """With accumulation, where each of them shows; DeepSpeed's buckets made small beside the model."""
+    """Accumulation makes each stage matter; DeepSpeed's buckets are small beside the model."""
     more = {"name": backend, "reduce_bucket": 10**6, "allgather_bucket": 10**6}
     totals = []
     for stage in range(4):

@@ -23,7 +23,7 @@ EVERY = pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 
 
 def filled(schedule: str, pp: int, virtual: int, micro_batches: int) -> bool:
-    """Whether there are enough micro batches for the form to be exact."""
+    """True if there are enough micro batches for the form to be exact."""
     if schedule == "zbv":
         return micro_batches >= 2 * pp - 1
     return schedule != "zero-bubble" or virtual == 1 or micro_batches >= pp
@@ -42,7 +42,7 @@ def shortfall(
     costs: tuple[float, ...],
     transfer: float,
 ) -> float:
-    """By how much of the step the simulated step is longer than the form says."""
+    """Return the share of the step by which the simulated step is longer than the form."""
     every = Costs.even(pp * virtual, *costs, transfer, transfers_overlap(schedule))
     step = simulate(order(schedule, pp, virtual, micro_batches), every).makespan
     form = bubble(schedule, pp, virtual, micro_batches, *costs, transfer)
@@ -94,7 +94,7 @@ def test_the_fraction_is_the_simulated_one(schedule, virtual):
 
 
 def test_published_bubbles():
-    """Of 8 ranks with f = 1, b = 2, by the work: GPipe 7/m; interleaved in 2, half of that; ZB-H1 7/3m."""
+    """8 ranks with f = 1, b = 2, by the work: GPipe 7/m; interleaved in 2, half of that; ZB-H1 7/3m."""
     assert bubble("gpipe", 8, 1, 24) / (24 * 3) == pytest.approx(7 / 24)
     assert bubble("interleaved-1f1b", 8, 2, 24, 0.5, 0.5, 0.5) == pytest.approx(7 * 3 / 2)
     assert bubble("zero-bubble", 8, 1, 24) / (24 * 3) == pytest.approx(7 / (3 * 24))

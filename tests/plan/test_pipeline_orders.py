@@ -25,7 +25,7 @@ SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 
 
 class Stage(SimpleNamespace):
-    """What a schedule asks of a stage, and a record of what the schedule makes it do."""
+    """The interface of a stage for a schedule, which records the schedule's calls."""
 
     def __init__(self, index: int, stages: int, pp: int) -> None:
         import torch
@@ -51,7 +51,7 @@ class Stage(SimpleNamespace):
 
 
 def torch_runs(schedule: str, pp: int, micro_batches: int) -> list[list[Action]]:
-    """What the step functions of torch's schedules with one stage a rank do, rank by rank."""
+    """Return the actions of torch's schedules with one stage a rank, rank by rank."""
     from torch.distributed.pipelining import schedules
 
     order_of_ranks = []

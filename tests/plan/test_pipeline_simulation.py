@@ -103,7 +103,7 @@ def test_1f1b_holds_what_is_between_a_rank_and_the_last_and_gpipe_all():
 
 
 def test_activations_are_held_until_the_gradients_of_weights_are_done():
-    """By hand: F0 F1 I0 F2 holds three, the first of which only waits for its weights."""
+    """F0 F1 I0 F2 holds three, the first of which only waits for its weights; counted by hand."""
     actions = [
         Action("F", 0, 0), Action("F", 0, 1), Action("I", 0, 0), Action("F", 0, 2), Action("W", 0, 0),
         Action("I", 0, 1), Action("W", 0, 1), Action("B", 0, 2),

@@ -37,7 +37,7 @@ def found(*words: str) -> tuple[Composed, Found]:
 
 
 def typed(words: tuple[str, ...], more: list[str]) -> Config:
-    """What the rules make of the words with those that the search proposes."""
+    """Resolve the words with the overrides that the search proposes."""
     composed = compose([*words, *(word.strip("'") for word in more)])
     return check(composed, planned_devices(composed))
 

@@ -1,4 +1,4 @@
-"""Timelines as text and as SVG, read back and held against the simulation that they show."""
+"""Timelines as text and as SVG, parsed and compared with the simulation that they show."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def timeline(schedule: str, pp: int, virtual: int, micro_batches: int) -> Timeli
 
 
 def doing(step: Timeline, rank: int, moment: float) -> str:
-    """What a rank does then, as the simulation has it."""
+    """Return a rank's action at a moment, in the simulation."""
     kinds = [span.action.kind for span in step.ranks[rank] if span.start <= moment < span.end]
     return kinds[0] if kinds else " "
 

@@ -27,7 +27,7 @@ FREE = {
     "overlap": 1e-9, "jitter": 1e-9, "eager_s": 1e-12, "compiled_s": 1e-12,
     "intra_latency": 0.0, "inter_latency": 0.0, "host_bandwidth": 1e18,
 }  # fmt: skip
-"""a device on which only arithmetic takes time"""
+"""A device on which only arithmetic takes time."""
 
 
 def llama_405b(cp: int, seq: int, dp: int, batch: int) -> Config:
@@ -106,7 +106,7 @@ def test_recomputing_everything_but_the_last_product():
      ("selective", "attention", [2 * 4096 * 4096, 2 * 4096 * 1024, 2 * 4096 * 14336])],
 )  # fmt: skip
 def test_what_selective_recomputation_computes_again(mode, keep, products):
-    """Of wq, wk, wv, wo, gate, up, down every 2nd is kept: wk, wo, up; and down is never needed again."""
+    """Among wq, wk, wv, wo, gate, up, down every 2nd is kept: wk, wo, up; and down is never needed again."""
     config = job(activation_checkpointing=mode, selective_keep=keep)
     part = blocks.slice_of(config)
     assert blocks.block(machine(), part).recomputed_flops == 2 * 8192 * sum(products)
@@ -206,7 +206,7 @@ def test_other_softwares_ways_take_what_their_steps_take():
 
 
 def test_a_ring_sends_gradients_of_keys_in_full_width():
-    """Where links are slow: keys, values and their fp32 gradients are three times what goes forward."""
+    """Links are slow: keys, values and their fp32 gradients are three times the forward traffic."""
     config = job("llama-70b", cp=8, dp=1, seq_len=16384, global_batch=1)
     hardware = changed(machine(), intra_bandwidth=1e8, intra_latency=0.0)
     ring = blocks.block(hardware, blocks.slice_of(config))

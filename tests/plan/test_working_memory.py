@@ -1,4 +1,4 @@
-"""What the backward pass of a feed-forward block needs, against a list of its tensors followed by hand."""
+"""The working memory of a feed-forward block's backward pass, compared with a list of its tensors by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which CPU cores a rank with a GPU runs on; the GPUs are those of a library that answers in NVML's place."""
+"""The CPU cores of a rank with a GPU; the GPUs are those of a library in NVML's place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.recipes import debug_recipe
 ROOT = str(Path(__file__).parents[2])
 SOCKETS = (frozenset(range(32)), frozenset(range(32, 64)))
 DGX = [*[SOCKETS[0]] * 4, *[SOCKETS[1]] * 4]
-"""8 GPUs, 4 at each of two sockets"""
+"""8 GPUs, 4 at each of two sockets."""
 ALL = frozenset(range(64))
 
 
@@ -103,7 +103,7 @@ worker.main(sys.argv[1], job)
 
 
 def as_rank(run: RunDirectory, device: str, folder: Path, **variables: str) -> dict:
-    """What a rank of a job finds when its work begins."""
+    """Return the affinity that a rank of a job has when its work begins."""
     config = debug_recipe().config
     run.config.write_text(dump(replace(config, launcher=replace(config.launcher, device=device))))
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -14,7 +14,7 @@ from tests.support.jobs import make_config, make_run
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 PAGES = 40_000_000 / os.sysconf("SC_PAGE_SIZE")
-"""of the largest tensor of a step"""
+"""Pages of the largest tensor of a step."""
 FAULTS = """
 import resource, sys
 

@@ -29,7 +29,7 @@ main(sys.argv[1], say)
 
 
 def said(config: Config) -> list[str]:
-    """What a rank with a configuration prints."""
+    """Return the output of a rank with a configuration."""
     run = make_run(config)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-c", SAY, str(run.path)]

@@ -64,7 +64,7 @@ EXCUSED = {
         "needs a network or a GPU: tests/project/test_gpu_benchmark.py",
     ),
 }
-"""lines that are not run here, and why"""
+"""Lines that are not run here, and why."""
 
 
 def lines(page: Path) -> Iterator[str]:
@@ -94,7 +94,7 @@ MENTIONED = {
     "nanoscale plan --calibrate",
     "nanoscale checkpoints verify",
 }
-"""commands that a sentence names without their arguments"""
+"""Commands that a sentence names without their arguments."""
 
 
 def shown(page: Path) -> dict[str, list[str]]:
@@ -221,7 +221,7 @@ FIGURES: dict[str, Any] = {
     ],
     "data": "what was held out",
 }
-"""what the ranks of an evaluation report"""
+"""The figures that the ranks of an evaluation report."""
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def _type(
 
 
 EXACT = re.compile(r"nanoscale (plan recipe=llama-70b cluster=|config explain )")
-"""lines whose output is the same on every machine"""
+"""Lines whose output is the same on every machine."""
 
 
 @pytest.mark.slow

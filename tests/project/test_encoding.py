@@ -1,4 +1,4 @@
-"""What nanoscale writes and reads is UTF-8 in every locale."""
+"""All text that nanoscale writes and reads is UTF-8 in every locale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import nanoscale
 
 PACKAGE = Path(nanoscale.__file__).parent
 LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-"""in which Python's own default is ASCII"""
+"""A locale in which Python's own default is ASCII."""
 
 
 def test_every_file_is_opened_with_its_encoding():

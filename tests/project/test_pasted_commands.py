@@ -27,7 +27,7 @@ _COMMAND = re.compile(
 )
 _QUOTES = ("shlex.quote(", "shlex.join(", "override(", "_override(")
 _PLAIN = ("key", "begun", "2 * steps")
-"""names of keys, a text without values, a number"""
+"""Names of keys, a text without values, a number."""
 
 
 def test_no_command_is_shown_with_a_raw_value():
@@ -41,7 +41,7 @@ def test_no_command_is_shown_with_a_raw_value():
 
 
 def raw_values(text):
-    """What is put into the part of a text that is a command."""
+    """Yield the values put into the part of a text that is a command."""
     said = ""
     for part in text.values:
         if isinstance(part, ast.Constant):

@@ -1,4 +1,4 @@
-"""What is said about the tests is so."""
+"""Statements about the tests are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is told when its workspace is not there any more."""
+"""The error for a rank whose workspace was removed."""
 
 from __future__ import annotations
 

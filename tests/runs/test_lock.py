@@ -88,7 +88,7 @@ class Launcher:
         return self.answer()
 
     def kill(self):
-        """What it had said to the user."""
+        """Kill it; return its output for the user."""
         self.process.kill()
         return self.process.communicate()[1]
 
@@ -149,7 +149,7 @@ def test_the_number_of_a_dead_process_may_be_that_of_another_one(run):
 
 
 def leave(run, owner):
-    """What a launcher that was killed leaves."""
+    """Leave the files of a launcher that was killed."""
     (path,) = run.path.glob("lock*")
     token = path.rename(run.path / "lock.dead")
     token.write_text(json.dumps({"token": token.name, **asdict(owner)}))

@@ -36,7 +36,7 @@ T = TypeVar("T")
 aten = torch.ops.aten
 META = torch.device("meta")
 GRANULE = 512
-"""bytes that PyTorch's CUDA allocator rounds a tensor up to"""
+"""Bytes that PyTorch's CUDA allocator rounds a tensor up to."""
 DEVICES = 8
 MEMORY = 141 * 10**9
 _DEVICE_OF = torch.ops.prim.device.default
@@ -49,7 +49,7 @@ class FakeGpu(LiveMemory):
         super().__init__()
         self.device, self.mode = device, mode
         self.built = False
-        """True once the model has memory; until then its parameters are on the meta device"""
+        """True once the model has memory; until then its parameters are on the meta device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -115,7 +115,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def _functional(name: str, args: Any) -> Any:
-    """What a functional collective gives: a tensor of its shape, or for those in place the one that it got."""
+    """Return the result of a functional collective: a tensor of its shape, or its input for those in place."""
     x = args[0]
     if name == "wait_tensor" or name.endswith("_"):
         return x
@@ -186,7 +186,8 @@ class _Properties:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What CUDA's fused kernel takes and keeps; elsewhere C++ composes it of several operations."""
+    """A norm with the inputs and saved tensors of CUDA's fused kernel; elsewhere C++ composes it of
+    operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any) -> Any:

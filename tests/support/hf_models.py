@@ -53,7 +53,7 @@ def save(family: str, folder: Path, **changes: Any) -> Any:
 
 
 def shape_of(folder: Path, *, loaded: bool = True) -> Model:
-    """What the launcher makes of a folder."""
+    """Return the shape that the launcher makes of a folder."""
     document = json.loads((folder / "config.json").read_text())
     sizes = any_model.sizes(document)
     begin = str(folder) if loaded else None
@@ -61,7 +61,7 @@ def shape_of(folder: Path, *, loaded: bool = True) -> Model:
 
 
 def plain_loop(folder: Path, dtype: torch.dtype) -> CURVE:
-    """As `tests.support.reference`, with transformers' model."""
+    """Train like `tests.support.reference`, with transformers' model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()

@@ -74,7 +74,7 @@ def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
 
 
 DOCUMENTS = (17, 11, 7, 10, 6, 13, 4, 24, 9, 9, 5, 1, 12)
-"""tokens of the documents of `write_documents`, which fill SAMPLES sequences, some of them not to the end"""
+"""Tokens of the documents of `write_documents`, which fill SAMPLES sequences, some of them not to the end."""
 
 
 def write_documents(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -212,7 +212,7 @@ def assert_same_weights(left: RunDirectory, right: RunDirectory) -> None:
 
 
 def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
-    """As near as other layouts come to each other: sums are added up in another order."""
+    """Assert equality as near as other layouts come to each other: sums are added up in another order."""
     for ours, theirs in zip(curve(left), curve(right), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9)
     mine, others = final_weights(left), final_weights(right)

@@ -25,11 +25,11 @@ from tests.support.jobs import SHAPE, make_config, packed_data
 from tests.support.reference import CURVE, EVERYTHING
 
 DEEP = SHAPE
-"""four blocks: for four stages, and for groups of blocks"""
+"""Four blocks: for four stages, and for groups of blocks."""
 UNEVEN = replace(SHAPE, layers=7)
-"""no number of stages divides it"""
+"""No number of stages divides it."""
 SHALLOW = replace(SHAPE, layers=2)
-"""the time of a row grows with its blocks, and two of them meet everything that a rank does with a block"""
+"""The time of a row grows with its blocks, and two of them meet everything that a rank does with a block."""
 GPT2 = replace(
     SHALLOW,
     kv_heads=8,
@@ -59,7 +59,7 @@ class Row:
     micro_batch: int = 4
     shape: Model = field(default=SHALLOW)
     packed: bool = False
-    """whether it learns the answers of packed documents, each of them seen alone"""
+    """True if it learns the answers of packed documents, with attention within each."""
     lora: Lora = EVERYTHING
 
     @property
@@ -233,7 +233,7 @@ def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
 def record_all(
     rank: int, config: Config, make: Callable[[Config, torch.device], Any] = make_engine
 ) -> Records:
-    """What each step logs."""
+    """Return the logged records of each step."""
     if not dist.is_initialized():
         process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     device, records = torch.device("cpu"), Records()

@@ -1,4 +1,4 @@
-"""What the fork server of the test ranks loads once."""
+"""The modules that the fork server of the test ranks loads once."""
 
 # ruff: noqa: F401
 import gc

@@ -21,7 +21,7 @@ def debug_recipe() -> Composed:
 
 
 def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Composed:
-    """What `compose(["recipe=debug", *words], options=options)` gives."""
+    """Return the result of `compose(["recipe=debug", *words], options=options)`."""
     library, base = Library(), debug_recipe()
     asked = read_words(words, library)
     assert not asked.violations

@@ -1,4 +1,4 @@
-"""What training should give: a loop in plain PyTorch, on one device, with no code of ours but the model."""
+"""The reference training: a loop in plain PyTorch, on one device, with no code of ours but the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.jobs import SAMPLES, SEQ_LEN, SHAPE, STEPS
 
 BOUNDS = {"fp64": (1e-9, 1e-9), "fp32": (1e-5, 1e-3)}  # loss, gradient norm: law 1
 EVERYTHING = Lora()
-"""is trained, and not adapters alone"""
+"""Is trained, and not adapters alone."""
 CURVE = list[tuple[float, float, float, int]]
-"""loss, gradient norm, learning rate and tokens so far, by step"""
+"""Loss, gradient norm, learning rate and tokens so far, by step."""
 
 
 @cache
 def plain_loop(
     precision: str, optimizer: str = "adamw", shape: Model = SHAPE, lora: Lora = EVERYTHING
 ) -> CURVE:
-    """What each step logs. `lora`: with targets that can be hashed.
+    """Return the log of each step. `lora`: with targets that can be hashed.
 
-    The corpus holds as many samples as a global batch, so that every order of samples gives the same batches.
+    The corpus holds as many samples as a global batch, so every order of samples gives the same batches.
     """
     tokens = np.random.default_rng(7).integers(0, shape.vocab, SAMPLES * SEQ_LEN + 1)
     windows = [tokens[i * SEQ_LEN : (i + 1) * SEQ_LEN + 1] for i in range(SAMPLES)]

@@ -1,4 +1,4 @@
-"""Which tests the workers of pytest-xdist share out as one piece of work."""
+"""The tests that the workers of pytest-xdist distribute as one unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ APART = (
     "tests/train/test_resume.py",
     "tests/backends/test_deepspeed.py",
 )
-"""files of many long rows that share nothing: any worker takes the next one"""
+"""Files of many long rows that share nothing: any worker takes the next one."""
 
 
 class Schedule(LoadScopeScheduling):

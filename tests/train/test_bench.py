@@ -1,4 +1,4 @@
-"""What the ranks of `nanoscale bench` find; tests/cli/test_bench.py has the command."""
+"""The results of the ranks of `nanoscale bench`; tests/cli/test_bench.py has the command."""
 
 from __future__ import annotations
 

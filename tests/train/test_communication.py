@@ -1,4 +1,4 @@
-"""What each ZeRO stage sends in one optimizer step of several micro batches, as torch's profiler saw it."""
+"""The communication of each ZeRO stage in one optimizer step of several micro batches, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def local_numbers(parameter: torch.Tensor) -> int:
 
 @cache
 def traffic(dp: int, dp_replicate: int) -> dict[int, Traffic]:
-    """What one rank did in a step, by stage."""
+    """Return the traffic of one rank in a step, by stage."""
     stages = (0, 1, 2, 3) if dp_replicate == 1 else (1, 2, 3)
     everyone = run_ranks(count_rank, dp, dp, dp_replicate, stages)
     assert all(found == everyone[0] for found in everyone)

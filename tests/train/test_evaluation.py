@@ -36,7 +36,7 @@ MOE = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rat
 
 
 def evaluate(folder: Path, config: Config, task: dict[str, Any]) -> dict[str, Any]:
-    """What the job finds in the layout of a configuration, without a launcher."""
+    """Return the job's result in the layout of a configuration, without a launcher."""
     aside = RunDirectory(folder / f"aside-{len(list(folder.iterdir()))}")
     aside.path.mkdir()
     aside.config.write_text(frozen.dump(config))

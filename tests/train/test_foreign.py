@@ -61,7 +61,7 @@ def test_every_layout_trains_what_transformers_trains(tmp_path: Path, family: st
 
 
 def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:
-    """Of one layout after another, with the weights of the folder."""
+    """Return the curves of one layout after another, with the weights of the folder."""
     return [
         [
             (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
@@ -79,7 +79,7 @@ def begun_engine(config: Config, device: torch.device) -> Any:
 
 @pytest.mark.slow
 def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
-    """From random weights: stage 3, stopped; resumed as it was, and by DeepSpeed in one process."""
+    """Random weights: stage 3, stopped; resumed unchanged, and by DeepSpeed in one process."""
     from transformers import AutoModelForCausalLM
 
     write_tokens(tmp_path, samples=100)

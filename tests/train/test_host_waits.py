@@ -30,12 +30,12 @@ ASKS = {
     "aten::nonzero",
     "aten::repeat_interleave",
 }
-"""operations whose result, or whose result's size, the host has to know"""
+"""Operations whose result, or whose result's size, the host has to know."""
 Job = dict[str, Any]
 
 
 def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
-    """How often a step of each job asks, by operation."""
+    """Count a step's host synchronisations of each job, by operation."""
     device = torch.device("cpu")
     process_group.join(world_size, device, 120.0)
     found = []

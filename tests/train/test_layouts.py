@@ -67,7 +67,7 @@ def test_accumulation_changes_nothing(tmp_path: Path, micro_batch: int) -> None:
 
 @pytest.mark.slow
 def test_order_of_samples_is_the_same_in_every_layout(tmp_path: Path) -> None:
-    """With a corpus of many global batches, where another order would give other losses."""
+    """The corpus has many global batches, with which another order would give other losses."""
     write_tokens(tmp_path, samples=100)
     curves = []
     for dp, stage in ((1, 0), (2, 3), (4, 1)):

@@ -1,4 +1,4 @@
-"""What the loop does besides updates: evaluating, logging, keeping checkpoints, stopping, giving up."""
+"""The loop besides updates: evaluating, logging, keeping checkpoints, stopping, giving up."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[s
 
 
 def evaluate(rank: int, config: Config) -> tuple[Any, Any, Any]:
-    """Of all samples; of one without a loss; and a step of such ones."""
+    """Evaluate all samples, and one without a loss; and train a step of such ones."""
     process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
     loader = open_data(config.data, config.train, SHAPE.vocab).train

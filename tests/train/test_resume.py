@@ -97,7 +97,7 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
 
 
 def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
-    """What was logged after the last checkpoint is logged again, and nothing else."""
+    """Steps after the last checkpoint are logged again, and no others."""
     write_tokens(tmp_path, samples=100)
     config = saving_config(tmp_path, precision="fp32", checkpoint=Checkpoint(every=4))
     config = replace(config, train=replace(config.train, log_every=3))

@@ -116,7 +116,7 @@ def test_the_clock_restarts_at_each_checkpoint(
 
 @pytest.mark.slow
 def test_all_that_are_kept_are_not_those_saved_by_time(tmp_path: Path) -> None:
-    """With keep_last=null; the newest one stays all the same."""
+    """keep_last=null keeps none of them but the newest."""
     assert saved(tmp_path, every=7, keep_last=None, dp=2) == [7, 14, 19]
 
 
