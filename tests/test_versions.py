@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,15 @@ TEXTS = [
 def test_what_an_extra_needs_is_installed_by_its_own_name(extra: str) -> None:
     *_, word, requirement = shlex.split(install_command(extra))
     assert (word, [requirement]) == ("install", EXTRAS[extra])
+
+
+@pytest.mark.skipif(find_spec("pip") is None, reason="this Python has no pip")
+def test_pip_reads_the_command() -> None:
+    """It looks for nothing; `--dry-run` with what is installed here installs nothing."""
+    command = shlex.split(install_command("tensorboard"))
+    options = ["--dry-run", "--no-index", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_nobody_is_sent_to_an_index_for_nanoscale_itself() -> None:

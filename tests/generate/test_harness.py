@@ -4,6 +4,7 @@ installed."""
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.data.tokenizer import END
 from nanoscale.data.vocabulary import bytes_native
 from nanoscale.generate import harness
-from nanoscale.generate.harness import Answers, evaluate_tasks
+from nanoscale.generate.harness import Answers, _no_task, evaluate_tasks
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
@@ -187,6 +188,16 @@ def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str])
         pass
     assert nanoscale(["eval", opened.source, "--tasks", "hellaswag"]) == 2
     assert "install 'lm-eval>=0.4.13'" in capsys.readouterr().err
+
+
+def test_the_tasks_that_are_advised_are_known_ones() -> None:
+    known = ["arc_easy", "hellaswag", "my task"]
+    for asked in ("hellaswg", "arc_esy", "my tsk"):
+        (wrong,) = _no_task(asked, ["hellaswag", asked], known).violations
+        for text in wrong.suggestions:
+            option, tasks = shlex.split(text)
+            assert option == "--tasks" and set(tasks.split(",")) <= set(known)
+        assert wrong.suggestions
 
 
 TASKS = {

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import subprocess
+
 import pytest
 import yaml
 
 from nanoscale.config.schema import Config
 from nanoscale.launch.lifecycle.bandwidth import (
+    _LOOK_AT,
     _frozen,
     bus_gb_s,
     judge_pairs,
@@ -80,6 +86,14 @@ def test_a_slow_pair_names_its_two_hosts():
     assert bad.finding == "b – c 0.5 GB/s, less than half of the usual 2"
     assert "network of b and c" in bad.remedy
     assert {verdict.host for verdict in verdicts if verdict.good} == {"a", "d"}
+
+
+def test_the_command_that_shows_a_links_errors_is_one_of_ip():
+    ethtool, ip = re.findall("`([^`]+)`", _LOOK_AT)
+    assert ethtool == "ethtool"
+    if shutil.which("ip") is None:
+        pytest.skip("ip is not installed: apt-get install iproute2")
+    subprocess.run(shlex.split(ip), check=True, capture_output=True, timeout=60)
 
 
 def test_the_host_of_all_slow_pairs_is_to_blame():

@@ -61,29 +61,29 @@ TYPED_BACK = {
     "data/prepare/run.py": "cli/test_advice_on_files.py",
     "data/prepare/sources.py": "data/test_prepare_bad.py",
     "data/tokenizer.py": "cli/test_advice_on_files.py",
+    "generate/harness.py": "generate/test_harness.py",
     "generate/weights.py": "cli/test_advice_on_files.py",
+    "launch/fleet/fleet.py": "launch/test_reach.py",
     "launch/hosts/filters.py": "cli/test_advice_on_files.py",
     "launch/hosts/hosts.py": "cli/test_advice_on_runs.py",
+    "launch/lifecycle/attempt.py": "runs/test_failure_advice.py",
+    "launch/lifecycle/bandwidth.py": "launch/test_bandwidth.py",
     "launch/lifecycle/prepare.py": "cli/test_advice_on_files.py",
     "launch/preflight/deepspeed_settings.py": "cli/test_advice_on_files.py",
-    "launch/preflight/preflight.py": "cluster/test_doctor.py",
+    "launch/preflight/gpu_verdicts.py": "launch/test_preflight_advice.py",
+    "launch/preflight/preflight.py": "launch/test_preflight_advice.py",
     "launch/preflight/pretrained.py": "cli/test_init_from.py",
     "launch/slurm/allocation.py": "launch/test_slurm_advice.py",
     "launch/submission/batch.py": "cli/test_advice_on_files.py",
+    "plan/saving.py": "cli/test_advice_on_plans.py",
     "runs/directory.py": "cli/test_advice_on_files.py",
     "runs/failure.py": "runs/test_failure_advice.py",
     "runs/lock.py": "cli/test_advice_on_runs.py",
+    "view/plan/verdict.py": "cli/test_plan.py",
 }
 """file → the tests that type back what it advises, at least in part"""
 NOT_YET = {
     "checkpoint/hf/adapters.py",
-    "generate/harness.py",
-    "launch/fleet/fleet.py",
-    "launch/lifecycle/attempt.py",
-    "launch/lifecycle/bandwidth.py",
-    "launch/preflight/gpu_verdicts.py",
-    "plan/saving.py",
-    "view/plan/verdict.py",
 }
 """files whose advice only people have typed; a file leaves this list, and none comes to it"""
 

@@ -133,11 +133,12 @@ def hardware_of(config: Config) -> Hardware:
     if cluster.peak_tflops is not None:
         peaks[trained] = cluster.peak_tflops * 1e12
     if trained not in peaks and trained != "auto":  # that is resolved for the devices, later
+        ways = [f"precision={name}" for name in peaks if name != "tf32"]
+        ways.append(f"cluster.peaks.{trained}=TFLOP/s")
         raise UnknownHardwareError(
             "config",
             f"cluster.peaks.{trained} is null: {cluster.device} has no products in {trained} that are known. "
-            f"Type one of: {', '.join(f'precision={p}' for p in peaks if p != 'tf32')}, or "
-            f"cluster.peaks.{trained}=TFLOP/s",
+            f"Type {' or '.join(ways)}",
         )
     return _in_si(cluster, peaks, _efficiency(cluster))
 
