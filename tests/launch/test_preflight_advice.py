@@ -18,7 +18,7 @@ from tests.support.recipes import changed
 GPUS = Devices("cuda", 8, ("H200",) * 8)
 SSH = ("launcher.name=ssh", "launcher.device=cuda")
 V100 = ["Tesla V100-SXM2-32GB"] * 8
-OLD_TORCH = {"version": "2.13.0+cpu", "cuda": None, "architectures": []}
+OLD_TORCH: dict[str, object] = {"version": "2.13.0+cpu", "cuda": None, "architectures": []}
 NO_CC = {"path": None, "problem": "no gcc or clang"}
 OVERRIDE = re.compile(r"'[a-z]+\.[^']+'|\b[a-z]+(?:\.[a-zA-Z_]+)*=[\w./-]+")
 """an override within a sentence"""
