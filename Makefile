@@ -52,8 +52,9 @@ docs: $(READY)
 SITE := build/site-tools
 docs-site: $(SITE)/.ready
 	rm -rf build/site-pages build/site
-	mkdir -p build/site-pages
+	mkdir -p build/site-pages/tests
 	cp -r README.md CHANGELOG.md LICENSE CITATION.cff docs examples build/site-pages
+	cp tests/README.md build/site-pages/tests
 	rm build/site-pages/docs/requirements.txt
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet --strict
 	@echo "open build/site/index.html"

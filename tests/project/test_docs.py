@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
 ]
