@@ -1,4 +1,4 @@
-"""Overrides that a plan, a full disk and a calibration advise; those of what does not fit are in test_plan.py."""
+"""Overrides that a plan, a full disk and a calibration advise; for what does not fit, see test_plan.py."""
 
 from __future__ import annotations
 
