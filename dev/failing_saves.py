@@ -84,7 +84,7 @@ class _Raw(io.FileIO):
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
-    """A tensor that is written at once, and some that share a buffer."""
+    """Return a tensor that is written at once, and some that share a buffer."""
     return {"large": torch.arange(1 << 15) * step, "small": torch.ones(5) * step}
 
 

@@ -45,7 +45,7 @@ class Link:
         self.killed_attempt = 0
         """The last attempt that it wants to end at once."""
         self.is_starting = False
-        """True if an attempt has begun and is not watched yet: what it waits for cannot be interrupted."""
+        """True if an attempt has begun and is not watched yet: its start cannot be interrupted."""
         self.wants_stacks = False
         """True if killed ranks should write their stacks."""
         self.scratch = scratch.make()

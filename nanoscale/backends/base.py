@@ -210,7 +210,7 @@ class Engine(ABC):
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
         counted = self._to_device(torch.tensor(count, dtype=torch.float64))
         if dist.is_initialized():
-            dist.all_reduce(counted)  # of all ranks, as many of which have the same rows:
+            dist.all_reduce(counted)  # over all ranks, of which tp · pp · cp have the same rows
             counted /= parallel.tp * parallel.pp * parallel.cp
         return counted.clamp(min=1)
 

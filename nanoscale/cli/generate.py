@@ -151,7 +151,7 @@ def calm_threads() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-# --- what is asked for ----------------------------------------------------------------------------
+# --- request --------------------------------------------------------------------------------------
 
 
 def _check(
@@ -203,7 +203,7 @@ def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] |
         raise UserError("usage", f"standard input is not UTF-8 at byte {error.start}") from error
 
 
-# --- what is given --------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 def _answer_one(opened: Opened, prompt: str, wish: Wish, as_json: bool) -> None:

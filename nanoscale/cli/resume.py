@@ -1,4 +1,4 @@
-"""`nanoscale resume`: go on with a run that was stopped, failed, or is to train longer."""
+"""`nanoscale resume`: continue a run that was stopped, failed, or is to train longer."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def submit(
     return DONE
 
 
-# --- what is asked for ----------------------------------------------------------------------------
+# --- request --------------------------------------------------------------------------------------
 
 
 def _request(
@@ -226,7 +226,7 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
     return UserError("slurm", f"SLURM does not take the job: {said}")
 
 
-# --- what is shown --------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _document(

@@ -135,7 +135,7 @@ def _opened(
     apart: TokenFile | None,
     name: str,
 ) -> _Opened:
-    """`apart` is a separate file for validation."""
+    """Open one source; `apart` is a separate file for validation."""
     training, held_out = split_tokens(tokens, 0.0 if apart is not None else data.valid_fraction)
     if apart is not None:
         held_out = Split(0, len(apart.tokens))

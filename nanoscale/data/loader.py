@@ -44,7 +44,7 @@ class Ahead:
     dominates."""
 
     def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
-        """`find` maps int64 positions `[…]` of the order to the samples there, `[*, …]`."""
+        """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`."""
         self._find = find
         self._layout = (0, 0, 0)
         self._consumed = 0

@@ -81,7 +81,7 @@ class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` library."""
 
     def __init__(self, tokenizer: Any, eos: int, bos: int | None = None) -> None:
-        """`bos` is the token that begins a text, if the files beside the tokenizer.json name one."""
+        """Wrap a tokenizer; `bos` begins a text, if the files beside the tokenizer.json name one."""
         self._tokenizer = tokenizer
         self.eos = eos
         self.bos = bos

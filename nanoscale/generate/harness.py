@@ -41,7 +41,7 @@ class Answers:
     """A model's answers to the three kinds of requests."""
 
     def __init__(self, opened: Opened, note: Callable[[int, int], None] = lambda *_: None) -> None:
-        """`note` is called with the number of finished requests and of all."""
+        """Answer with a model; `note` is called with the numbers of finished and of all requests."""
         self.opened = opened
         self.note = note
 

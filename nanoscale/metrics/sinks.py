@@ -120,7 +120,7 @@ class JsonLines:
 
 
 def is_finite(value: Any) -> bool:
-    """False for numbers that JSON cannot represent."""
+    """True unless a value is NaN or infinite, which JSON cannot represent."""
     return not isinstance(value, float) or math.isfinite(value)
 
 

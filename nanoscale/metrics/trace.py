@@ -148,7 +148,7 @@ def parts_of(events: Sequence[Event]) -> Parts | None:
     )
 
 
-# --- which part of a step it is -------------------------------------------------------------------
+# --- parts of a step ------------------------------------------------------------------------------
 
 
 def _phases(host: Sequence[Event], steps: Sequence[Interval]) -> dict[str, Intervals]:
@@ -200,7 +200,7 @@ def _backward_passes(host: Iterable[Event]) -> Iterator[Interval]:
         yield run
 
 
-# --- whose time it is -----------------------------------------------------------------------------
+# --- time of host and device ----------------------------------------------------------------------
 
 
 def _of_host(

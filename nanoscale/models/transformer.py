@@ -36,7 +36,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(self, shape: Model, layers: Sequence[int] | None = None) -> None:
-        """`layers`: the numbers of the stage's consecutive blocks; None: all of them."""
+        """Create a stage; `layers`: the numbers of the stage's consecutive blocks; None: all of them."""
         super().__init__()
         numbers = range(shape.layers) if layers is None else layers
         self.shape = shape

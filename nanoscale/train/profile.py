@@ -56,7 +56,7 @@ class Recorder:
         device: torch.device,
         note: Callable[..., None],
     ) -> None:
-        """`folder` receives the files; it is created when there is something to write."""
+        """Record into `folder`, which is created when there is something to write."""
         self._folder = folder
         self._series = profile_steps.series_of(settings.steps)
         self._is_recorded = rank in settings.ranks

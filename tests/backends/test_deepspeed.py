@@ -48,7 +48,7 @@ NAMES = ["0", "1", "2", "3", "2-offload", "3-offload"]
 def config_for(
     folder: Path, stage: int, zero: dict[str, Any] | None = None, **changes: Any
 ) -> Config:
-    """A job of 20 steps with accumulation and with clipping active."""
+    """Return a job of 20 steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
     changes.setdefault("model", SHALLOW)
     changes.setdefault("micro_batch", 8 // changes.get("dp", 1) // 2)
@@ -61,7 +61,8 @@ def config_for(
 
 
 def shared_out(dp: int, number: int) -> Any:
-    """A row: every stage on two ranks, and on four where parameters are in shards; the others are a sweep."""
+    """Return a row: every stage on two ranks, and on four if parameters are sharded; the others are
+    exhaustive."""
     usual = dp == 2 or (dp == 4 and STAGES[number][0] == 3)
     marks = pytest.mark.slow if usual else pytest.mark.exhaustive
     return pytest.param(*STAGES[number], dp, marks=marks, id=f"{NAMES[number]}-{dp}")

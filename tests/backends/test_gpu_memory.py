@@ -55,7 +55,7 @@ def job(overrides: str) -> Config:
 
 
 def peaks(_: int) -> dict[str, int]:
-    """Bytes by layout; in a process of its own, since parts of PyTorch are replaced."""
+    """Return bytes by layout; in a process of its own, since parts of PyTorch are replaced."""
     return {layout: with_engine(job(layout), lambda _, gpu: gpu.peak) for layout, _ in ROWS}
 
 
@@ -76,7 +76,7 @@ def test_the_plan_knows_what_the_engine_takes(
 
 
 def checkpointed(_: int, layout: str) -> dict[str, int]:
-    """Bytes on the GPU before and during a copy for a checkpoint, and in host memory after it."""
+    """Return the bytes on the GPU before and during a copy for a checkpoint, and in host memory after it."""
 
     def act(engine: NativeEngine, gpu: FakeGpu) -> dict[str, int]:
         gpu.reset_peak()

@@ -14,7 +14,7 @@ def make(scale: float, window: int) -> LossScale:
 
 
 def run(scale: LossScale, verdicts: str) -> list[float]:
-    """The scale after each step; `.` is a finite one, `x` an overflow."""
+    """Return the scale after each step; `.` is a finite one, `x` an overflow."""
     return [(scale.update(verdict == "."), scale.scale)[1] for verdict in verdicts]
 
 

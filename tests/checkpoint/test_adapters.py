@@ -40,7 +40,7 @@ STOP = 4
 
 
 def config_for(folder: Path, base: Path, **degrees: Any) -> Config:
-    """A corpus of one global batch, so that every step sees all of it."""
+    """Return a job with a corpus of one global batch, so that every step sees all of it."""
     config = make_config(
         folder,
         dp=degrees.get("dp", 1),

@@ -250,13 +250,13 @@ def test_transformers_knows_the_end_of_a_document_of_a_bare_tokenizer_file(tmp_p
     assert said["eos_token_id"] == theirs.eos_token_id == 256
 
 
-# --- there and on ---------------------------------------------------------------------------------
+# --- export and further training ------------------------------------------------------------------
 
 VALID_SAMPLES = 8
 
 
 def write_documents(folder: Path) -> None:
-    """A corpus of two documents, the second for validation, and one of the second alone."""
+    """Write a corpus of two documents, the second for validation, and one of the second alone."""
     numbers = np.random.default_rng(3).integers(0, 64, (2, VALID_SAMPLES * SEQ_LEN + 1))
     for name, documents in (("tokens", numbers), ("second", numbers[1:])):
         writer = IndexedWriter(folder / name, np.uint16)

@@ -158,7 +158,7 @@ def test_what_is_no_index_is_refused(tmp_path: Path, pickled: bytes) -> None:
 
 
 def prepared_run(folder: Path) -> tuple[RunDirectory, Path]:
-    """A run of bytes whose one checkpoint names a command, and the file that the command would make."""
+    """Create a run of bytes whose one checkpoint names a command, and return the file that it would make."""
     shape = replace(SHAPE, vocab=257)
     run = make_run(Config(Run("run", str(folder)), shape, data=Data(source="stdlib")))
     weights = {f"model.{name}": value for name, value in Transformer(shape).state_dict().items()}

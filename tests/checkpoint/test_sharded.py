@@ -30,7 +30,7 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def state_of(value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One sharded, one replicated, one plain tensor."""
+    """Return one sharded, one replicated and one plain tensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return {
         "sharded": distribute_tensor(value, mesh, [Shard(0)]),

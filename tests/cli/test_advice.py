@@ -139,7 +139,7 @@ def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list
 
 
 def type_back(arguments: list[str], wrong: dict[str, Any], advice: str) -> list[str]:
-    """The command line with the advice in the place of what was wrong."""
+    """Return the command line with the advice in place of the mistake."""
     if advice.startswith("nanoscale "):
         return shlex.split(advice)[1:]
     key, typed = wrong["key"], shlex.split(advice)
@@ -200,7 +200,7 @@ def test_what_an_error_in_a_recipe_advises_is_accepted(
 
 
 def _mended(text: str, wrong: dict[str, Any], advice: str) -> str:
-    """The recipe with the advice in its line."""
+    """Return the recipe with the advice in its line."""
     lines = text.splitlines()
     number = int(wrong["source"].rpartition(":")[2]) - 1
     if wrong["key"] == "defaults":

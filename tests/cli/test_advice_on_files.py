@@ -160,7 +160,7 @@ def violations(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list
 
 
 def typed_back(arguments: list[str], wrong: dict[str, Any], advice: str) -> list[str]:
-    """The command line with the advice in the place of what was wrong."""
+    """Return the command line with the advice in place of the mistake."""
     for placeholder, value in PLACEHOLDERS.items():
         advice = advice.replace(placeholder, value)
     typed = shlex.split(advice)

@@ -112,7 +112,7 @@ def run(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def expected(command: str, file: str, damage: str) -> set[int]:
-    """The exit codes that say what is the matter."""
+    """Return the exit codes that report the damage."""
     if command == "checkpoints verify" and file.startswith("checkpoints/"):
         return {1}
     if file == "config.yaml" and damage in ("absent", "a folder"):  # it is no run then

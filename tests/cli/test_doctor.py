@@ -189,7 +189,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-# --- what is shown of many hosts ---------------------------------------------------------------------
+# --- output for many hosts ---------------------------------------------------------------------------
 
 MANY = [f"n{number:03}" for number in range(128)]
 

@@ -85,7 +85,7 @@ def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def asked(*, folder: str | None = "small", **keys: Any) -> dict[str, Any]:
-    """The judgement on a folder, some keys of whose config.json are other ones."""
+    """Return the judgement of a folder, with some keys of its config.json replaced."""
     document = json.loads(Path("small/config.json").read_text()) | keys
     shape = asdict(hf_models.shape_of(Path("small"))) | {"hf_config": document}
     return judge({"model": shape, "folder": folder})

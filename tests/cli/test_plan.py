@@ -195,7 +195,7 @@ def test_train_does_not_launch_what_does_not_fit_and_says_what_would(capsys):
 
 
 def _with(words):
-    """A word of the command line may set a key once."""
+    """Replace keys of a command line, which may set each key once."""
     keys = {word.partition("=")[0] for word in words}
     return [word for word in LARGE if word.partition("=")[0] not in keys] + words
 

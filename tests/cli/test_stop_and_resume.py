@@ -36,7 +36,7 @@ def curve(run: Path) -> Curve:
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """The final checkpoint's tensors as bytes; the same layout writes the same tensors per rank."""
+    """Return the final checkpoint's tensors as bytes; the same layout writes the same tensors per rank."""
     import torch
     import torch.distributed.checkpoint as dcp
 

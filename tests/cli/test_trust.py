@@ -40,7 +40,7 @@ def home(tmp_path, monkeypatch):
 
 
 def make(*words):
-    """A run folder that nobody has signed, and its configuration."""
+    """Create a run folder that nobody has signed, with its configuration."""
     composed = changed(*words)
     config = check(composed, Devices("cpu", 2))
     run = RunDirectory.create(Path("runs"), "x")

@@ -431,7 +431,7 @@ def _system(result: int) -> None:
 
 
 def _start_switch() -> subprocess.Popen[str]:
-    """A network namespace with nothing in it but a bridge."""
+    """Start a network namespace with only a bridge."""
     switch = _start_bound_to_us(["unshare", "--net", "sh", "-c", _SWITCH])
     _await_word(switch, "switching")
     return switch

@@ -24,7 +24,7 @@ TIMES = 20
 
 
 def measure(times: int = TIMES) -> list[float]:
-    """Seconds of each restart, the two nodes' ranks struck in turn."""
+    """Return the seconds of each restart, the two nodes' ranks struck in turn."""
     with tempfile.TemporaryDirectory() as name, Nodes(Path(name) / "nodes") as nodes:
         folder = Path(name)
         hosts = hostfile(folder, "n1 slots=1", "n2 slots=1")

@@ -185,7 +185,7 @@ class Slurm(Machines):
         )
 
     def _states(self) -> dict[str, str]:
-        """The states of nodes; none if slurmctld does not answer."""
+        """Return the states of nodes; none if slurmctld does not answer."""
         command = ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%N %T"]
         done = self.call(LOGIN, command, env=os.environ | self.environment)
         return dict(line.split() for line in done.stdout.splitlines())

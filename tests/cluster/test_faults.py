@@ -131,14 +131,14 @@ def agent(launch: Launch) -> int:
 
 
 def connection(launch: Launch) -> int:
-    """The ssh to n2 on the login node."""
+    """Return the ssh to n2 on the login node."""
     found = launch.nodes.processes(LOGIN).items()
     (pid,) = [pid for pid, line in found if line.startswith("ssh ") and " n2 " in line]
     return pid
 
 
 def limit_files(launch: Launch) -> None:
-    """The next checkpoint of the rank on n2 raises `File too large`; its few words elsewhere do not."""
+    """Make the next checkpoint of the rank on n2 raise `File too large`; its small files still fit."""
     resource.prlimit(rank(launch), resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
@@ -228,7 +228,7 @@ def lost_steps(launch: Launch) -> int | None:
 
 
 def shown(launch: Launch) -> str:
-    """The diagnosis as the screen has it, without what differs from run to run."""
+    """Return the diagnosis on the screen, without parts that differ between runs."""
     cause = failure.read(launch.run)
     if cause is None:
         return ""
@@ -241,7 +241,7 @@ def assert_shown(launch: Launch, cause: Failure) -> None:
     assert f"diagnosis  {cause.diagnosis}" in launch.screen
 
 
-# --- ends that somebody asked for -----------------------------------------------------------------
+# --- requested ends -------------------------------------------------------------------------------
 
 
 def test_ctrl_c(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row]) -> None:
@@ -287,7 +287,7 @@ def test_the_launcher_is_killed(
     rows.append(replace(row, shown=f"`runs ls`: {said}"))
 
 
-# --- what a machine has no more of ----------------------------------------------------------------
+# --- exhausted resources --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("room", [1 << 18, 0], ids=["checkpoint", "anything"])
@@ -367,7 +367,7 @@ def test_the_out_of_memory_killer(
     rows.append(row)
 
 
-# --- faults that are there before the start -------------------------------------------------------
+# --- faults before the start ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ JOB = (
 
 
 def start(nodes: Nodes, node: str, folder: Path, *words: object) -> subprocess.Popen[str]:
-    """A command that goes on."""
+    """Start a command without waiting for its end."""
     return nodes.run_in(
         node,
         words,
@@ -91,7 +91,7 @@ def test_a_second_launcher_on_another_node(nodes: Nodes, tmp_path: Path) -> None
 
 
 def inner_pid(pid: int) -> int:
-    """The number by which a process knows itself on its node."""
+    """Return a process's own pid in its node's namespace."""
     (line,) = [
         line
         for line in Path(f"/proc/{pid}/status").read_text().splitlines()

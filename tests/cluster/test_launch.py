@@ -40,7 +40,7 @@ SECRET = "MY_API_TOKEN"
 
 @contextmanager
 def paused(*ranks: int) -> Iterator[None]:
-    """No rank gets further meanwhile: one that waits for another stands still too."""
+    """Stop all ranks within the body, also those that wait for another."""
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -80,7 +80,7 @@ def _is_bait(path: Path) -> bool:
 
 
 def interpreter(path: Path, scratch: Path, source: Path) -> Path:
-    """A Python that keeps its temporary files in `scratch`, and has nanoscale from `source`."""
+    """Write a Python that keeps its temporary files in `scratch`, and has nanoscale from `source`."""
     words = {"TMPDIR": scratch, "PYTHONPATH": source}
     settings = "\n".join(f"export {name}='{value}'" for name, value in words.items())
     path.write_text(f'#!/bin/sh\n{settings}\nexec {sys.executable} "$@"\n')
@@ -89,7 +89,7 @@ def interpreter(path: Path, scratch: Path, source: Path) -> Path:
 
 
 def recipe(folder: Path, **sections: object) -> Path:
-    """The debug recipe with further sections, in which YAML keeps every character."""
+    """Write the debug recipe with further sections, in which YAML keeps every character."""
     document = {"defaults": ["debug"], **sections}
     path = folder / "mine.yaml"
     path.write_text(json.dumps(document))

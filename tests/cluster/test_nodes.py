@@ -46,7 +46,7 @@ def ssh(nodes: Nodes, node: str, command: str, *options: str) -> subprocess.Comp
 
 
 def start(nodes: Nodes, node: str, program: str, *arguments: str) -> subprocess.Popen[str]:
-    """A Python program on a node, spoken with by lines."""
+    """Start a Python program on a node that communicates by lines."""
     return nodes.run_in(
         node,
         [sys.executable, "-c", program, *arguments],

@@ -60,7 +60,7 @@ class User:
         return run, int(job.job)
 
     def says_of(self, name: str) -> str:
-        """The state of a run as `runs ls` tells it."""
+        """Return the state of a run in `runs ls`."""
         rows = json.loads(self.types("runs", "ls", "--json"))
         (said,) = [row["said"] for row in rows if row["name"] == name]
         return str(said)

@@ -47,7 +47,7 @@ class Terminal(io.StringIO):
 
 
 def assert_harmless(text):
-    """All of the hostile text is shown, and nothing of it is obeyed; colours of our own may be."""
+    """Check that all of the hostile text is shown, and no control character but our own colours."""
     assert "]52;c;" in text, text
     assert not set(OBEYED) & set(text.replace("\r\x1b[2K", ""))  # which the live view writes itself
     assert CLIPBOARD not in text
@@ -218,7 +218,7 @@ def test_json_on_a_screen_without_utf8_is_the_same_document(monkeypatch):
 
 @contextmanager
 def lost_screen(kind):
-    """A stream, and what loses it."""
+    """Provide a stream, and a function that breaks it."""
     if kind == "terminal":
         reader, writer = pty.openpty()
     elif kind == "pipe":

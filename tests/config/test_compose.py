@@ -35,7 +35,7 @@ def writers(composed: Composed, key: str) -> list[tuple[object, str]]:
     return [(each.value, each.source) for each in composed.history[key]]
 
 
-# --- who wins -------------------------------------------------------------------------------------
+# --- precedence -----------------------------------------------------------------------------------
 
 
 def test_a_recipe_wins_over_the_defaults_and_the_command_line_over_the_recipe():
@@ -94,7 +94,7 @@ def test_null_empties_a_section_and_a_key_revives_it():
     assert writers(composed, "model.rope_scaling.factor") == [(8.0, "default"), (2, "command line")]
 
 
-# --- where files are found ------------------------------------------------------------------------
+# --- search for files -----------------------------------------------------------------------------
 
 
 def test_a_users_recipe_hides_ours_of_the_same_name():
@@ -166,7 +166,7 @@ def test_an_options_file_outside_its_folder_is_out_of_reach(here):
     ]
 
 
-# --- what files get wrong -------------------------------------------------------------------------
+# --- mistakes in files ----------------------------------------------------------------------------
 
 
 def test_everything_wrong_in_all_files_and_words_comes_at_once():

@@ -17,7 +17,7 @@ from nanoscale.data.prepare import sources
 
 @pytest.fixture(autouse=True)
 def _nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a network, with a folder `models/small`."""
+    """Set up a machine without a network, with a folder `models/small`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "small").mkdir(parents=True)
     (tmp_path / "a.txt").write_text("some text")

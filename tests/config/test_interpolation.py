@@ -130,7 +130,7 @@ KEYS = [
 
 
 def nasty() -> Config:
-    """A configuration whose mappings and lists hold everything that a grammar could change."""
+    """Return a configuration whose mappings and lists hold everything that a grammar could change."""
     values = dict(zip(KEYS, [*NASTY, *NASTY], strict=False))
     plain = asdict(Config())
     plain["backend"]["extra"] = {**values, "deep": {"list": NASTY, **values}}

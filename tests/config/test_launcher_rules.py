@@ -74,7 +74,7 @@ def violations(line: str, on: Devices = CPU, kind: str | None = None) -> list[Vi
 
 
 def refusal(line: str, key: str, on: Devices = CPU, kind: str | None = None) -> Violation:
-    """The only violation; everything that it suggests is accepted in the place of what was said."""
+    """Return the only violation; each of its suggestions is accepted in place of the mistake."""
     (wrong,) = violations(line, on, kind)
     assert wrong.key == key
     for suggestion in wrong.suggestions:
@@ -83,7 +83,7 @@ def refusal(line: str, key: str, on: Devices = CPU, kind: str | None = None) -> 
 
 
 def instead(line: str, suggestion: str) -> str:
-    """The line with what is suggested, and without what it takes the place of."""
+    """Return the line with a suggestion, without the part that it replaces."""
     options = ("hostfile", "include", "exclude")
     known = {"--num-nodes": "launcher.nodes", **{f"--{o}": f"launcher.{o}" for o in options}}
     said = shlex.split(suggestion)
@@ -97,7 +97,7 @@ def instead(line: str, suggestion: str) -> str:
     return shlex.join([*kept, *said])
 
 
-# --- who launches ---------------------------------------------------------------------------------
+# --- launchers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_master_address_is_a_name_of_a_host(value, instead):
     assert wrong.suggestions == (f"launcher.master_addr={instead}",)
 
 
-# --- what concerns whom ---------------------------------------------------------------------------
+# --- keys of launchers ----------------------------------------------------------------------------
 
 IDLE = [
     ("--include h1", "launcher.include"),
@@ -241,7 +241,7 @@ def test_a_hostfile_of_this_machine_leaves_the_keys_of_other_hosts_alone():
     assert config.launcher.name == "local"
 
 
-# --- how many ranks -------------------------------------------------------------------------------
+# --- numbers of ranks -----------------------------------------------------------------------------
 
 
 def test_without_hosts_nothing_changes():

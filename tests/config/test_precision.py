@@ -52,7 +52,7 @@ def on(devices: Devices, *words: str) -> Precision:
 
 
 def on_hosts(*words: str) -> Precision:
-    """On two hosts with four GPUs each, which are not known here; this machine has a V100."""
+    """Return the precision on two hosts with four unknown GPUs each; this machine has a V100."""
     asked = changed(*words, options=as_settings(hostfile="two"))
     return check(asked, gpus(V100), read_hosts(asked)).precision
 

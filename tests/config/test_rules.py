@@ -324,7 +324,7 @@ def test_tokens_and_steps_that_say_the_same_are_fine():
     assert checked("train.tokens=1024", "train.steps=2").train.tokens == 1024
 
 
-# --- what was left open ---------------------------------------------------------------------------
+# --- open keys ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

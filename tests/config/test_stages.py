@@ -32,7 +32,7 @@ def costs(layers: list[int], vocab: int) -> list[int]:
 
 
 def divisions(layers: int, stages: int) -> list[list[int]]:
-    """Every way to cut the blocks into stages of at least one."""
+    """Return every way to cut the blocks into stages of at least one."""
     cuts = itertools.combinations(range(1, layers), stages - 1)
     return [[b - a for a, b in itertools.pairwise((0, *cut, layers))] for cut in cuts]
 

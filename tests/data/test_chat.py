@@ -88,7 +88,7 @@ def of_messages(conversations: list[Any]) -> list[dict[str, Any]]:
 
 
 def marked(folder: Path, name: str = "tokens") -> list[tuple[list[int], list[int]]]:
-    """Each chat's tokens, and which are answers."""
+    """Return each chat's tokens, and the marks of answers."""
     file = IndexedTokens(folder / name)
     answers = np.fromfile(folder / f"{name}.answers", np.uint8)
     assert len(answers) == len(file.tokens)

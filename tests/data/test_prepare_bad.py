@@ -32,7 +32,7 @@ def line(text: object) -> bytes:
 
 
 def damaged_parquet(path: Path) -> None:
-    """A byte of a page is another one; frame and schema are whole."""
+    """Change a byte of a page; frame and schema stay complete."""
     table = pa.table({"text": [f"{i} {text}" for i in range(50) for text in GOOD]})
     parquet.write_table(
         table,

@@ -87,7 +87,7 @@ def is_held_out(text: str, share: float) -> bool:
 
 
 def pair(ids: Sequence[Sequence[int]], code: int) -> tuple[bytes, bytes]:
-    """The .bin and the .idx of these documents in Megatron's layout, written out."""
+    """Return the .bin and the .idx of these documents in Megatron's layout."""
     letter, size = {8: ("H", 2), 4: ("i", 4)}[code]
     tokens = b"".join(struct.pack(f"<{len(one)}{letter}", *one) for one in ids)
     index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(ids), len(ids) + 1)
@@ -102,7 +102,7 @@ def found(folder: Path, name: str) -> tuple[bytes, bytes]:
 
 
 def as_bytes(documents: Sequence[str]) -> list[list[int]]:
-    """The ids of the byte tokenizer."""
+    """Return the ids of the byte tokenizer."""
     return [[*text.encode(), 256] for text in documents]
 
 

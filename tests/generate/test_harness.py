@@ -41,7 +41,8 @@ def requests(*arguments: Any) -> list[Any]:
 
 
 def directly(text: bytes, count: int, first: int = 256) -> tuple[float, bool]:
-    """The log-probability of the last `count` bytes, token by token, from another model without a cache."""
+    """Return the log-probability of the last `count` bytes, token by token, from another model without a
+    cache."""
     model = Transformer(BYTES).double()
     initialise(model, replace(BYTES, init_std=0.3), seed=4)
     ids = [first, *text]
@@ -96,7 +97,8 @@ TEXTS = ["abc", "y" * 47, "The quick brown fox jumps over the lazy dog; " * 2, "
 
 
 def folder_of_transformers(folder: Path, bos: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of transformers whose tokenizer `adds` a `<s>` before a text, `names` one, or has `none`."""
+    """Create a model of transformers whose tokenizer `adds` a `<s>` before a text, `names` one, or has
+    `none`."""
     settings = hf_families.COMMON | {"vocab_size": 260, "max_position_embeddings": 48}
     monkeypatch.setitem(hf_families.FAMILIES, "llama", ("Llama", settings))
     hf_families.save("llama", folder)

@@ -62,14 +62,14 @@ def flood(context):
 
 
 def full_log(context):
-    """A rank finds that the request is wrong when its log can take nothing more, as on a full disk."""
+    """Raise a user's error when the rank's log is full, as on a full disk."""
     sys.stderr.write("x" * (1 << 20) + "\n")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     wrong_data(context)
 
 
 def wrong_data(context):
-    """A rank finds that the request is wrong."""
+    """Raise a user's error."""
     violation = Violation("data.path", "x.bin", "command line", "is not there", ("data.path=y",))
     raise UserError("data", "x.bin is not there", [violation])
 

@@ -28,7 +28,7 @@ def launcher(config: Config, **changes: Any) -> Config:
     return replace(config, launcher=replace(config.launcher, **changes))
 
 
-# --- what is asked of SLURM -----------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 def test_the_options_of_a_plain_job() -> None:
@@ -114,7 +114,7 @@ def test_no_value_ends_a_line() -> None:
         batch_script(config(account="a\n#SBATCH --nodes=9"), RunDirectory(Path("/runs/run")))
 
 
-# --- what it does ---------------------------------------------------------------------------------
+# --- execution ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

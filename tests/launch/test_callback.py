@@ -50,7 +50,7 @@ def open_files() -> list[int]:
 
 @contextmanager
 def agent(listener: Callbacks, key: bytes = KEY) -> Iterator[list[BaseException | None]]:
-    """An agent that calls from a thread of its own; how that ended comes into the list."""
+    """Run an agent that connects from a thread of its own; the list gets its result."""
     ends: list[BaseException | None] = []
 
     def call() -> None:

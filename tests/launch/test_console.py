@@ -22,7 +22,7 @@ PLAN = LaunchPlan(1, 2, (HostPlan("h", 2, (0, 1), ("x",)),), "127.0.0.1", 1, {},
 
 @contextmanager
 def shown(run, plan, steps, stream):
-    """A view in the middle of its first attempt."""
+    """Return a view in the middle of its first attempt."""
     with LiveView(run, stream) as view:
         view.begin(plan, steps)
         yield view

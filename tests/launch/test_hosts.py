@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words, hostfile="hosts", **options):
-    """The composed request of a command line with options."""
+    """Compose the request of a command line with options."""
     options = {"hostfile": hostfile, **options}
     settings = {f"launcher.{k}": Setting(v, f"command line: --{k}") for k, v in options.items()}
     return changed(*words, options=settings)
@@ -204,7 +204,7 @@ def test_a_key_of_a_recipe_names_its_line():
     assert caught.value.violations[0].source == "mine.yaml:3"
 
 
-# --- how many -------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def taken(**options):

@@ -71,14 +71,14 @@ class Launched:
         return found
 
     def end(self):
-        """The exit code, after making sure that nothing is left."""
+        """Return the exit code, after checking that no process is left."""
         code = self.process.wait(LIMIT_S)
         assert self.processes() == []
         assert [path for path in self.semaphores if path.exists()] == []
         return code
 
     def processes(self):
-        """Every living process that descends from the launcher, wherever it went."""
+        """Return every living descendant of the launcher, in any session."""
         return [p for p in psutil.process_iter() if _is_marked(p, self.mark)]
 
     @property
@@ -94,14 +94,14 @@ def _path():
 
 
 def _most_memory(pid):
-    """The most that a process has had so far, KiB."""
+    """Return the peak memory of a process, KiB."""
     found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1])
 
 
 def _bytes_copied(pid):
-    """The bytes that a process has read and written so far, whatever the file."""
+    """Return the bytes that a process has read and written so far, whatever the file."""
     counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
     return int(counts["rchar"]) + int(counts["wchar"])
 
@@ -111,7 +111,7 @@ def _restore_interrupt():
 
 
 def _semaphores(pid):
-    """The named semaphores that a process has open; a process that is killed cannot remove them."""
+    """Return the named semaphores that a process has open; a killed process cannot remove them."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {Path(word) for word in maps.split() if word.startswith("/dev/shm/sem.")}
 

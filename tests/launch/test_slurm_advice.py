@@ -85,7 +85,7 @@ def test_the_command_that_tells_what_slurm_offers_is_read(command: str) -> None:
 
 
 def run_of_a_job(job: Submission, state: str) -> RunDirectory:
-    """A run folder that nobody has signed, whose job SLURM is said to know; `called`: what scancel gets."""
+    """Create an unsigned run folder, whose job SLURM seems to know; `called` has scancel's arguments."""
     composed = changed()
     run = RunDirectory.create(Path("runs"), "x")
     run.config.write_text(dump(check(composed, Devices("cpu", 2)), composed.config))

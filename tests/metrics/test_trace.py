@@ -82,7 +82,7 @@ def launch(start: int, number: int) -> Event:
 
 
 def device_step() -> list[Event]:
-    """The host is done after 60 ms, the device after 100."""
+    """Return the events of a step: the host is done after 60 ms, the device after 100."""
     return [
         at(STEP, 0, 60, annotation=True),
         at(DATA, 0, 5, annotation=True),

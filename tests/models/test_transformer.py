@@ -50,7 +50,7 @@ STRETCH = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_
 
 
 def llama31_frequency(frequency: float, scaling: RopeScaling | None) -> float:
-    """In Meta's words: by cases."""
+    """Return the frequency by cases, as Meta's code defines it."""
     if scaling is None:
         return frequency
     wavelength = 2 * math.pi / frequency

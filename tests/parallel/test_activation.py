@@ -202,7 +202,7 @@ ROWS = 3  # no activation of so many has a parameter's size
 
 
 def two_steps(model: nn.Module) -> list[Tensor]:
-    """The whole parameters after two updates: the second would show weights left over from the first."""
+    """Return the whole parameters after two updates: the second would show stale weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for _ in range(2):
         model(*inputs(batch=ROWS)).square().mean().backward()
@@ -248,7 +248,7 @@ def own_bytes(parameter: Tensor) -> int:
 
 @contextmanager
 def measure_moves() -> Iterator[list[int]]:
-    """The bytes of each storage that moves to host memory."""
+    """Provide the bytes of each storage that moves to host memory."""
     sizes: list[int] = []
     move = activation.Moved.__init__
 

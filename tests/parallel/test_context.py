@@ -131,7 +131,7 @@ RUNS = [(n, case) for n in DEGREES for case in CASES if n == 2 or case.way != "c
 
 @cache
 def compared(degree: int) -> dict[Case, list[float]]:
-    """The largest deviation over ranks of out, grad_q, grad_k and grad_v, by case."""
+    """Return the largest deviation over ranks of out, grad_q, grad_k and grad_v, by case."""
     cases = [case for n, case in RUNS if n == degree]
     everyone = run_ranks(compare_rank, degree, cases)
     return {
@@ -168,7 +168,7 @@ def memory_rank(rank: int) -> list[tuple[int, int]]:
 
 
 def allocations(group: dist.ProcessGroup, kernel: str, seq: int) -> tuple[int, int]:
-    """Bytes that a pass forward and backward adds: the most at once, and the largest tensor."""
+    """Return the bytes that a pass forward and backward adds: the peak, and the largest tensor."""
     mine = seq // group.size()
     q, k, v, grad_out = (
         torch.randn(1, heads, mine, 8, dtype=torch.float64)

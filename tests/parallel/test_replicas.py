@@ -16,7 +16,7 @@ MICRO_BATCHES = 3
 
 
 def loss(parameters: list[nn.Parameter], rank: int, micro_batch: int) -> Tensor:
-    """The ranks come to the parameters in opposite orders; rank 1 does not use one of them at all."""
+    """Use the parameters in opposite orders on the two ranks; rank 1 does not use one of them at all."""
     used = [p for i, p in enumerate(parameters) if (rank, i) != (1, 2)]
     order = used if rank == 0 else used[::-1]
     return torch.stack([(p * (rank + 2 * micro_batch + 1)).sin().sum() for p in order]).sum()

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def make_config(stage: int, seq_len: int = 8, shape: Model = SHAPE, **degrees: int) -> Config:
-    """Two micro batches of one sample a step, in fp32."""
+    """Return a job of two micro batches of one sample a step, in fp32."""
     dp = degrees.get("dp", 1)
     return Config(
         model=shape,
@@ -60,7 +60,7 @@ class Held:
 
 
 def share_of(config: Config, stage: int) -> tuple[int, int]:
-    """In closed form: the parameters of a pipeline stage on one rank of tp, and what divides their state."""
+    """Return the parameters of a pipeline stage on one rank of tp, and the number of shards of its state."""
     shape, layout = config.model, config.parallel
     assert isinstance(layout.dp, int)
     width = shape.heads * 32
@@ -73,7 +73,7 @@ def share_of(config: Config, stage: int) -> tuple[int, int]:
 
 
 def expected(config: Config, pp_rank: int) -> Held:
-    """The table of parallel/data.py, as arithmetic; 2 is AdamW's moments."""
+    """Return the table of parallel/data.py, as arithmetic; 2 is AdamW's moments."""
     whole, parts = share_of(config, pp_rank)
     kept = whole / parts
     # FSDP lets go of the gradients that it has scattered last, those of the embedding, when it scatters again.

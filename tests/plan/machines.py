@@ -20,7 +20,7 @@ def model(name: str) -> Model:
 
 
 def job(name: str = "llama-8b", device: str = "h100-sxm", **keys: Any) -> Config:
-    """A resolved configuration; a key goes to whichever of train and parallel has it."""
+    """Return a resolved configuration; a key belongs to train or parallel, whichever has it."""
     train = Train(global_batch=16, micro_batch=1, seq_len=8192, steps=1)
     layout = Parallel(dp=8, virtual_stages=1)
     of_train = {field.name for field in fields(Train)} & keys.keys()

@@ -17,5 +17,5 @@ assert {name for name, _ in SCHEDULES} >= ONE_STAGE | V_SHAPED
 
 
 def batches(schedule: str, pp: int, rounds: int = 3) -> list[int]:
-    """The numbers of micro batches that a schedule takes, up to so many times pp and a bit."""
+    """Return the numbers of micro batches that a schedule supports, up to `rounds` times pp and a few more."""
     return [m for m in range(1, rounds * pp + 2) if takes(schedule, pp, m)]

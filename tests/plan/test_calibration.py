@@ -19,7 +19,7 @@ STAGES = job("llama-8b", pp=4, dp=2, global_batch=32)
 
 
 def seen(config, true, times=1.0):
-    """A run as it would be on a machine that truly reaches that."""
+    """Return a run on a machine that truly has these efficiencies."""
     return Observation("run", config, ASSUMED, times * predict(config, true).time.seconds)
 
 

@@ -12,7 +12,7 @@ IDEAL = {"intra_host": 1.0, "inter_host": 1.0}
 
 
 def walked(ranks: int, size: float, bandwidth: float, latency: float) -> float:
-    """A ring all-gather: each rank passes on what it got last, until everyone has every part."""
+    """Simulate a ring all-gather: each rank passes on its last chunk, until every rank has all chunks."""
     have = [{rank} for rank in range(ranks)]
     seconds = 0.0
     while any(len(parts) < ranks for parts in have):

@@ -35,7 +35,7 @@ def job(
     backend: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Config:
-    """A resolved configuration, without asking for the machine's devices."""
+    """Return a resolved configuration, without detecting the machine's devices."""
     config = compose(list(words)).config
     return replace(
         config,
@@ -139,7 +139,8 @@ def test_shards_are_padded_to_whole_rows():
 
 
 def megatron(hidden: int, heads: int, seq: int, batch: int, tp: int, shares: int) -> Shape:
-    """A GPT block of Korthikanti et al.: four times as wide within, as many key heads as query heads."""
+    """Return a GPT block of Korthikanti et al.: four times as wide within, as many key heads as query
+    heads."""
     return Shape(
         tokens=seq * batch,
         span=seq,
@@ -320,7 +321,7 @@ def test_llama_405b_does_not_fit_without_a_pipeline():
     assert rank.total > 100 * GIB
 
 
-# --- what holds between layouts -------------------------------------------------------------------
+# --- comparison of layouts ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])

@@ -67,7 +67,7 @@ def torch_runs(schedule: str, pp: int, micro_batches: int) -> list[list[Action]]
 
 
 def torch_plans(schedule: str, pp: int, virtual: int, micro_batches: int) -> list[list[Action]]:
-    """The `pipeline_order` of torch's schedules with several, pairs taken apart."""
+    """Return the `pipeline_order` of torch's schedules with several stages, with pairs split."""
     from torch.distributed.pipelining import schedules
 
     own = stages_of(schedule, pp, virtual, 0)

@@ -91,7 +91,7 @@ def test_zbv_only_waits_for_the_v_to_fill(pp):
         assert all(before.end == after.start for before, after in pairwise(spans))
 
 
-# --- what is held ---------------------------------------------------------------------------------
+# --- held activations -----------------------------------------------------------------------------
 
 
 def test_1f1b_holds_what_is_between_a_rank_and_the_last_and_gpipe_all():

@@ -93,7 +93,7 @@ def test_without_a_terminal_rich_prints_the_plain_text():
     assert plain == timeline_plain(step, 120)
 
 
-# --- what is left out -----------------------------------------------------------------------------
+# --- omitted parts --------------------------------------------------------------------------------
 
 
 def test_a_long_step_shows_its_beginning_and_its_end():
@@ -123,7 +123,7 @@ def test_of_many_ranks_the_first_and_the_last_are_shown():
 
 
 def boxes(picture: str) -> list[ElementTree.Element]:
-    """The boxes of actions: the ones with a text for the mouse."""
+    """Return the boxes of actions, which have a hover text."""
     root = ElementTree.fromstring(picture)
     return [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
 

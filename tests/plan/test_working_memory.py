@@ -21,7 +21,8 @@ def block(tp: int, **changes: object) -> tuple[Shape, Execution]:
 
 
 def highest(tp: int) -> int:
-    """Bytes at the highest point beside what was saved: every tensor from its making to its end, one by one."""
+    """Return the bytes at the peak beyond the saved ones: every tensor from its creation to its end, one by
+    one."""
     inner, whole = TOKENS * 512 // tp * BYTES, TOKENS * HIDDEN * BYTES
     stream = whole // tp
     live = {

@@ -68,7 +68,7 @@ EXCUSED = {
 
 
 def lines(page: Path) -> Iterator[str]:
-    """The command lines of a page: those of its blocks, and whole ones within sentences."""
+    """Yield the command lines of a page: those of its blocks, and whole ones within sentences."""
     kind = ""
     text = page.read_text()
     for line in text.splitlines():
@@ -177,7 +177,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _write_model(run: RunDirectory, folder: Path, documents: list[str]) -> None:
-    """The run's model as a Hugging Face folder, with a tokenizer and a template for chats."""
+    """Write the run's model as a Hugging Face folder, with a tokenizer and a template for chats."""
     assert (
         nanoscale(["checkpoints", "export", str(run.path), "--format", "hf", "--out", str(folder)])
         == 0
@@ -199,7 +199,7 @@ def here(stand_ins: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def placed(line: str, page: str, here: Path) -> str:
-    """The line with the stand-ins in their places."""
+    """Return the line with the stand-ins in place of large files."""
     line = line.replace("/data/", f"{here}/data/{page}-").replace("/models/", f"{here}/models/")
     line = line.replace("Qwen/Qwen3-0.6B", "./Qwen3-0.6B").replace("EleutherAI/", "./")
     line = re.sub(r"\bRUN\b", "first", line).replace("--step 4000", "--step 7")

@@ -43,7 +43,7 @@ STUBBORN = "trap '' TERM; echo step 1 of 4; setsid sleep 1000 & sleep 1000"
 
 
 def start(folder: Path, code: str) -> subprocess.Popen[str]:
-    """A session in a process of its own, which ends all that it has started."""
+    """Start a session in a process of its own, which ends all of its processes."""
     command = [sys.executable, "-c", HEAD + code, str(folder)]
     environment = os.environ | {"NANOSCALE_TEST_FOLDER": str(folder)}
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, env=environment)

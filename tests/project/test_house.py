@@ -38,7 +38,7 @@ def imports():
 
 
 def folder_of(module):
-    """The folder of a module's file, as a package name."""
+    """Return the folder of a module's file, as a package name."""
     is_package = (ROOT / module.replace(".", "/")).is_dir()
     return module if is_package else module.rpartition(".")[0]
 

@@ -95,7 +95,7 @@ def test_the_other_lines_that_launch_train(
 
 
 def _run(words: list[str], here: Path, stop: Path | None) -> int:
-    """The exit code of a command; Ctrl-C stops the run in the folder `stop` after three steps."""
+    """Run a command and return its exit code; Ctrl-C stops the run in the folder `stop` after three steps."""
     arguments = [sys.executable, "-m", "nanoscale", *words]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     before, until = _trained(stop) if stop else 0, time.monotonic() + LIMIT_S
@@ -122,7 +122,7 @@ def _output(here: Path) -> str:
 
 
 def _trained(run: Path) -> int:
-    """The last step that a run has trained; 0 before any."""
+    """Return the last step that a run has trained; 0 before any."""
     metrics = run / "metrics.jsonl"
     if not metrics.is_file():
         return 0

@@ -201,7 +201,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A GPU chooses a fused kernel, which keeps no scores."""
+    """Replace attention by a fused kernel's, which keeps no scores."""
 
     def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
         narrow = q.dtype in (torch.bfloat16, torch.float16)
@@ -222,7 +222,7 @@ def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU the cast is a part of the kernel, elsewhere an operation of its own."""
+    """Replace softmax by a GPU's, in which the cast is a part of the kernel, not an operation of its own."""
 
     def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         if x.device.type == "cuda" and dtype is torch.float32 and x.dtype != dtype:

@@ -56,7 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(family: str, seed: int = 0) -> Any:
-    """A model in fp32 whose norms and biases are random too."""
+    """Create a model in fp32 whose norms and biases are random too."""
     import transformers
 
     name, settings = FAMILIES[family]
@@ -79,7 +79,7 @@ def save(
     *,
     merged: bool = False,
 ) -> Any:
-    """The same in a folder, in files of at most `shard`, `merged`: with merged experts; the model."""
+    """Save such a model in files of at most `shard`, with merged experts if `merged`; return the model."""
     model = make(family)
     if dtype is not None:
         model.to(dtype)
@@ -88,7 +88,7 @@ def save(
 
 
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """`[batch, seq, vocab]` of `[batch, seq]`."""
+    """Return `[batch, seq, vocab]` for `[batch, seq]`."""
     with torch.no_grad():
         found: torch.Tensor = model(tokens).logits
     return found

@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save(family: str, folder: Path, **changes: Any) -> Any:
-    """One with random weights, norms and biases too, in several files; the model."""
+    """Save a model with random weights, norms and biases too, in several files; return the model."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ PRECISIONS = {
 
 
 def write_tokens(folder: Path, samples: int = SAMPLES) -> np.ndarray:
-    """A token file with room for `samples` samples; the tokens."""
+    """Write a token file with room for `samples` samples; return the tokens."""
     tokens = np.random.default_rng(7).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
     writer = IndexedWriter(folder / "tokens", np.uint16)
     writer.add_document(tokens.astype(np.uint16))
@@ -78,7 +78,7 @@ DOCUMENTS = (17, 11, 7, 10, 6, 13, 4, 24, 9, 9, 5, 1, 12)
 
 
 def write_documents(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A token file of several documents, and which tokens are answers; both by document."""
+    """Write a token file of several documents; return the tokens and the marks of answers, by document."""
     dice = np.random.default_rng(7)
     documents = [dice.integers(0, SHAPE.vocab, length) for length in DOCUMENTS]
     answers = [dice.random(length) < 0.6 for length in DOCUMENTS]
@@ -91,13 +91,13 @@ def write_documents(folder: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def packed_data(folder: Path) -> Data:
-    """To train on the answers of these documents, each of them seen alone."""
+    """Return data for training on the answers of these documents, with attention within each."""
     where = {"source": "megatron", "path": str(folder / "tokens"), "valid_fraction": 0.0}
     return Data(**where, packing="whole", document_mask=True, loss_on="answers")
 
 
 def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> Config:
-    """A resolved configuration: 20 steps of 8 samples, with accumulation and with clipping active.
+    """Return a resolved configuration: 20 steps of 8 samples, with accumulation and active clipping.
 
     `parallel`: keys of that section beside dp and dp_replicate; other sections are given whole.
     """
@@ -132,7 +132,7 @@ def make_run(config: Config, name: str = "run") -> RunDirectory:
 def run_of_bytes(
     folder: Path, shape: Model = BYTES, name: str = "run", **balance: Any
 ) -> RunDirectory:
-    """A run of bytes with a checkpoint of random weights, and an optimizer's state that nobody needs."""
+    """Create a run of bytes with a checkpoint of random weights and of an unused optimizer's state."""
     data = Data(source="stdlib", cache_dir=str(folder))
     train = Train(steps=1, seq_len=32)
     of_run = Run(name=name, root=str(folder))
@@ -182,7 +182,7 @@ def final_weights(run: RunDirectory) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole, read by torch alone."""
+    """Return every tensor of a checkpoint, whole, read by torch alone."""
     state = {
         name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]))
         for name, about in checkpoint.manifest["tensors"].items()
@@ -222,7 +222,7 @@ def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
 
 
 def saving_config(folder: Path, **changes: Any) -> Config:
-    """One that saves a checkpoint every third step and keeps them all."""
+    """Return a configuration that saves a checkpoint every third step and keeps them all."""
     checkpoint = Checkpoint(every=3, keep_last=None)
     return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)
 

@@ -84,7 +84,7 @@ def mixture(stage: int, micro_batch: int = 2, shape: Model = MOE, **degrees: Any
 
 
 def lora(stage: int, micro_batch: int = 2, shape: Model = SHALLOW, **degrees: Any) -> Row:
-    """No rank of adapters that anything divides."""
+    """Return a row with adapters, whose rank nothing divides."""
     words = ", ".join(f"{key} {value}" for key, value in degrees.items()) or "one process"
     settings = Lora(rank=3, alpha=12.0, targets=available(shape))
     return Row(f"LoRA, {words}, stage {stage}", degrees, stage, micro_batch, shape, lora=settings)

@@ -95,7 +95,7 @@ def partial_method(memory: LiveMemory) -> Any:
 
 
 def peak_bytes(recorded: profile) -> int:
-    """The most bytes that were allocated at once."""
+    """Return the most bytes that were allocated at once."""
     return int(np.cumsum([size for _, size in memory_changes(recorded)]).max())
 
 

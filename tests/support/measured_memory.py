@@ -291,7 +291,7 @@ def config_of(row: Row) -> Config:
 
 
 def measure(_rank: int, config: Config) -> int:
-    """The peak of live tensors on this rank, bytes."""
+    """Return the peak of live tensors on this rank, bytes."""
     with LiveMemory() as memory:
         train_two_steps(config, memory.reset_peak)
         return memory.peak
@@ -315,14 +315,14 @@ def measure_resident(_rank: int, config: Config, small: Config) -> tuple[int, in
 
 
 def _resident(name: str) -> int:
-    """Bytes, from the kernel's status of this process (man 5 proc_pid_status)."""
+    """Return bytes from the kernel's status of this process (man 5 proc_pid_status)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(found.split()[1]) * 2**10
 
 
 def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
-    """`begin` is called before each."""
+    """Train two steps, and call `begin` before each."""
     sizes = derive(config)
     if not dist.is_initialized():
         process_group.join(sizes.world_size, torch.device("cpu"), 60.0)

@@ -46,7 +46,7 @@ def plain_loop(
 def documents_alone(
     precision: str, shape: Model, documents: list[np.ndarray], answers: list[np.ndarray]
 ) -> CURVE:
-    """The same of documents that go through the model alone, in pieces of a sequence those that are longer.
+    """Train on documents that go through the model alone; longer ones are cut at the sequence length.
 
     The loss is the mean over their answers.
     """
@@ -175,7 +175,7 @@ class EveryExpert(nn.Module):
 
 
 def worst(ours: CURVE, reference: CURVE) -> tuple[float, float]:
-    """The largest relative difference in loss and in gradient norm."""
+    """Return the largest relative difference in loss and in gradient norm."""
     difference = np.abs(np.array(ours) - np.array(reference)) / np.abs(np.array(reference))
     return tuple(difference.max(axis=0)[:2])
 

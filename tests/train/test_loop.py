@@ -68,7 +68,7 @@ def steps_kept(run: RunDirectory) -> list[int]:
 
 
 def plain_eval_loss(checkpoint: Path, held_out: np.ndarray, samples: int) -> float:
-    """The mean loss of the first samples in a plain model with the checkpoint's weights."""
+    """Return the mean loss of the first samples in a plain model with the checkpoint's weights."""
     model = Transformer(SHAPE).double()
     dcp.load(
         {f"model.{n}": p.detach() for n, p in model.named_parameters()},
@@ -157,7 +157,8 @@ def test_one_rank_that_is_asked_stops_all_at_the_same_step(tmp_path: Path) -> No
 
 
 def diverging(folder: Path, checkpoint: Checkpoint, log_every: int, **changes: Any) -> Config:
-    """The first update throws the weights so far that the second step's gradients are no numbers."""
+    """Return a job whose first update moves the weights so far that the second step's gradients are not
+    finite."""
     write_tokens(folder, samples=SPLIT["samples"])
     return config_for(
         folder,

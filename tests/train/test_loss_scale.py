@@ -38,7 +38,7 @@ def make(folder: Path, stage: int, degrees: dict[str, Any], **changes: Any) -> A
 
 
 def train_with_overflow(rank: int, config: Any) -> Records:
-    """The last rank alone finds an infinite gradient in one step."""
+    """Train with an infinite gradient in one step, on the last rank alone."""
     world = derive(config).world_size
     gradients.scale = _spoil(gradients.scale, world - 1 == rank)
     process_group.join(world, torch.device("cpu"), 120.0)

@@ -32,7 +32,7 @@ HELD_OUT = 0.5
 
 
 def write_source(folder: Path, name: str, samples: int) -> np.ndarray:
-    """Two documents; half of all tokens are held out."""
+    """Write two documents; half of all tokens are held out."""
     seed = list(SHARES).index(name)
     tokens = np.random.default_rng(seed).integers(0, SHAPE.vocab, samples * SEQ_LEN + 1)
     with IndexedWriter(folder / name, np.uint16) as writer:

@@ -31,7 +31,7 @@ class MinuteAStep(StopFlag):
         self.minutes = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In the rank's process, before its training begins."""
+        """Start the clock in the rank's process, before its training begins."""
         self.__dict__ |= state
         agreement.time = self  # type: ignore[attr-defined,assignment]
 
@@ -70,7 +70,7 @@ def config_for(folder: Path, every: int = 0, minutes: float | None = 4, **change
 
 
 def saved(folder: Path, every: int = 0, minutes: float | None = 4, **changes: Any) -> list[int]:
-    """The steps that are saved in a run of 20 steps, a minute each."""
+    """Return the saved steps in a run of 20 steps, a minute each."""
     write_tokens(folder)
     config = config_for(folder, every, minutes, **changes)
     run = make_run(config)

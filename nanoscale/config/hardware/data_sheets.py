@@ -1,4 +1,4 @@
-"""The data sheets of devices: what `cluster` says, with the gaps filled from `conf/cluster`."""
+"""The data sheets of devices: the `cluster` section, completed from `conf/cluster`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CPU = "cpu"
 
 
 class UnknownHardwareError(UserError):
-    """Nobody has said what the hardware is, or what it does with the trained type.
+    """The hardware is unknown, or its speed in the trained dtype is.
 
-    A plan needs that, a launch does not.
+    A plan needs both, a launch does not.
     """
 
 
@@ -28,19 +28,19 @@ _NOT_A_DEVICE = frozenset({"local"})
 
 
 def kind(precision: Precision) -> str:
-    """The type of number in which a block's products are computed."""
+    """Return the dtype in which a block's products are computed."""
     return "fp8" if precision.fp8 else wide_kind(precision)
 
 
 def wide_kind(precision: Precision) -> str:
-    """The type of all products that are not computed in 8 bits."""
+    """Return the dtype of all products that are not computed in 8 bits."""
     return "tf32" if precision.tf32 is True else precision.compute
 
 
 def peak_of(config: Config, driver_name: str | None) -> float | None:
-    """FLOP/s at the trained precision of the GPU that a driver calls so; None where nobody knows.
+    """Return the FLOP/s at the trained precision of the GPU with this driver's name; None if unknown.
 
-    Without a GPU (no name) it is what `cluster.peak_tflops` says: nobody promises one of a CPU.
+    Without a GPU (no name), return `cluster.peak_tflops`: no maker states one for a CPU.
     """
     cluster = config.cluster
     if cluster.peak_tflops is not None:
@@ -56,7 +56,7 @@ def peak_of(config: Config, driver_name: str | None) -> float | None:
 
 
 def described(config: Config) -> Cluster:
-    """`config.cluster` with the gaps filled as far as the table knows."""
+    """Return `config.cluster`, completed as far as the table has values."""
     cluster = config.cluster
     if cluster.device is not None:
         return _filled(cluster, _known(cluster.device))
@@ -83,7 +83,7 @@ def described(config: Config) -> Cluster:
 
 
 def recognise(device_name: str) -> str | None:
-    """The table's name of a device by its driver's: the longest part that it contains decides."""
+    """Return the table's name of a device by its driver's; the longest part that it contains decides."""
     found = [
         (len(part), name)
         for name in known_devices()
@@ -98,19 +98,19 @@ REQUIRED_KEYS = (
     "devices_per_host", "memory_gib", "memory_gbs", "multiprocessors", "intra_host_gbs", "inter_host_gbs",
     "host_link_gbs", "host_memory_gib",
 )  # fmt: skip
-"""keys without which no machine is described"""
+"""Keys without which no machine is complete."""
 
 
 @cache
 def known_devices() -> tuple[str, ...]:
-    """The devices of the table, by name."""
+    """Return the devices of the table, by name."""
     folder = packaged()[0] / "cluster"
     return tuple(sorted({path.stem for path in folder.glob("*.yaml")} - _NOT_A_DEVICE))
 
 
 @cache
 def _known(name: str) -> Cluster | None:
-    """The table's entry; None where it has none of that name."""
+    """Return the table's entry; None if it has none of that name."""
     if name not in known_devices():
         return None
     read = yaml_file.read(packaged()[0] / "cluster" / f"{name}.yaml")
@@ -125,7 +125,7 @@ _Section = TypeVar("_Section", Cluster, Peaks, Reached)
 
 
 def _filled(own: _Section, table: _Section | None) -> _Section:
-    """`own` with the table's values where it has none; sections within are filled the same way."""
+    """Return `own` completed with the table's values, including nested sections."""
     if table is None:
         return own
     values: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _filled(own: _Section, table: _Section | None) -> _Section:
 
 
 def _this_cpu(cluster: Cluster, config: Config) -> Cluster:
-    """A rank's share of this host's memory and cores, where they are known here."""
+    """Return a rank's share of this host's memory and cores, if they are known here."""
     ranks, threads = config.launcher.devices, config.launcher.threads
     ranks = ranks if isinstance(ranks, int) else 1
     threads = threads if isinstance(threads, int) else 1

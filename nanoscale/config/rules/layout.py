@@ -58,7 +58,7 @@ def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
     return asked
 
 
-# --- how many -------------------------------------------------------------------------------------
+# --- degrees --------------------------------------------------------------------------------------
 
 
 def _degrees(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
@@ -166,7 +166,7 @@ def _replicas(case: Case, dp: int) -> None:
         )
 
 
-# --- what divides ---------------------------------------------------------------------------------
+# --- divisibility ---------------------------------------------------------------------------------
 
 
 def _tensor(case: Case, model: Model) -> bool:

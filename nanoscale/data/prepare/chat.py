@@ -60,7 +60,7 @@ class ChatTokenizer:
     """A tokenizer of rendered chats, in which special tokens keep their meaning."""
 
     def __init__(self, path: Path | None, renderer: Renderer) -> None:
-        """`path` is a tokenizer.json; None for bytes."""
+        """Load the tokenizer of `path`, a tokenizer.json, or that of bytes for None."""
         self._native = _native(path)
         self.renderer = renderer
         """The renderer that turns chats into texts."""

@@ -71,7 +71,7 @@ class Documents:
     """The documents of a chunk, and its bad records."""
 
     def __init__(self, chunk: Chunk, reading: Reading, renderer: Renderer | None = None) -> None:
-        """`renderer` is needed if records are chats."""
+        """Read a chunk; `renderer` is needed if records are chats."""
         self._chunk = chunk
         self._reading = reading
         self._renderer = renderer

@@ -28,7 +28,7 @@ class Renderer:
     """A renderer of chats in a process of its own, which is started on demand and restarted after its end."""
 
     def __init__(self, template: Template, field: str) -> None:
-        """`field` is the field of a record that holds the messages."""
+        """Render the messages in the field `field` of records."""
         self._first = {
             "source": template.source,
             "named": template.named,

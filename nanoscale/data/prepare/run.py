@@ -79,7 +79,7 @@ class Watcher(Protocol):
     def note(self, sentence: str) -> None: ...
 
     def progress(self, progress: Progress, total: int) -> None:
-        """`total` is the bytes of all sources, of which `progress.read` are read."""
+        """Report progress: `progress.read` of the `total` bytes of all sources are read."""
 
 
 def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _beside(path: Path) -> Iterator[str]:
         yield f"--hostfile {shlex.quote(str(folder / name))}"
 
 
-# --- what is taken of it --------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 
 def _take(composed: Composed, hosts: list[Host], name: str) -> tuple[list[Host], list[Violation]]:

@@ -123,7 +123,7 @@ class Attempt:
         self.view.poll()
         return self._judge()
 
-    # --- what is heard --------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------
 
     def _take(self, member: Member, message: Message) -> None:
         if message["kind"] == "signal":
@@ -171,7 +171,7 @@ class Attempt:
     def _is_over(self) -> bool:
         return all(member.name in self.outcomes for member in self.members)
 
-    # --- what is done ---------------------------------------------------------------------------------
+    # --- reactions ------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
         for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
@@ -252,7 +252,7 @@ class Attempt:
                 self.outcomes[member.name] = "lost"
                 self.fleet.give_up(member)
 
-    # --- what it came to ------------------------------------------------------------------------------
+    # --- outcome --------------------------------------------------------------------------------------
 
     def _judge(self) -> Outcome:
         asked = self.signals.first

@@ -95,7 +95,7 @@ class Supervisor:
             view=self.view,
         ).go()
 
-    # --- who takes part -------------------------------------------------------------------------------
+    # --- hosts of an attempt --------------------------------------------------------------------------
 
     def _members(self, number: int) -> list[Member]:
         """Return the hosts of this attempt; an elastic job continues without lost ones."""
@@ -144,7 +144,7 @@ class Supervisor:
         patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
         prepare(self.fleet, self.request, self.run, self.signals, patience_s)
 
-    # --- what is written down -------------------------------------------------------------------------
+    # --- records --------------------------------------------------------------------------------------
 
     def _may_restart(self, outcome: Outcome) -> bool:
         return outcome.exit_code == FAILED and self.signals.first is None

@@ -187,7 +187,7 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
     return [*looks, _locks]
 
 
-# --- the host and what is installed there ---------------------------------------------------------
+# --- host and software ----------------------------------------------------------------------------
 
 
 def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
@@ -265,7 +265,7 @@ def _minor(version: str | None) -> str:
     return ".".join((version or "").split(".")[:2])
 
 
-# --- what it has to compute with -------------------------------------------------------------------
+# --- devices ---------------------------------------------------------------------------------------
 
 
 def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
