@@ -63,7 +63,7 @@ class Launch:
         return [process for process in psutil.process_iter() if self._owns(process)]
 
     def kill(self, target: str, dice: random.Random) -> str:
-        """SIGKILL one kind of process, or all kinds; return what was killed."""
+        """SIGKILL one kind of process, or all kinds; return the kind."""
         agents = [p for p in self.processes() if p.cmdline()[-2:] == ["-m", "nanoscale.agent"]]
         servers = [p for p in self.processes() if any("forkserver" in w for w in p.cmdline())]
         workers = [p for p in servers if p.ppid() in {server.pid for server in servers}]
@@ -186,9 +186,7 @@ def strike(run: Run, dice: random.Random, number: int) -> list[str]:
     wrong += [f"left: {folders}"] if folders else []
     lost, missing = run.step - max(run.saved, default=0), set(run.announced) - set(run.saved)
     wrong += [f"announced and not there: {sorted(missing)}"] if missing else []
-    if lost > EVERY * (
-        1 + run.asynchronous
-    ):  # the step that a save goes on behind is not bounded by it
+    if lost > EVERY * (1 + run.asynchronous):  # a background save may be several steps behind
         wrong.append(f"{lost} steps lost")
     how = "async" if run.asynchronous else "sync"
     last = f"step {run.step:2}, saved {max(run.saved, default=0):2}"

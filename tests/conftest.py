@@ -30,7 +30,7 @@ def deviations(record_property: Callable[[str, Any], None]) -> Deviations:
 
 @pytest.fixture(autouse=True, scope="session")
 def settings_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Runs of the tests are signed with a secret of their own, not with that of whoever runs the tests."""
+    """Sign runs of the tests with a secret of their own, not with the user's."""
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("settings"))
 
 

@@ -177,7 +177,7 @@ def end_all(process: subprocess.Popen[Any]) -> None:
     """End a command and all that it has started: ask the command, and kill the rest after a grace."""
     process.terminate()  # nothing happens if it has ended
     psutil.wait_procs(psutil.Process().children(recursive=True), timeout=GRACE_S)
-    for _ in range(5):  # what is killed may have started another process just before
+    for _ in range(5):  # killed processes may have started others just before
         rest = psutil.Process().children(recursive=True)
         for one in rest:
             with suppress(psutil.NoSuchProcess):

@@ -349,7 +349,7 @@ def test_offload_to_a_disk_is_the_same_training(
     monkeypatch.setattr("tests.support.ranks.LIMIT_S", 500)  # the compiler takes minutes, once
     write_tokens(tmp_path, samples=100)
     disk = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
-    large = replace(SHALLOW, ffn=6000)  # what is smaller than a block of the disk stays in memory
+    large = replace(SHALLOW, ffn=6000)  # tensors smaller than a block of the disk stay in memory
     common = {"model": large, "optimizer": GENTLE, "checkpoint": Checkpoint(keep_last=None)}
     whole = never_stopped(tmp_path, config_for(tmp_path, 3, EVERYTHING, dp=2, **common))
     config = config_for(tmp_path, 3, disk, dp=2, **common)

@@ -139,7 +139,7 @@ def test_8_bit_moments_take_a_quarter() -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_quantising_again_gives_the_same_bits(signed: bool) -> None:
-    """For every code in a block, for magnitudes of all kinds, and where the largest value is negative."""
+    """This holds for every code in a block, for magnitudes of all kinds, and for negative largest values."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""config.yaml compared with what the newest checkpoint was saved with: no flipped bit becomes another model."""
+"""config.yaml compared with the newest checkpoint's configuration: no flipped bit becomes another model."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.support.ranks import run_ranks
 def save_twice(rank: int, workspace: Path, world: int) -> tuple[int | None, str]:
     process_group.join(world, torch.device("cpu"), 120.0)
     sharded.save(workspace, state_of(WHOLE), {"step": 1})
-    if rank == 1:  # its files may grow no longer: what a full disk or a quota does to one host
+    if rank == 1:  # its files cannot grow: the effect of a full disk or a quota on one host
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
     try:
@@ -72,7 +72,7 @@ def failing_stream(_: Any, path: Path, mode: str) -> Iterator[Any]:
 def test_what_fails_in_a_write_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, before: int
 ) -> None:
-    """torch's archive says of some writes only that they fell short."""
+    """For some writes torch's archive reports only a short write."""
     monkeypatch.setattr(FileSystem, "create_stream", failing_stream)
     Failing.number, Failing.left = number, before
     (tmp_path / ".attempt-1").mkdir()

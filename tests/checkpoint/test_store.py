@@ -21,7 +21,7 @@ from nanoscale.runs.directory import RunDirectory
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The checkpoints of a run, of which the first attempt has begun."""
+    """The checkpoints of a run whose first attempt has begun."""
     (tmp_path / "checkpoints").mkdir()
     fence.begin(RunDirectory(tmp_path), 1)
     return tmp_path / "checkpoints"
@@ -283,7 +283,7 @@ STATE = {
 def test_a_checkpoint_needs_the_space_that_it_takes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte, the estimate decides; and what is written then fits in it."""
+    """The estimate decides to the byte, and the written files fit in it."""
     asked: list[int] = []
     require = store.require_space
     monkeypatch.setattr(store, "require_space", lambda folder, size: asked.append(size))

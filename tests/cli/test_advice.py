@@ -168,7 +168,7 @@ def test_what_an_error_of_overrides_advises_is_accepted() -> None:
             elif text.startswith(("~", "recipe=")) or "${" in text:
                 compose(shlex.split(text))
             else:
-                changed(*shlex.split(text))  # raises a UserError or fails where it is refused
+                changed(*shlex.split(text))  # raises a UserError or fails if it is refused
 
 
 @pytest.mark.parametrize("line", LINES)

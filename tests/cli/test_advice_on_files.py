@@ -1,4 +1,4 @@
-"""Advice on runs, checkpoints, data and hosts works when it is typed, in the place of what was wrong."""
+"""Advice on runs, checkpoints, data and hosts works when it is typed, in place of the mistake."""
 
 from __future__ import annotations
 

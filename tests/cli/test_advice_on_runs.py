@@ -1,4 +1,4 @@
-"""Advice on runs that go on, that cannot be locked, on data and on hostfiles: each is typed back."""
+"""Advice on running runs, on runs that cannot be locked, on data and on hostfiles: each is typed back."""
 
 from __future__ import annotations
 

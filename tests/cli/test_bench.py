@@ -1,4 +1,4 @@
-"""`nanoscale bench`: what it measures of a real job, what it shows, and what it refuses."""
+"""The command `nanoscale bench`: its measurements of a real job, its output, and its errors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_dearest_kernels() -> None:
 
 
 def test_figures_beside_a_run(tmp_path: Path) -> None:
-    """The median of what it has logged, after its first steps."""
+    """The figures are the median of the logged steps, after the first ones."""
     from nanoscale.launch.lifecycle.bench import read_other
 
     config = make_config(tmp_path, dp=2)

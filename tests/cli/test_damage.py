@@ -117,7 +117,7 @@ def expected(command: str, file: str, damage: str) -> set[int]:
         return {1}
     if file == "config.yaml" and damage in ("absent", "a folder"):  # it is no run then
         return {0} if command == "runs ls" else {2}
-    if command == "runs ls":  # the other runs are listed all the same
+    if command == "runs ls":  # the other runs are listed anyway
         return {0}
     if command in NEEDS[file] and (file, damage) not in ALLOWED:
         return {2}

@@ -1,4 +1,4 @@
-"""`nanoscale doctor` on this machine, and how it shows what it found on many."""
+"""The command `nanoscale doctor` on this machine, and its output for many."""
 
 from __future__ import annotations
 

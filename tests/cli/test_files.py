@@ -1,4 +1,4 @@
-"""No command replaces a file of the user's unless it is told to."""
+"""No command replaces a file of the user's without `--overwrite`."""
 
 from __future__ import annotations
 

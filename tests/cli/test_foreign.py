@@ -133,7 +133,7 @@ def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFix
     frozen = yaml.safe_load(Path("runs/tuned/config.yaml").read_text())["model"]
     assert frozen["name"] == frozen["init_from"] == str(folder / "small")
     assert frozen["parameters"] == asked()["parameters"]
-    Path("small").rename("away")  # what is frozen is complete
+    Path("small").rename("away")  # the frozen configuration is complete
     assert nanoscale(["checkpoints", "export", "tuned", "--format", "hf", "--json"]) == 0
     out = Path("runs/tuned/hf/step-00000002")
     theirs = AutoModelForCausalLM.from_pretrained(out).state_dict()

@@ -1,4 +1,4 @@
-"""The options of hosts: each is a key, and what is wrong names both."""
+"""The options of hosts: each is a key, and errors name both."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_it_is_trained_exported_and_read(folder: Path, capsys: pytest.CaptureFix
     for name, value in before.state_dict().items():
         assert torch.equal(value, theirs.state_dict()[name]), "a rate of 0 moves nothing"
     assert AutoTokenizer.from_pretrained(out).encode("ab") == [97, 98]
-    # Without the folder that it began with: what is frozen is complete.
+    # The initial folder is not needed: the frozen configuration is complete.
     shutil.move("small", "away")
     assert nanoscale(["resume", "tuned", "train.steps=3", "--json"]) == 0
     assert nanoscale(words) == 0
@@ -134,7 +134,7 @@ def head_of_its_own(folder: Path) -> None:
 def test_a_head_that_differs_is_trained_and_exported_as_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers 5 does not tie it, whatever config.json says."""
+    """transformers 5 does not tie it, in spite of config.json."""
     from transformers import AutoModelForCausalLM
 
     head_of_its_own(Path("small"))

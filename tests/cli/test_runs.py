@@ -355,7 +355,7 @@ def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
 
 @pytest.fixture(scope="module")
 def going_on(tmp_path_factory):
-    """A real run that goes on until somebody stops it, and its folder."""
+    """A real run that continues until it is stopped, and its folder."""
     folder = tmp_path_factory.mktemp("watched")
     words = ["recipe=debug", "model.layers=1", "train.steps=100000", "run.name=w"]
     command = [sys.executable, "-m", "nanoscale", "train", *words, "launcher.threads=1"]
@@ -394,7 +394,7 @@ def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_pa
     lines = screen.read_text().splitlines()
     assert lines[0].startswith("watching 1 rank on") and "training from step 1" in lines
     first = next(line for line in lines if line.startswith("step "))
-    assert int(first.split()[1].partition("/")[0]) > 3  # what was before is in metrics.jsonl
+    assert int(first.split()[1].partition("/")[0]) > 3  # earlier steps are in metrics.jsonl
     watcher.send_signal(signal.SIGINT)
     assert watcher.wait(LIMIT_S) == 130
     assert "w goes on" in screen.read_text()

@@ -32,7 +32,7 @@ def types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Typed
 
 @pytest.fixture
 def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch that takes everything as job 12, and keeps what it was given."""
+    """An sbatch that accepts everything as job 12, and keeps its arguments."""
     folder = tmp_path / "bin"
     folder.mkdir()
     sbatch = folder / "sbatch"

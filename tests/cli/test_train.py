@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of two ranks that was trained from the command line, and what it printed."""
+    """A run of two ranks that was trained from the command line, and its output."""
     folder = tmp_path_factory.mktemp("trained")
     write_tokens(folder)
     arguments = ["train", *words(folder, "parallel.dp=2", "run.name=first"), "--json"]

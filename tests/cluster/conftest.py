@@ -1,4 +1,4 @@
-"""Clusters on this machine. Tests skip where they cannot be, and say what to install."""
+"""Clusters on this machine. Without the required programs, tests skip and name them."""
 
 from __future__ import annotations
 

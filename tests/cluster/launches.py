@@ -42,10 +42,10 @@ LONG = ("train.steps=100000", "checkpoint.every=1")
 
 
 class Launch:
-    """One command that goes on. Its run, where it has one, is `r` in `root`.
+    """A running command. Its run, if it has one, is `r` in `root`.
 
     Args:
-        words: what comes after `nanoscale`.
+        words: the arguments of `nanoscale`.
         under: a command that it is started through.
     """
 

@@ -104,7 +104,7 @@ for other in others:
 
 
 class Machine:
-    """One machine: what it is called, what it has kept on its disk, and its init while it is on."""
+    """A machine: its name, its disk, and its init while it is on."""
 
     def __init__(self, name: str, number: int, folder: Path) -> None:
         self.name = name
@@ -163,7 +163,7 @@ class Machines:
             self._switch.wait()
             self._switch = None
 
-    # -- what is inside --
+    # -- inside the machines --
 
     def run_in(self, node: str, argv: Sequence[object], **options: Any) -> subprocess.Popen[Any]:
         """Start a process on a machine. Options are Popen's; `pid` is that of the program, signals reach it."""
@@ -183,7 +183,7 @@ class Machines:
     def call(
         self, node: str, argv: Sequence[object], *, limit_s: float = LIMIT_S, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a machine to its end; what it printed."""
+        """Run a command on a machine to its end; return its output."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = self.run_in(node, argv, text=True, **(pipes | options))
         try:
@@ -251,7 +251,7 @@ class Machines:
     # -- what happens to machines --
 
     def power_off(self, node: str) -> None:
-        """Everything on it dies at once, and not a packet says so."""
+        """Kill everything on it at once, without sending a packet."""
         self.partition(node)
         _kill(self._machines[node])
         wait_until(lambda: self._remove_port(node), f"end of {node}'s link")
@@ -389,10 +389,10 @@ class Machines:
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait for a condition to hold; what it returned.
+    """Wait for a condition to hold; return its result.
 
     Raises:
-        AssertionError: it did not come to hold within the limit.
+        AssertionError: it did not hold within the limit.
     """
     deadline = time.monotonic() + limit_s
     while not (found := condition()):

@@ -87,7 +87,7 @@ class Slurm(Machines):
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def command(self, *argv: object, **options: Any) -> str:
-        """Run one of SLURM's commands on the login node; what it printed. Options are those of `call`."""
+        """Run one of SLURM's commands on the login node; return its output. Options are those of `call`."""
         environment = options.pop("env", os.environ) | self.environment
         done = self.call(LOGIN, argv, env=environment, **options)
         assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
@@ -103,7 +103,7 @@ class Slurm(Machines):
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_state(self, job: int, *states: str, limit_s: float = LIMIT_S) -> dict[str, str]:
-        """Wait for a job to be in one of these states; what `show` says of it then."""
+        """Wait for a job to be in one of these states; return its `show`."""
         deadline = time.monotonic() + limit_s
         while (now := self.show(job))["JobState"] not in states:
             assert time.monotonic() < deadline, f"not {states} within {limit_s:g} s: {now}"

@@ -351,7 +351,7 @@ from nanoscale.launch.fleet import fleet
 fleet._FAREWELL_S = 3600.0
 main()
 """
-"""A launcher that no test waits for if it waits for an agent in vain."""
+"""A launcher that waits for a dead agent, and that no test waits for."""
 
 
 def test_ctrl_c_waits_for_no_agent_that_looks_for_the_others_in_vain(doctor):

@@ -87,7 +87,7 @@ class Row:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[list[Row]]:
-    """Gathers the rows; they are written where NANOSCALE_FAULT_ROWS says."""
+    """Collect the rows; they are written to the file NANOSCALE_FAULT_ROWS."""
     found: list[Row] = []
     yield found
     target = os.environ.get("NANOSCALE_FAULT_ROWS")
@@ -100,7 +100,7 @@ def hosts(tmp_path: Path) -> Path:
     return hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
 
 
-# --- faults of a training that goes on ------------------------------------------------------------
+# --- faults of a running training ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

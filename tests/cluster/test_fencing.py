@@ -70,7 +70,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 def test_a_second_launcher_on_another_node(nodes: Nodes, tmp_path: Path) -> None:
-    """It is refused while the run goes on, and has it a few seconds after the first was killed."""
+    """It is refused while the run continues, and gets it a few seconds after the first was killed."""
     run = run_of(tmp_path, ["n1"])
     words = [*JOB, "checkpoint.every=5", "checkpoint.keep_last=2"]
     first = start(nodes, LOGIN, tmp_path, *NANOSCALE, *words)

@@ -146,7 +146,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
             assert all(RunDirectory(folder).log(1, node, rank, "err").exists() for rank in ranks)
     for node, ranks in (("n1", (0, 1)), ("n2", (2,))):
         for pid in first.ranks(node):
-            os.kill(pid, signal.SIGUSR2)  # upon which it writes where it is
+            os.kill(pid, signal.SIGUSR2)  # then it writes its stack
         logs = [first.run.log(1, node, rank, "err") for rank in ranks]
         wait_until(lambda logs=logs: all(map(tells_where, logs)), f"words of the ranks of {node}")
     interrupt(first)

@@ -200,7 +200,7 @@ def test_a_partition_is_silent_both_ways_and_heals(nodes):
     assert carrier == "1\n"  # nobody told it
     assert listener.poll() is None
     nodes.heal("n2")
-    assert listener.stdout.readline() == "lost?\n"  # TCP repeats what it did not get through
+    assert listener.stdout.readline() == "lost?\n"  # TCP repeats lost segments
     speaker.kill()
     assert listener.stdout.readline() == "end of file\n"
 

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_back_soon_but_not_for_ever(nodes: Nodes, tmp_path: P
 def test_an_elastic_job_goes_on_with_the_hosts_that_are_there(
     nodes: Nodes, tmp_path: Path, one_process: list[float]
 ) -> None:
-    """The first host is lost, where the ranks meet and which writes the metrics; later it comes back."""
+    """The first host, with the rendezvous and the metrics' writer, is lost; later it returns."""
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1", "n3 slots=1")
     words = ("launcher.max_restarts=2", "launcher.nodes=2:3", "parallel.dp=auto")
     launch = Launch(nodes, tmp_path, "train", *TINY, *LONG, "--hostfile", hosts, *words)

@@ -36,7 +36,7 @@ eval "$AFTERWARDS"
 
 @pytest.fixture
 def job(slurm, tmp_path):
-    """Submits a job of a batch script with a step, whose processes write down what they hear."""
+    """Submit a job of a batch script with a step, whose processes record their signals."""
     return Job(slurm, tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_lost_nodes_are_noticed_and_come_back(slurm, job):
     assert slurm.wait_state(lost.number, "NODE_FAIL")["Reason"] == "NodeDown"
     assert slurm.wait_state(job.number, "PENDING")["Restarts"] == "1"
     assert "s2.0 TERM" not in job.heard()
-    assert slurm.processes("s2") != {}  # the requeued job still runs where nobody can see it
+    assert slurm.processes("s2") != {}  # the requeued job still runs on the unreachable node
     slurm.heal("s2")
     wait_until(lambda: slurm.processes("s2") == {}, "end of the job that was given up")
     slurm.power_on("s1")

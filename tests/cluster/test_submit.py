@@ -36,7 +36,7 @@ class User:
         return os.environ | self.slurm.environment | {"PYTHONPATH": str(SOURCE)}
 
     def types(self, *words: str, code: int = 0, env: dict[str, str] | None = None) -> str:
-        """Type `nanoscale …` and wait for its end; what it printed."""
+        """Type `nanoscale …` and wait for its end; return its output."""
         command = [sys.executable, "-m", "nanoscale", *words]
         environment = self.environment | (env or {})
         done = self.slurm.call(LOGIN, command, cwd=self.folder, env=environment, limit_s=LIMIT_S)

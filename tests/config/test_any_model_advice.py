@@ -1,4 +1,4 @@
-"""`model=hf`: what is advised against a key that such a model cannot have is accepted in its place."""
+"""The advice of `model=hf` for keys that such a model cannot have, accepted in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML is data: what is no plain mapping is refused with its file and line."""
+"""YAML is data: content that is no plain mapping is refused with its file and line."""
 
 from __future__ import annotations
 

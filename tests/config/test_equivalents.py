@@ -71,7 +71,7 @@ def test_every_answer_names_what_exists_and_is_accepted(line: str) -> None:
     for key in meant.keys:
         assert key == "recipe" or fits(key, reference.example(key))
     for advice in _overrides(meant):
-        changed(*shlex.split(advice))  # raises a UserError or fails where it is refused
+        changed(*shlex.split(advice))  # raises a UserError or fails if it is refused
 
 
 def test_every_command_of_the_table_runs(capsys: pytest.CaptureFixture[str]) -> None:

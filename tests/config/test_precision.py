@@ -1,4 +1,4 @@
-"""`precision=auto`: which types it becomes on which devices, and what a frozen configuration keeps of it."""
+"""The dtypes of `precision=auto` on all devices, and in a frozen configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in for a mistake on the command line, and what is said about it."""
+"""Every kind of mistake on the command line, and its message."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_value_that_needs_quotes_gets_them(word, meant):
     found = violation(word)
     assert "quotes" in found.message
     assert found.suggestions == (meant,)
-    pasted = meant.strip("'")  # what the shell hands on
+    pasted = meant.strip("'")  # after the shell removed the quotes
     assert not [key for key in compose([pasted]).history if key == "never"]
 
 

@@ -1,4 +1,4 @@
-"""Chats to tokens as transformers makes them, and their answers as its template says."""
+"""Chats tokenized like transformers does, and their answers by the template."""
 
 from __future__ import annotations
 

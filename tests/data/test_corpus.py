@@ -178,7 +178,7 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
     assert cache_folder(Data(cache_dir="here")) == tmp_path / "here"
 
 
-# a process that notes what it does in a file, and waits there until the test allows it to go on
+# a process that records its actions in a file, and waits there until the test lets it continue
 CHILD = """
 import fcntl, pathlib, sys, time
 from nanoscale.data import corpus
@@ -220,7 +220,7 @@ def start(library: Path, cache: Path, notes: Path, until: str) -> subprocess.Pop
 
 def test_two_processes_prepare_once(library, tmp_path):
     notes, cache = tmp_path / "notes", tmp_path / "cache"
-    # each that prepares goes on only when both have asked for the lock
+    # each process continues only when both have requested the lock
     processes = [start(library, cache, notes, "asking") for _ in range(2)]
     fingerprints = [process.communicate(timeout=90)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]

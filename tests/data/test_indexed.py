@@ -144,7 +144,7 @@ def grow(path: Path, content: bytes) -> None:
     path.write_bytes(path.read_bytes() + content)
 
 
-# what is done to a pair with 5 sequences, the file that is named, and words of the reason
+# a damage of a pair with 5 sequences, the file that is named, and words of the reason
 DAMAGE = {
     "no idx": (lambda b, i: i.unlink(), "a.idx", "no such file"),
     "no bin": (lambda b, i: b.unlink(), "a.bin", "no such file"),

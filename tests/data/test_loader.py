@@ -44,7 +44,7 @@ def rows(batch: Batch) -> np.ndarray:
         ([50, 30, 10, 10], 0.2, 80, False),
         ([50, 30, 10, 10], 0.3, 50, False),
         ([50, 30, 10, 10], 0.05, 90, False),
-        ([50, 30, 10, 10], 0.04, 96, True),  # more than twice what was asked for
+        ([50, 30, 10, 10], 0.04, 96, True),  # more than twice the requested share
         ([50, 30, 10, 10], 0.0, 100, False),
         ([100], 0.02, 98, True),
         ([10, 90], 0.1, 90, True),

@@ -1,4 +1,4 @@
-"""Documents that are told apart: packed whole, and in the stream."""
+"""Separate documents: packed whole, and in the stream."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.data.test_loader import SEQ, tokens_of
 
 
 def one_by_one(lengths: list[int], room: int) -> list[int]:
-    """Best-fit decreasing as it is told: the room that is left in each sequence, sorted."""
+    """Return best-fit decreasing by its definition: the remaining room of each sequence, sorted."""
     left: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [space for space in left if space >= length]

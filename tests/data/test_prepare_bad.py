@@ -53,7 +53,7 @@ def not_utf8_parquet(path: Path) -> None:
     parquet.write_table(pa.table({"text": column}), path)
 
 
-# how a file is made, and what is said of it
+# how a file is made, and words of its error
 BAD = {
     "utf8.jsonl": (lambda p: p.write_bytes(line("a") + b'{"text": "caf\xe9"}\n'),
                    ":2: is not UTF-8: byte 0xe9"),

@@ -23,7 +23,7 @@ def test_every_epoch_holds_every_sample_once(n):
 
 
 def test_the_order_never_changes():
-    """Recorded values: a run that resumes under a later version goes on with its own order."""
+    """The values are recorded: a run that resumes with a later version keeps its order."""
     assert sample_indices(0, range(10), 10).tolist() == [1, 0, 2, 5, 6, 3, 8, 4, 7, 9]
     assert sample_indices(1, range(10), 10).tolist() == [4, 0, 1, 6, 3, 7, 5, 2, 9, 8]
     assert sample_indices(0, range(10, 20), 10).tolist() == [7, 0, 9, 1, 8, 4, 6, 5, 2, 3]

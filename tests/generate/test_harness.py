@@ -118,7 +118,7 @@ def folder_of_transformers(folder: Path, bos: str, monkeypatch: pytest.MonkeyPat
 def test_a_folder_is_scored_as_lm_eval_scores_a_model_of_transformers(
     bos: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Source: HFLM of lm-eval 0.4.13. A whole text stands after a prefix token and what the tokenizer adds."""
+    """Source: HFLM of lm-eval 0.4.13. A prefix token and the tokenizer's own tokens precede a whole text."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = folder_of_transformers(tmp_path, bos, monkeypatch)

@@ -1,4 +1,4 @@
-"""`nanoscale train` and its agent with one of the jobs in jobs.py in the place of the training.
+"""The command `nanoscale train` and its agent with one of the jobs in jobs.py in place of the training.
 
 python stand_in.py launch JOB RUN_ROOT RANKS GRACE_S
 python stand_in.py agent JOB

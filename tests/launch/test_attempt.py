@@ -27,7 +27,7 @@ LATE = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
 
 
 class Fleet:
-    """Writes down what it is told."""
+    """A fleet that records its orders."""
 
     common_log = None
 

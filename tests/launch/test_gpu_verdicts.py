@@ -58,7 +58,7 @@ def test_a_torch_without_cuda_is_named_with_the_cuda_that_the_driver_supports():
         ([13, 0], "13.2", True),  # minor versions are compatible
         ([12, 2], "12.8", True),
         ([13, 1], "12.6", True),
-        (None, "13.0", True),  # what is not known is no fault
+        (None, "13.0", True),  # unknown facts are no fault
     ],
 )
 def test_a_driver_is_too_old_if_its_major_version_of_cuda_is_below_that_of_torch(
@@ -250,7 +250,7 @@ def test_doctor_sees_that_the_ranks_torch_cannot_use_the_gpus_that_are_there(tmp
     assert (code, found["devices"]["finding"]) == (1, "2 GPUs for 2 slots")
     assert "built without CUDA" in found["CUDA"]["finding"]
     assert "launcher.device=cpu" in found["CUDA"]["remedy"]
-    _, found = doctor(tmp_path, variables, "launcher.device=cpu")  # as the remedy says
+    _, found = doctor(tmp_path, variables, "launcher.device=cpu")  # the remedy's advice
     assert "CUDA" not in found
 
 

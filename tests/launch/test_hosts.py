@@ -1,4 +1,4 @@
-"""The hostfile: every line that is right, every line that is not, and what is taken of it."""
+"""The hostfile: every valid line, every invalid one, and the selection from it."""
 
 from __future__ import annotations
 

@@ -370,7 +370,7 @@ def test_too_little_room_is_told_with_the_amount(path, check, needed):
     assert (found.host, found.check, found.needed) == ("n2", check, needed)
     assert "only 0.1 GiB" in found.finding
     change(them[1], path, None)
-    assert wrong(them) == []  # what is not known is no fault
+    assert wrong(them) == []  # unknown facts are no fault
 
 
 def test_a_folder_of_runs_that_is_not_seen_or_written_is_refused():

@@ -60,7 +60,7 @@ def the_remedy(them: list[Member], config: Config, name: str) -> str:
 
 
 def typed(words: tuple[str, ...], remedy: str) -> list[tuple[str, ...]]:
-    """The job's words with each override of a remedy in the place of what it replaces."""
+    """Return the job's words with each override of a remedy in place of the one that it replaces."""
     found = [word for text in OVERRIDE.findall(remedy) for word in shlex.split(text)]
     groups = [{word.partition("=")[0].partition(".")[0]} for word in found]
     kept = [

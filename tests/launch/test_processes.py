@@ -28,7 +28,7 @@ def wait_for(condition):
 
 
 def test_orphans_are_ended_and_reaped_where_nobody_else_would():
-    """A container's first process often reaps nobody: what the job leaves would stay a zombie."""
+    """A container's first process often reaps no orphans: the job's would stay zombies."""
     adopt_orphans()
     try:
         process = Process(["sh", "-c", "(sleep 300 & echo $!) ; exit 3"], {})

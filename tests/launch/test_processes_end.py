@@ -371,13 +371,13 @@ def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_noth
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["renamed", "deleted"])
 def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
-    """The old launcher said that another one had the run, or failed with a traceback."""
+    """The old launcher reported another holder of the run, or failed with a traceback."""
     job = launch("loop")
     job.wait_until_training()
     elsewhere = job.run.with_name("elsewhere")
     job.run.rename(elsewhere)
     if what == "deleted":
-        # Or it would go on writing there.
+        # Otherwise it would continue to write there.
         os.kill(int((elsewhere / "pid-0").read_text()), signal.SIGSTOP)
         shutil.rmtree(elsewhere)
     assert job.end() == 1

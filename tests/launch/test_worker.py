@@ -91,7 +91,7 @@ def test_a_group_dies_with_what_it_watches(how):
     )
     try:
         assert watching.stdout.readline() == b"watching\n"
-        watched.kill()  # not reaped yet: a zombie counts as gone
+        watched.kill()  # not reaped yet: a zombie counts as ended
         assert watching.wait(10) == -signal.SIGKILL
     finally:
         watched.kill()

@@ -117,7 +117,7 @@ TIED = {"llama tied, llama3": "model.embed_tokens.weight", "qwen2": "model.embed
 
 @pytest.mark.parametrize("family", TIED)
 def test_embeddings_are_tied_where_transformers_ties_them(family: str, tmp_path: Path) -> None:
-    """Whatever config.json says, two tensors that differ are two."""
+    """Two tensors that differ are two, in spite of config.json."""
     save(family, tmp_path)
     file, name = tmp_path / "model.safetensors", TIED[family]
     plain = load_file(file)

@@ -1,4 +1,4 @@
-"""Mixtures of experts on one device. That they are what they should be is `test_equivalence`'s to say."""
+"""MoE on one device; `test_equivalence` tests the computation."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Seen:
 
 
 class CountOperations(TorchDispatchMode):
-    """Operations that are really run: what other modes answer by themselves does not come here."""
+    """A counter of operations that really run: those that other modes answer do not reach it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def see(mode: str, offload: bool = False) -> Seen:
             output.square().sum().backward()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     start = next(i for i, event in enumerate(events) if event.name() == "backward")
-    # Of other events it is not memory that the number says.
+    # The number means bytes only for events of memory.
     levels = [*accumulate(e.nbytes() if e.name() == "[memory]" else 0 for e in events)]
     return Seen(
         gradients=[hidden.grad, *(p.grad for p in layers.parameters())],  # type: ignore[list-item]
@@ -135,7 +135,8 @@ def test_blocks_are_computed_again(mode: str, offload: bool) -> None:
 
 @pytest.mark.slow
 def test_kept_memory_has_its_closed_form() -> None:
-    """In residual streams. Of the blocks' inputs all but the first are kept for this, and the last output."""
+    """The unit is the residual stream. All of the blocks' inputs but the first are kept, and the last
+    output."""
     kv = SHAPE.kv_heads / SHAPE.heads
     attention = 1 + 1 / SHAPE.head_dim  # its result and each head's and position's logarithm
     products = [1, kv, kv, 1, 2, 2, 1]  # wq wk wv wo gate up down
@@ -265,7 +266,8 @@ CASES = [("none", True), *((m, o) for m in ("full", "matmuls", "sqrt") for o in 
 
 @pytest.mark.slow
 def test_blocks_in_shards() -> None:
-    """FSDP2 around and, in groups, inside what is recomputed: nothing stale, nothing gathered more often."""
+    """FSDP2 is around and, in groups, inside recomputed regions: nothing is stale, nothing is gathered more
+    often."""
     for found in run_ranks(step_in_layout, 2, "fsdp", CASES):
         for seen in found.values():
             assert seen["worst"] == 0  # two ranks with the same data: their mean is exact

@@ -54,7 +54,7 @@ class Held:
     """fp32 numbers that a rank holds, in multiples of the parameters of its stage after tp."""
 
     between_micro_batches: float
-    """When the first micro batch of a step has gone backward; zero where nobody looked."""
+    """The value after the first micro batch of a step has gone backward; zero if not measured."""
     before_update: float
     after_update: float
 

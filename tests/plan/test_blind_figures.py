@@ -175,7 +175,7 @@ RUNS = [
         run(LLAMA1_65B, "a100-80", dp=256, tp=8, global_batch=2048, micro_batch=8, seq_len=2048,
             zero=Zero(stage=2), activation_checkpointing="selective",
             cluster=reaching("a100-80", 0.62 / 1.8)), OLD),
-    # 150 and 117 TFLOP/s count what is computed again as a fourth pass.
+    # 150 and 117 TFLOP/s count recomputation as a fourth pass.
     Run("BLOOM 176B", "arXiv:2211.05100", tokens(BLOOM, 2048, 150 * 3 / 4),
         run(BLOOM, "a100-80", dp=8, tp=4, pp=12, global_batch=2048, micro_batch=2, **BEFORE_FLASH,
             cluster=reaching("a100-80", UNFUSED, 6.25))),

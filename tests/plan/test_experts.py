@@ -1,4 +1,4 @@
-"""Mixtures of experts in the plan: what a rank holds of them, and what they cost."""
+"""MoE in the plan: a rank's experts, and their costs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_one_expert_that_all_take_costs_what_a_dense_block_does_and_its_routing(
 
 
 def test_products_of_many_experts_take_at_least_the_time_of_their_flops() -> None:
-    """And more where few tokens are left for each of them, whose weights are read all the same."""
+    """More is needed if few tokens are left for each expert, whose weights are read anyway."""
     hardware = machine()
     shares = []
     for tokens in (65536, 4096, 256):

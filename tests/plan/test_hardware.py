@@ -1,4 +1,4 @@
-"""The table of machines, and what is unknown."""
+"""The table of machines, and unknown devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closed forms against the simulation, in which nothing of them is used."""
+"""Closed forms, compared with the simulation, which uses none of them."""
 
 from __future__ import annotations
 

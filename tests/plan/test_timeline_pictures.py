@@ -179,7 +179,7 @@ def test_boxes_are_labelled_where_they_are_wide_enough():
 
 
 def test_a_picture_stands_alone():
-    """It loads nothing, and its style says its id first, so that a page with two keeps them apart."""
+    """It loads nothing, and its style begins with its id, so that a page with two keeps them separate."""
     picture = timeline_svg(timeline("zbv", 4, 2, 8), title="a < b & c", name="mine")
     assert re.findall(r"(?:https?:|href|@import)[^\s>\"]*", picture) == [
         "http://www.w3.org/2000/svg"

@@ -78,7 +78,7 @@ def test_a_line_without_an_end_costs_time_and_memory_in_proportion():
 
 @pytest.mark.parametrize("size", [1, 7, 1000, MOST_BYTES])
 def test_bytes_are_carried_as_they_are(size):
-    data = bytes(range(256)) * 20  # with ends of lines, marks, and what is not UTF-8
+    data = bytes(range(256)) * 20  # with ends of lines, marks, and bytes that are not UTF-8
     message = {"kind": "output", "rank": 3}
     stream = (
         b"hi\n" + pack(message, data) + data + pack({"kind": "beat"}) + pack(message, b"") + b"yo\n"

@@ -1,4 +1,4 @@
-"""Generated pages are what the program writes, and what pages refer to exists."""
+"""Generated pages equal the program's output, and references of pages exist."""
 
 from __future__ import annotations
 

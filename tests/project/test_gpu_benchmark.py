@@ -1,4 +1,4 @@
-"""The benchmark of a GPU ends in time, keeps what it has measured, and tells slowness from faults."""
+"""The benchmark of a GPU ends in time, keeps its measurements, and tells slowness from faults."""
 
 from __future__ import annotations
 

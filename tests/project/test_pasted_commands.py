@@ -1,4 +1,4 @@
-"""A command that nanoscale shows does what it says when it is pasted, whatever a folder or a run is called."""
+"""Commands that nanoscale shows work when they are pasted, whatever the names of folders and runs."""
 
 from __future__ import annotations
 

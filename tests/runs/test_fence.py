@@ -15,7 +15,7 @@ from nanoscale.runs.fence import FencedError, MissingFolderError
 
 
 def test_a_folder_that_is_gone_is_no_other_attempt(tmp_path: Path) -> None:
-    """Both were diagnosed as a run that has gone on without the rank."""
+    """Both were diagnosed as a run that has continued without the rank."""
     run = RunDirectory.create(tmp_path, "x")
     fence.begin(run, 1)
     fence.begin(run, 2)

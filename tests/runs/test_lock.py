@@ -62,7 +62,7 @@ ELSEWHERE = {"host": "another kernel", "flocks": False}
 
 
 class Launcher:
-    """A process that takes the lock when it is told to."""
+    """A process that takes the lock on request."""
 
     def __init__(self, run, prefix=(), **options):
         defaults = {"host": "", "flocks": True, "beat_s": 0.1, "patience": 10, "behind_s": 0}
@@ -227,7 +227,7 @@ def test_a_taken_run_is_known_before_anything_is_written(run):
     os.geteuid() != 0 or not shutil.which("unshare"), reason="needs unshare as root"
 )
 def test_where_flocks_reach_another_host_it_is_refused_at_once(run, launcher):
-    """A holder that is suspended there has no beat, and holds the run all the same."""
+    """A suspended holder there sends no heartbeat, but still holds the run."""
     away = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "sh", "-c")
     holder = launcher((*away, 'hostname elsewhere; exec "$@"', "sh"), patience=1000)
     assert holder.say("take") == "held"

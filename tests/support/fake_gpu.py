@@ -69,7 +69,7 @@ class FakeGpu(LiveMemory):
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return torch.zeros((), dtype=tensors[0].dtype).item() if _is_real(tensors[0]) else 1
-        # Of real tensors without their values: with them a FakeTensorMode computes.
+        # The arguments are real tensors without their values: with values a FakeTensorMode would compute.
         args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         result = func(*args, **kwargs)
         tree_map_only(torch.Tensor, self._see, result)

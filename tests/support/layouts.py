@@ -214,7 +214,7 @@ def row_config(folder: Path, row: Row, precision: str) -> Config:
 
 
 class Records(list[Record]):
-    """A sink that keeps what it gets."""
+    """A sink that keeps its records."""
 
     write = list.append
 

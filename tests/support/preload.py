@@ -21,4 +21,4 @@ import tests.support.jobs
 import tests.support.reference
 
 gc.collect()
-gc.freeze()  # what is here stays: no rank searches it for garbage, or writes to its pages
+gc.freeze()  # objects made so far stay: no rank searches them for garbage, or writes to their pages

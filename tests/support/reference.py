@@ -136,7 +136,7 @@ class Merged(nn.Module):
 
 
 class EveryExpert(nn.Module):
-    """A mixture of experts, of which every token passes through all, and all but a few count nothing."""
+    """An MoE in which every token passes through all experts, most of them with weight 0."""
 
     def __init__(self, mixture: MixtureOfExperts, shape: Model) -> None:
         super().__init__()

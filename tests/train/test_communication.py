@@ -45,7 +45,7 @@ def count_rank(rank: int, dp: int, dp_replicate: int, stages: tuple[int, ...]) -
         events = [(e.name(), e.shapes()) for e in raw if e.name().startswith(("c10d::", "gloo:"))]
         found.append(
             {
-                # by the size of what is gathered or scattered
+                # by the size of the gathered or scattered tensors
                 "gathers": Counter(s[0][0] for n, s in events if n == "c10d::_allgather_base_"),
                 "scatters": Counter(
                     s[1][0] for n, s in events if n == "c10d::_reduce_scatter_base_"
@@ -82,7 +82,8 @@ def times(blocks: int, embedding: int, head: int) -> Counter[int]:
 
 
 def assert_gathers(found: Counter[int], expected: Counter[int]) -> None:
-    # torch may gather the head once more: the last backward prefetches what the micro batch before ended with.
+    # torch may gather the head once more: the last backward prefetches the last unit of the previous micro
+    # batch.
     assert found in (expected, expected + times(0, 0, 1))
 
 
@@ -114,7 +115,7 @@ def test_stage_2_scatters_every_micro_batch(dp: int, dp_replicate: int) -> None:
 
 @LAYOUTS
 def test_stage_3_gathers_for_every_forward_and_backward(dp: int, dp_replicate: int) -> None:
-    """But the head once for both, since the backward begins where the forward ends."""
+    """The head is gathered once for both, since the backward begins where the forward ends."""
     found, twice = traffic(dp, dp_replicate)[3], 2 * MICRO_BATCHES
     assert_gathers(found["gathers"], times(twice, twice, MICRO_BATCHES))
     assert found["scatters"] == times(MICRO_BATCHES, MICRO_BATCHES, MICRO_BATCHES)

@@ -1,4 +1,5 @@
-"""`nanoscale eval`: the run's own last validation loss, in its layout and in others; nothing of it changes."""
+"""The command `nanoscale eval`: the run's own last validation loss, in its layout and in others, without
+changes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
 
 
 class Questions(TorchDispatchMode):
-    """Counts what is asked for on this rank's shards, within it."""
+    """A counter of this rank's host synchronisations while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +101,6 @@ def test_no_step_waits(world_size: int, jobs: list[Job]) -> None:
 
 
 def test_a_loss_scale_asks_whether_gradients_are_finite() -> None:
-    """The update depends on it. And so what a step asks is seen here."""
+    """The update depends on it. So this also shows that a step's synchronisations are counted."""
     ((found,),) = run_ranks(ask, 1, 1, [{"precision": "fp16"}])
     assert found["aten::_local_scalar_dense"] > 0

@@ -1,4 +1,4 @@
-"""fp16: an overflow on one rank is a skipped step on all, and the training goes on."""
+"""fp16: an overflow on one rank is a skipped step on all, and the training continues."""
 
 from __future__ import annotations
 

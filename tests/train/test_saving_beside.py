@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the training goes on: of their step, and whole or absent."""
+"""Checkpoints written in the background of a training: of their step, and complete or absent."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _copy_late() -> None:
 
 
 class HeldAndKilled(Held):
-    """Is killed where the other one lets go."""
+    """A flag that kills its rank at the step at which `Held` releases the checkpoint."""
 
     def open(self) -> None:
         KillBefore(0).requested  # noqa: B018
@@ -137,7 +137,7 @@ def test_what_is_written_is_of_its_step(tmp_path: Path, layout: dict[str, Any]) 
 
 @pytest.mark.slow
 def test_killed_while_one_is_written(tmp_path: Path) -> None:
-    """The one before is there, and the training goes on from it bit for bit."""
+    """The previous one exists, and the training resumes from it bit for bit."""
     write_tokens(tmp_path)
     config = config_for(tmp_path, 6, dp=2, stage=2)
     whole = make_run(config, "whole")
