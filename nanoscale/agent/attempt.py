@@ -105,8 +105,7 @@ def _run_ranks(
 
 
 def _environment(host: Host, local_rank: int) -> dict[str, str]:
-    """Return the variables of torch.distributed and DeepSpeed, named as torchrun does, and those of
-    `worker`."""
+    """Return the variables for torch.distributed and DeepSpeed, named as by torchrun, and for `worker`."""
     numbers = {
         "RANK": host.ranks[local_rank],
         "LOCAL_RANK": local_rank,

@@ -27,8 +27,7 @@ _SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def facts(order: Message, port: int | None) -> dict[str, Any]:
-    """Return the facts by which the launcher, or `doctor`, judges this host; JSON. `port` is the one reserved
-    here."""
+    """Return the facts by which the launcher or `doctor` judges this host; JSON. `port` is reserved here."""
     devices = detect()
     return {
         "hostname": socket.gethostname(),

@@ -108,8 +108,7 @@ def _lead_a_group() -> None:
 
 
 def _pass_signals_up(link: Link) -> None:
-    """Report signals to the launcher: SLURM signals a preemption to the tasks of a job, not to its
-    launcher."""
+    """Report signals to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""
 
     def tell(number: int, _frame: FrameType | None) -> None:
         link.send_later("signal", number=number)

@@ -130,8 +130,7 @@ def _ignore(*numbers: signal.Signals) -> None:
 
 
 def _die_with_agent(agent: int) -> None:
-    """Exit with the agent. If the fork server is lost, a rank is asked to stop: nobody would notice its
-    end."""
+    """Exit with the agent. If the fork server is lost, a rank is asked to stop: nobody would notice its end."""
     die_with(agent, group=agent)
     from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 

@@ -60,8 +60,7 @@ class LocalAdamW(AdamW):
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
-    """Return the dimensions of the whole parameter; one that DeepSpeed has sharded is empty and keeps its
-    shape."""
+    """Return the dimensions of the whole parameter; one sharded by DeepSpeed is empty and keeps its shape."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -1,5 +1,4 @@
-"""Files that the user names: none is replaced unless `--overwrite` is given, and each is written
-completely."""
+"""Files that the user names: none is replaced unless `--overwrite` is given, and each is written completely."""
 
 from __future__ import annotations
 

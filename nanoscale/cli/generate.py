@@ -145,8 +145,7 @@ def generate(
 
 
 def calm_threads() -> None:
-    """Limit torch's threads before it is loaded: they spin so long that one busy process slows a token
-    twentyfold."""
+    """Limit how long torch's threads spin, before it is loaded: a busy core slows a token twentyfold."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}.intersection(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "1000"
 

@@ -102,8 +102,7 @@ def output_of(run: RunDirectory, one: Submission) -> Path | None:
 
 
 def way_on(run: RunDirectory) -> str:
-    """Return the command that continues a run that has ended: never a script that another user's folder
-    names."""
+    """Return the command that continues an ended run: never a script that another user's folder names."""
     one = submission.read(run)
     if one is None or one.script is None or not is_own(run):
         return shlex.join(["nanoscale", "resume", run.reference])

@@ -116,8 +116,7 @@ def _request(
     fetch: bool,
     trust: bool,
 ) -> Request:
-    """Return one run, checked against as many nodes as are requested from SLURM; `fetch` as in
-    `with_weights`."""
+    """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
     from dataclasses import replace
 
     from nanoscale.config.composing.compose import Setting, compose

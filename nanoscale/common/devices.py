@@ -152,7 +152,7 @@ def _ask_gpus(ask: Callable[[Any, Any], T]) -> list[T]:
 
 
 def gpu_problem() -> str | None:
-    """Return the reason why a driver does not list its GPUs, if it should."""
+    """Return why a driver does not list its GPUs, if it should."""
     try:
         import pynvml
 

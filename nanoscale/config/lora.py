@@ -9,8 +9,7 @@ FEED_FORWARD = ("gate", "up", "down")
 
 
 def modules(model: Model, lora: Lora) -> dict[str, str]:
-    """Return the layers of a block that have an adapter: their names in the block by their names in
-    `lora.targets`."""
+    """Return a block's layers with adapters: their names in the block by those in `lora.targets`."""
     if not lora.rank:
         return {}
     chosen = available(model) if lora.targets is None else lora.targets

@@ -63,8 +63,7 @@ def flops_per_token_causal(model: Model, seq_len: int) -> int:
 
 
 def trained_flops_per_token(config: Config) -> int:
-    """Return the FLOPs of a job: if only adapters are trained (`lora`), the frozen matrices need no
-    gradients."""
+    """Return the FLOPs of a job: with `lora` the frozen matrices need no gradients."""
     full = flops_per_token(config.model, config.train.seq_len)
     if not config.lora.rank:
         return full

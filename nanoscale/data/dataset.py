@@ -247,8 +247,7 @@ def _both(fingerprints: list[str]) -> str:
 
 
 def _fingerprint(tokens: TokenFile) -> str:
-    """Return a digest of the first and last tokens and of the lengths; a whole large file would take
-    minutes."""
+    """Return a digest of the first and last tokens and the lengths; a whole large file takes minutes."""
     digest = hashlib.sha256(f"{len(tokens)} {len(tokens.tokens)}".encode())
     digest.update(tokens.tokens[:_CHECKED].tobytes())
     digest.update(tokens.tokens[-_CHECKED:].tobytes())

@@ -40,8 +40,7 @@ def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split
 
 
 class Ahead:
-    """A rank's samples of one step, computed for many steps at once, since the overhead of a call
-    dominates."""
+    """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
 
     def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
         """`find`: a function from int64 positions `[…]` of the order to the samples there, `[*, …]`."""

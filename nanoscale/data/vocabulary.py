@@ -106,8 +106,7 @@ def _write_bytes(file: Path) -> None:
 
 
 def bytes_native() -> Any:
-    """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for
-    bytes."""
+    """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     native = Tokenizer(models.BPE(vocab=dict(zip(_letters(), range(256), strict=True)), merges=[]))

@@ -66,8 +66,7 @@ class Answers:
     # --- tokens ---------------------------------------------------------------------------------------
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the ids of both. Spaces at the end of a context belong to the continuation, as in the
-        library."""
+        """Return the ids of both. As in the library, a context's last spaces belong to the continuation."""
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         encode = self.opened.tokenizer.encode

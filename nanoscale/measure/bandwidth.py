@@ -97,8 +97,7 @@ def ends(hosts: Sequence[str]) -> list[int]:
 
 
 def rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs: few pairs run one by one, many at the same time, and no rank twice in a
-    round."""
+    """Return rounds of pairs: few run one by one, many at the same time, no rank twice in a round."""
     if len(players) <= ALL_PAIRS:
         return [[pair] for pair in combinations(players, 2)]
     ring = list(zip(players, [*players[1:], players[0]], strict=True))
@@ -199,8 +198,7 @@ def _play_round(
 
 
 def _exchange(peer: int, begins: bool, size: int, device: torch.device, limit_s: float) -> float:
-    """Return the median seconds of a message one way: half of a round trip, by the clock of the rank that
-    begins."""
+    """Return the median seconds of a message one way: half of a round trip, by the first rank's clock."""
     data = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def there_and_back() -> None:

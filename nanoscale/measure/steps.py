@@ -140,8 +140,7 @@ class _Bench:
             times += [end - start for start, end in pairwise(ticks)]
 
     def record_steps(self) -> dict[str, Any] | None:
-        """Return the parts of the mean step, averaged over ranks; the blocking calls are those of the first
-        rank."""
+        """Return the parts of the mean step, averaged over ranks; blocking calls are the first rank's."""
         self.say("recording what the steps are made of …")
         profiler = recording(self.device, first=2, last=1 + RECORDED, begin=1)
         self.training.recorder.profiler = profiler

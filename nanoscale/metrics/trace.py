@@ -152,8 +152,7 @@ def parts_of(events: Sequence[Event]) -> Parts | None:
 
 
 def _phases(host: Sequence[Event], steps: Sequence[Interval]) -> dict[str, Intervals]:
-    """Return the host's times by phase: data, forward, backward, gradients, optimizer, other. They are
-    disjoint."""
+    """Return the host's disjoint times: data, forward, backward, gradients, optimizer, other."""
     optimizer = united(event.time for event in host if event.name.startswith(_OPTIMIZER))
     backward = without(united(_backward_passes(host)), optimizer)
     found: dict[str, Intervals] = {

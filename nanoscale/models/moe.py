@@ -140,14 +140,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
 
     def forward(self, tokens: Tensor, load: Tensor) -> Tensor:
-        """Apply the experts to tokens `[choices, hidden]`, which are sorted by expert; returns `[choices,
-        hidden]`."""
+        """Apply the experts to tokens sorted by expert, `[choices, hidden]` to `[choices, hidden]`."""
         return run_experts(tokens, load, self.gate, self.up, self.down)
 
 
 def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Apply the experts like `Experts`. An expert without tokens takes part too, so that every rank has all
-    gradients."""
+    """Apply the experts; those without tokens take part, so that every rank has all gradients."""
     kind = tokens.device.type
     if torch.is_autocast_enabled(kind):
         narrow = torch.get_autocast_dtype(kind)

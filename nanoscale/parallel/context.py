@@ -42,8 +42,7 @@ def make_core(method: str, group: dist.ProcessGroup) -> nn.Module:
 
 
 class RingAttention(nn.Module):
-    """Ring attention: keys and values pass every rank while it computes with the previous ones (see
-    `ring`)."""
+    """Ring attention: keys and values pass every rank while it computes with the previous ones (see `ring`)."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()

@@ -61,18 +61,18 @@ class _Parts:
 
 
 def alike(parameter: Tensor) -> Tensor:
-    """Return a shard with its own gradient; ranks that share a shard have the same gradient."""
+    """Return the local shard; its gradient is its own, or equal on all ranks that share it."""
     return _part(parameter, _placements(parameter))
 
 
 def added_up(parameter: Tensor) -> Tensor:
-    """Return a shard whose gradient is the sum of the gradients of all ranks that have it."""
+    """Return the local shard; its gradient is the sum of those of all ranks that share it."""
     sums = (Partial() if it.is_replicate() else it for it in _placements(parameter))
     return _part(parameter, tuple(sums))
 
 
 def once(parameter: Tensor) -> Tensor:
-    """Return a replicated shard on the first rank, which adds it to the result, and 0 on the others."""
+    """Return a replicated parameter on the first rank, which adds it to a sum, and 0 on the others."""
     part = alike(parameter)
     assert isinstance(parameter, DTensor)
     if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
@@ -91,8 +91,7 @@ def _part(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """A `DTensor.to_local` that keeps the placements, which PyTorch would determine anew for every
-    gradient."""
+    """A `DTensor.to_local` that keeps the placements, which PyTorch would determine anew for every gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient: tuple[Placement, ...]) -> Tensor:

@@ -46,8 +46,7 @@ class SavingPlan:
 
     @property
     def most(self) -> int:
-        """The most checkpoints of the run on the disk at the same time, including one that is being
-        written."""
+        """The most checkpoints of the run on the disk at the same time, including one that is being written."""
         saving = self.config
         by_number = self.steps // saving.every if saving.every else 0
         if saving.keep_last is None:

@@ -300,7 +300,7 @@ def check_root(root: Path) -> None:
 
 
 def write_problem(folder: Path) -> str | None:
-    """Return the reason why a folder is not writable; None if it is.
+    """Return why a folder is not writable; None if it is.
 
     It writes a hidden file: permissions alone do not show quotas and problems of file servers.
     """

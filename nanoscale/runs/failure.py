@@ -222,8 +222,7 @@ _TIMEOUT = re.compile(r"timed out|timeout|DistStoreError|wait.*expired", re.IGNO
 
 
 def _distance_from_cause(failure: RankFailure) -> int:
-    """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost
-    peer."""
+    """Return 0 for a cause of its own, 1 for an abort, which may follow from a lost peer, 2 for a lost peer."""
     if failure.diagnosis:
         return 0
     if failure.exit_code == -signal.SIGABRT and not failure.type:

@@ -87,8 +87,7 @@ def explained(workspace: Path) -> Iterator[None]:
 
 
 def _take_away(workspace: Path) -> None:
-    """Remove a workspace entry by entry: another host may still hold its handle, and rename into it or out of
-    it."""
+    """Remove a workspace entry by entry: another host may hold its handle, and still rename in it."""
     while workspace.exists():  # a rank may still write into it
         for thing in list(workspace.iterdir()):
             with suppress(FileNotFoundError):  # it was published at the last moment

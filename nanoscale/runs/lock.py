@@ -443,8 +443,7 @@ def _now() -> float:
 
 
 def _kernel() -> str:
-    """Return an id of kernel, namespace and boot: two containers on one host may share a host name and a
-    kernel."""
+    """Return an id of kernel, namespace and boot: two containers may share a host name and a kernel."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii", "replace").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"

@@ -1,5 +1,4 @@
-"""Evaluation of a checkpoint on validation data: the job of the ranks of `nanoscale eval`, which change
-nothing."""
+"""Evaluation of a checkpoint on validation data: the job of `nanoscale eval`, which changes nothing."""
 
 from __future__ import annotations
 

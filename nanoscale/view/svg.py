@@ -38,8 +38,7 @@ def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return about `TICKS` round values around the range; the first is at most `low`, the last at least
-    `high`."""
+    """Return about `TICKS` round values; the first is at most `low`, the last at least `high`."""
     step = round_step((high - low) or abs(high) or 1.0)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [step * place for place in range(first, max(last, first + 1) + 1)]

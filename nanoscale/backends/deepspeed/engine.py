@@ -130,8 +130,7 @@ class DeepSpeedEngine(Engine):
                 yield f"optimizer.{piece.name}.{name}", shard
 
     def _build(self, library: Any, settings: dict[str, Any]) -> Transformer:
-        """Build this rank's stage without values; with stage 3 every module is sharded as soon as it is
-        created."""
+        """Build this rank's stage without values; stage 3 shards every module as soon as it is created."""
         parallel = self.config.parallel
         apart = self.stage == 3 and parallel.tp == 1
         context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
@@ -221,8 +220,7 @@ class DeepSpeedEngine(Engine):
             self.engine.optimizer.loss_scale = self.scaling.scale
 
     def _clip(self) -> None:
-        """Clip before the update in stage 0: DeepSpeed would lose the norm, and clip by one pipeline
-        stage's."""
+        """Clip before the update in stage 0: DeepSpeed would lose the norm, and clip by one stage's."""
         grads = [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
         # Parameters that tp does not divide are the same on all its ranks, and count once.
         counted = [grad for name, grad in grads if self.place.tp == 0 or name in self.divided]

@@ -84,8 +84,7 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
 
 
 def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
-    """Return, in stage 3, this rank's shard of a frozen parameter: its first element's number, and its
-    elements."""
+    """Return this rank's shard of a frozen parameter in stage 3: its first element's number, its elements."""
     zero: Any = frozen
     size = zero.ds_tensor.ds_numel
     start = optimizer._get_param_partition_rank(frozen) * size

@@ -47,8 +47,7 @@ def require_base(config: Config, checkpoints: Path) -> None:
 
 
 def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> None:
-    """Compare the folder of the frozen weights with one checkpoint; `instead` is the advice if it has
-    moved."""
+    """Compare the folder of the frozen weights with one checkpoint; `instead` is the advice if it has moved."""
     folder = str(config.model.init_from)
     try:
         if not Path(folder).is_dir():

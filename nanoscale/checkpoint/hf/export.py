@@ -241,8 +241,7 @@ class _Source:
         yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
 
     def _one(self, ours: str, place: Place) -> Tensor:
-        """Return one part; the experts of a matrix follow each other, so it is read once and kept for all of
-        them."""
+        """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""
         if self._held is None or self._held[0] != ours:
             self._held = None
             self._held = ours, self._weight(ours)

@@ -145,7 +145,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained_otherwise(model: Any) -> str | None:
-    """Return the reason why predicting the next token would not train it."""
+    """Return why predicting the next token would not train it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     family = model.config.model_type

@@ -33,8 +33,7 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryview]) -> None:
-    """Write tensors of one dtype as their bytes come, in the order of `shapes`; they are on disk when this
-    returns."""
+    """Write tensors of one dtype in the order of `shapes`; they are on disk when this returns."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():

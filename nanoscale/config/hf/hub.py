@@ -28,8 +28,7 @@ def is_name(asked: str) -> bool:
 
 
 def missing_path(asked: str) -> str | None:
-    """Return the reason why `asked`, which does not exist here, means a path; None if it may be a name at the
-    hub.
+    """Return why `asked`, which does not exist here, means a path; None if it may be a name at the hub.
 
     `models/smal` is a path if there is a folder `models`: a typo must not be looked up on the network.
     """
@@ -98,7 +97,7 @@ def hub_host() -> str:
 
 
 def unreachable() -> str | None:
-    """Return the reason why the hub's host has no address here; None if it has one, or a proxy resolves it."""
+    """Return why the hub's host has no address here; None if it has one, or a proxy resolves it."""
     if getproxies().keys() & {"https", "http", "all"}:
         return None
     try:

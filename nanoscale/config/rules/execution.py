@@ -99,7 +99,7 @@ def check_attention(case: Case, device: Literal["cpu", "cuda"]) -> None:
 
 
 def _unfused(case: Case, kernel: Literal["cudnn", "flash"]) -> Iterator[str]:
-    """Yield the reasons why a kernel cannot compute the attention on a GPU."""
+    """Yield why a kernel cannot compute the attention on a GPU."""
     model, data, compute = case.config.model, case.config.data, case.config.precision.compute
     if compute not in ("bf16", "fp16"):
         yield f"with precision.compute={compute}: it takes bf16 and fp16"

@@ -89,8 +89,7 @@ def _present(case: Case, source: Source, name: str, path: str | None) -> None:
 
 
 def _glance(case: Case, key: str, path: str) -> None:
-    """Check now what would fail in a launch a minute later: mismatched or truncated files, larger
-    vocabularies."""
+    """Check early for mismatched or truncated files and larger vocabularies, which fail a launch later."""
     look = {"megatron": glance_at_megatron, "datatrove": glance_at_datatrove}
     try:
         largest = look[case.config.data.source](path)

@@ -136,8 +136,7 @@ def _pieces(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, 
 
 
 def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, int, bytes]:
-    """Read to the end of the record that starts with `rest`; return its bytes, its line ends, and the text
-    after it."""
+    """Read to the end of the record of `rest`; return its bytes, its line ends, and the text after it."""
     length = lines = 0
     kept = len(separator) - 1 if separator else 0
     while separator is None or separator not in rest:

@@ -134,7 +134,7 @@ class Documents:
             return error
 
     def _problem(self, raw: bytes | None) -> RecordError | None:
-        """Return the reason why these bytes are no text; None if they are."""
+        """Return why these bytes are no text; None if they are."""
         if raw is None:
             return RecordError("is null, not text")
         if len(raw) > LONGEST:

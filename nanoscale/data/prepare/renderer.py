@@ -149,7 +149,7 @@ def _line(answers: IO[bytes]) -> bytes:
 
 
 def _why(code: int, given: Sequence[bytes]) -> str:
-    """Return the reason why the process ended, as a phrase about the template."""
+    """Return why the process ended, as a phrase about the template."""
     size = sum(map(len, given))
     if code == render.OUT_OF_MEMORY:
         most = (render.MEMORY_MIB << 20) + render.MEMORY_A_BYTE * size

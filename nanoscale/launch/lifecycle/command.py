@@ -44,8 +44,7 @@ _ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Variables that configure PyTorch's allocator of device memory."""
 
 _CONNECT_ALL = 256
-"""Up to this many ranks, gloo connects all pairs when a group is created; beyond it, on their first
-message."""
+"""Up to this many ranks, gloo connects all pairs when a group is created; beyond it, on their first message."""
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 _PORTS = range(20_000, 32_000)
@@ -155,8 +154,7 @@ def here(config: Config) -> Host:
 
 
 def wanted_port(config: Config, run: RunDirectory) -> int:
-    """Return the port of the rendezvous unless the first host finds it in use; it differs between most
-    runs."""
+    """Return the port of the rendezvous unless the first host finds it in use; it differs between most runs."""
     if config.launcher.master_port != "auto":
         return config.launcher.master_port
     return _PORTS[zlib.crc32(str(run.path).encode()) % len(_PORTS)]

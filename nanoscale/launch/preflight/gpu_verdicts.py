@@ -28,7 +28,7 @@ def gpu_software(config: Config, member: Member, facts: Message) -> Iterator[Ver
 
 
 def torch_problem(software: Message, facts: Message, member: Member) -> tuple[str, str]:
-    """Return the reason why the torch there cannot use the GPUs, and the remedy; both empty if it can."""
+    """Return why the torch there cannot use the GPUs, and the remedy; both empty if it can."""
     build, driver = software["torch"], software["driver_cuda"]
     torch = f"torch {build['version']}"
     if build["cuda"] is None:
@@ -98,7 +98,7 @@ def _compiler(config: Config, member: Member, facts: Message) -> Iterator[Verdic
 
 
 def compile_problem(facts: Message) -> tuple[str, str]:
-    """Return the reason why Triton cannot compile kernels there, and the remedy; both empty if it can."""
+    """Return why Triton cannot compile kernels there, and the remedy; both empty if it can."""
     found = facts["gpu_software"]["compiler"]
     name_one = "launcher.env.CC=/path/to/gcc"
     if "triton" not in facts["optional_packages"]:

@@ -151,8 +151,7 @@ def _rank(setting: Setting, stages: Sequence[Stage]) -> int:
 
 
 def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
-    """Return the boundaries of a rank's stages; DeepSpeed's pipelines have one buffer per in-flight micro
-    batch."""
+    """Return the boundaries of a rank's stages; DeepSpeed has one buffer per in-flight micro batch."""
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
         return [NONE if stage.last else IN_FLIGHT for stage in stages]

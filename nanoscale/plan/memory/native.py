@@ -105,8 +105,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
 
 
 def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
-    """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced as soon as they are
-    complete."""
+    """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced when complete."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
     sharded = int(states.gradients * held.shard)
@@ -313,8 +312,7 @@ def _update(
     received: int = 0,
     copies: int = 0,
 ) -> Phase:
-    """Return the phase of the update: SGD on a GPU decays its gradients in a copy; the fused AdamW needs
-    nothing."""
+    """Return the phase of the update: SGD on a GPU copies its gradients; the fused AdamW needs nothing."""
     optim = setting.config.optimizer
     gradients = int(setting.states.gradients * held.shard)
     if setting.gpu and optim.name == "sgd" and optim.weight_decay:

@@ -62,8 +62,7 @@ class Execution:
     dropout: bool = False
     """True for dropout masks after the output, the feed-forward and the scores."""
     offloaded: bool = False
-    """True if kept activations wait on the host; not on a CPU, which has one memory and copies nothing
-    back."""
+    """True if kept activations wait on the host; not on a CPU, which has one memory and copies nothing back."""
     grouped: bool = False
     """True if one kernel computes all experts of a rank."""
     narrow: bool = False

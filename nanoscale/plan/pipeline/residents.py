@@ -83,8 +83,7 @@ def moments(
 
 
 def _highest(actions: Sequence[Action], few: int, more: int) -> tuple[Moment, ...]:
-    """Return the moments that no other in the same pass dominates, by sums: a rank's stages are about
-    equal."""
+    """Return the moments that no other in the same pass dominates, by sums: a rank's stages are about equal."""
     stages = sorted({action.stage for action in actions})
     places = {stage: place for place, stage in enumerate(stages)}
     held = between = 0

@@ -39,8 +39,7 @@ from nanoscale.plan.search.candidates import (
 )
 
 _GAIN = 0.999
-"""A larger micro batch must reduce the time to this share of the last one's for a still larger one to be
-tried."""
+"""The share of the last time that a larger micro batch must reach for a still larger one to be tried."""
 REFINED = 48
 """Shapes for which other schedules are tried."""
 SIMULATED = 12
@@ -78,8 +77,7 @@ def search(room: Room, hardware: Hardware) -> Found:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection: a search keeps nearly all its objects, and collection takes a quarter of its
-    time."""
+    """Disable garbage collection, a quarter of a search's time: it keeps nearly all its objects."""
     collects = gc.isenabled()
     gc.disable()
     try:

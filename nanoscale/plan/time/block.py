@@ -1,5 +1,4 @@
-"""The time of a micro batch in a block, the embedding and the head of a rank: forward, backward,
-recomputed."""
+"""The time of a micro batch in a block, the embedding and the head of a rank: forward, backward, recomputed."""
 
 from __future__ import annotations
 
@@ -359,8 +358,7 @@ def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
 
 
 def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Work:
-    """Return the work with the time in which the device waits since the CPU starts kernels slower than they
-    run."""
+    """Return the work with the time in which the device waits for the CPU to start kernels."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
     cpu = _kernels(part)[direction] * each * (_DIVIDED if part.tp > 1 else 1)

@@ -275,6 +275,5 @@ def _waiting(
 
 
 def _weights(backward_products: float) -> float:
-    """Return the seconds for the gradients of weights: half of the products; the other half is for their
-    inputs."""
+    """Return the seconds for the gradients of weights: half of the products; the rest is for inputs."""
     return backward_products / 2

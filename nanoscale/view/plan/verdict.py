@@ -47,8 +47,7 @@ def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Pred
 
 
 def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
-    """Yield one layout for each set of changed keys: the same keys with other values are no new
-    alternative."""
+    """Yield one layout for each set of changed keys: the same keys with other values are no new alternative."""
     seen: set[frozenset[str]] = set()
     for plan in ranked:
         words = to_type(composed, plan.config)
