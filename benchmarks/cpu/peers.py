@@ -57,7 +57,7 @@ class Plain:
 
 
 class DeepSpeed:
-    """`deepspeed.initialize` by hand, around our model, with the optimizer that our backends use."""
+    """A loop with `deepspeed.initialize` around our model, with the optimizer of our backends."""
 
     def __init__(self, config: Config, data: Dataset) -> None:
         library = load_deepspeed(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The step of nanoscale's whole loop beside a plain PyTorch loop, DeepSpeed and transformers' Trainer.
+"""The step time of nanoscale's whole loop, a plain PyTorch loop, DeepSpeed and transformers' Trainer.
 
     python -m benchmarks.cpu.step [RANKS] [ZERO STAGE]
 

@@ -158,7 +158,7 @@ class Clock:
 
 
 class Loop:
-    """A loop by hand: fp32 weights under autocast, and the mean loss over the whole batch's tokens."""
+    """A hand-written loop: fp32 weights under autocast, and the mean loss over the whole batch's tokens."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config, self.device = config, device

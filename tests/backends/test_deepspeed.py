@@ -206,7 +206,7 @@ def test_mixture_of_experts_equals_plain_loop(tmp_path: Path, stage: int) -> Non
 
 
 GENTLE = Optimizer(lr=1e-3, clip_norm=0.5)
-"""So slow that 20 steps do not learn the 8 samples by heart, where rounding is a large part of a small loss."""
+"""A rate so small that 20 steps do not memorise the 8 samples: rounding would dominate a small loss."""
 
 
 @pytest.mark.slow

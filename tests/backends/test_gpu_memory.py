@@ -1,4 +1,4 @@
-"""The memory that the engine takes of a GPU, as `tests.support.fake_gpu` counts it, beside the plan's."""
+"""The engine's memory on a GPU, counted by `tests.support.fake_gpu`, compared with the plan's."""
 
 from __future__ import annotations
 

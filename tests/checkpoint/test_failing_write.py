@@ -48,7 +48,7 @@ def test_a_failing_write_is_an_error_of_its_rank_on_all(tmp_path: Path) -> None:
 
 
 class Failing(FileIO):
-    """A file whose writes fail as of one on a full disk, or on one that became read-only."""
+    """A file whose writes fail as on a full disk, or on one that became read-only."""
 
     number = 0
     left = 0

@@ -1,4 +1,4 @@
-"""Law 6: a checkpoint is data. What its index names is never called, by whatever command it is read."""
+"""Law 6: a checkpoint is data. No command calls the names in its index."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def config_for(folder: Path, deepspeed: bool = False, stage: int = 0, **degrees:
 
 
 def begin_and_look(_rank: int, config: Config) -> tuple[list[float], int, int]:
-    """Logits of the token after PROMPT, the numbers that were read, and those that are held."""
+    """Return the logits of the token after PROMPT, and the counts of numbers read and held."""
     process_group.join(derive(config).world_size, CPU, 120.0)
     engine, read = make_engine(config, CPU), []
     plain = load.read_part

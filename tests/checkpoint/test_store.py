@@ -221,7 +221,7 @@ def test_latest_names_the_old_one_where_publishing_fails(
     assert (folder / "latest").resolve().name == "step-00000001"
     disk.fails = None
     fence.begin(RunDirectory(folder.parent), 2)
-    publish(folder, 3)  # whatever was left behind is in nobody's way
+    publish(folder, 3)  # remaining files are no obstacle
     assert (folder / "latest").resolve().name == "step-00000003"
 
 
@@ -319,7 +319,7 @@ def test_every_file_is_on_disk_before_the_checkpoint_is_visible(
 
 
 class Passing:
-    """The first reads of a file fail as those of a network disk do that comes back."""
+    """A file whose first reads fail, as on a network disk that recovers."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> None:
         self.left, self.waited = times, list[float]()
@@ -372,7 +372,7 @@ def test_what_is_set_aside_is_named_where_nothing_is_left(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "outside"])
 def test_no_file_is_waited_for_for_ever(folder: Path, kind: str) -> None:
-    """A checkpoint may be somebody else's: a pipe or a device would be read without an end."""
+    """A checkpoint may be another user's: reading a pipe or a device might never end."""
     path = publish(folder, 1)
     file = path / "__1_0.distcp"
     file.unlink()

@@ -204,7 +204,7 @@ def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixt
     others = {each["key"] for each in wrong}
     for each, text in advice:
         if "PATH/" in text:
-            continue  # nobody has the file
+            continue  # the file does not exist
         shutil.rmtree("out", ignore_errors=True)
         after = violations(typed_back(arguments, each, text), capsys)
         left = {one["key"] for one in after}

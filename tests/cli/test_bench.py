@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 def test_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks, through the launcher, with a checkpoint; one rank beside them."""
+    """The job has two ranks and a checkpoint, and goes through the launcher; another has one rank."""
     monkeypatch.chdir(tmp_path)
     words = ["recipe=debug", "parallel.dp=2", "train.steps=6", "train.sample_tokens=0"]
     words += ["train.seq_len=32", "launcher.threads=1"]

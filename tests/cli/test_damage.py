@@ -73,7 +73,7 @@ ALLOWED = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs with one that has everything."""
+    """A folder with a run that has every file."""
     root = tmp_path_factory.mktemp("whole") / "runs"
     composed = compose(["recipe=debug", "cluster=cpu", "train.steps=40", "run.name=r"])
     run, config = RunDirectory.create(root, "r"), check(composed, Devices("cpu", 2))

@@ -171,7 +171,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path, agent_has):
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (130, b"")
-    # An agent whose start was interrupted was known to nobody: it ends by itself when it finds nobody there.
+    # An agent whose start was interrupted has no launcher: it exits when it notices that.
     while marked(mark):
         assert time.monotonic() < deadline
         time.sleep(0.01)

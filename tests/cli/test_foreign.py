@@ -21,7 +21,7 @@ HF = ["model=hf", "model.name=small"]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A GPT-NeoX with room for bytes, beside us."""
+    """A GPT-NeoX whose vocabulary fits bytes, in this folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hf_models.save("gpt_neox", tmp_path / "small", vocab_size=257)
@@ -107,7 +107,7 @@ def test_transformers_is_asked(folder: Path) -> None:
 
 
 def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) -> None:
-    """config.json ties the two; transformers ties none that differ."""
+    """config.json ties the two; transformers does not tie tensors that differ."""
     from safetensors.torch import load_file, save_file
 
     Path("small/model.safetensors.index.json").unlink()

@@ -22,7 +22,7 @@ WORDS = ["recipe=debug", "train.steps=2", "train.seq_len=32", "launcher.threads=
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Llama with room for bytes, beside us."""
+    """A Llama whose vocabulary fits bytes, in this folder."""
     monkeypatch.chdir(tmp_path)
     settings = COMMON | {"vocab_size": 257, "max_position_embeddings": 64}
     monkeypatch.setitem(FAMILIES, "llama", ("Llama", settings))

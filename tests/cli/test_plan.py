@@ -205,7 +205,7 @@ def test_a_dry_run_shows_the_plan(capsys):
     plan = json.loads(capsys.readouterr().out)["plan"]
     planned = json.loads(output(capsys, *LARGE, "--json"))
     for found in (plan, planned):
-        assert found["checkpoints"].pop("free_bytes") > 0  # others write to the disk meanwhile
+        assert found["checkpoints"].pop("free_bytes") > 0  # other processes write to the disk
     assert plan == planned
     assert nanoscale(["train", *LARGE, "--dry-run", "--force"]) == 0
     shown = " ".join(capsys.readouterr().out.split())

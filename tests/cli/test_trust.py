@@ -1,4 +1,4 @@
-"""A run folder from somebody else starts nothing that it names before its user was asked."""
+"""A run folder of another user starts none of its programs before the user confirms."""
 
 from __future__ import annotations
 

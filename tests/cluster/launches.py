@@ -139,7 +139,7 @@ class Launch:
 
 
 class Terminal:
-    """A terminal that somebody looks at, until they close the window.
+    """A terminal with a user, until the window is closed.
 
     Args:
         screen: the file that what it shows is copied to.

@@ -12,7 +12,7 @@ What a machine has of its own: an address (10.77.0.0/24, and fd77::/64 where the
 The rest of the file system is this machine's and shared by all, locks of files included, as on a cluster with a
 perfect file server. Clocks are shared too.
 
-Traps that were met:
+Pitfalls:
 
 - A child that was put into a PID namespace from outside keeps that namespace's init from dying until its parent
   has waited for it. So `power_off` reaps what `run_in` started.
@@ -406,7 +406,7 @@ _ENTERED = (("net", "net"), ("uts", "uts"), ("ipc", "ipc"), ("mount", "mnt"))
 
 @contextmanager
 def _children_in(namespace: str | None) -> Iterator[None]:
-    """Children that this thread starts live in a PID namespace: an existing one, or with None a new one."""
+    """Start this thread's children in a PID namespace: an existing one, or with None a new one."""
     own = os.open("/proc/thread-self/ns/pid", os.O_RDONLY)
     try:
         if namespace is None:

@@ -4,7 +4,7 @@ Every node is a machine of machines.py with an sshd on port 22 that has a host k
 by one key. The client's configuration (addresses, key, all host keys, strict checking) is a file for `ssh -F`,
 and it also stands at /etc/ssh/ssh_config on every node: plain `ssh n1` works there.
 
-Traps that were met:
+Pitfalls:
 
 - sshd refuses to start without /run/sshd, which nobody makes where systemd does not run; a machine's own /run
   has it.

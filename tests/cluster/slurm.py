@@ -8,7 +8,7 @@ take more than 30 s to end.
 Every node says that it has 4 CPUs, whatever it has. There is no accounting: what was a job is forgotten after
 five minutes, and `show` asks slurmctld.
 
-Traps that were met:
+Pitfalls:
 
 - slurmctld looks at time limits every 30 s, so USR1 comes up to 30 s before it was asked for, and the limit up
   to 30 s late. A limit of one minute takes up to 90 s; nothing makes that shorter.

@@ -171,7 +171,7 @@ def test_an_interpreter_that_is_not_there(doctor):
 
 
 def test_the_remedies_for_lost_hosts_are_typed_back(doctor):
-    """Without the hosts that are off, with an interpreter that is there, at a port that is free."""
+    """The remedies exclude hosts that are off, name an existing interpreter, and a free port."""
     _, verdict = doctor.the_wrong_one("cluster.pythons.n2=/no/such/python")
     (word,) = re.findall(r"cluster\.pythons\.n2=\S+", verdict["remedy"])
     assert doctor.look(word.replace("/path/to/python", sys.executable))[0] == 0

@@ -310,7 +310,7 @@ def test_a_full_disk(nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row],
 
 
 def fill(folder: Path, room: int) -> None:
-    """Leave about so many bytes free, whatever is written meanwhile.
+    """Leave about this many bytes free, in spite of concurrent writes.
 
     In small pieces: what does not fit is taken for a moment all the same, and let go. A rank whose write failed
     in that moment would find a disk with much room.

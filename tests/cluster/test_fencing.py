@@ -145,5 +145,5 @@ def test_a_node_that_comes_back_publishes_nothing(nodes: Nodes, tmp_path: Path) 
 
 def send(pids: Sequence[int], number: signal.Signals) -> None:
     for pid in pids:
-        with suppress(ProcessLookupError):  # those of a rank go with it
+        with suppress(ProcessLookupError):  # a rank's own children die with it
             os.kill(pid, number)

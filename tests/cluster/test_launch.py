@@ -51,7 +51,7 @@ def paused(*ranks: int) -> Iterator[None]:
 
 
 class Hostile:
-    """Values that any shell on their way would take for its own business, and the file that it would make."""
+    """Values that a shell on their way would execute, and the file that it would create."""
 
     def __init__(self) -> None:
         self.bait = f"bait-{uuid.uuid4().hex}"
@@ -184,7 +184,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
 
 
 def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
-    """A rank that was stopped hears of no wish to stop."""
+    """A stopped rank does not receive the first request to stop."""
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
     words = ("train", *TINY, *LONG, "--hostfile", hosts, "launcher.lost_after_s=60")
     launch = Launch(nodes, tmp_path, *words)

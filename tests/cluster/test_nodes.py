@@ -197,7 +197,7 @@ def test_a_partition_is_silent_both_ways_and_heals(nodes):
     assert nodes.call("n2", ["ping", "-c1", "-W1", "n1"]).returncode != 0
     assert nodes.call("n1", ["ping", "-c1", "-W1", "n3"]).returncode == 0
     carrier = nodes.call("n2", ["cat", "/sys/class/net/eth0/carrier"]).stdout
-    assert carrier == "1\n"  # nobody told it
+    assert carrier == "1\n"  # it was not notified
     assert listener.poll() is None
     nodes.heal("n2")
     assert listener.stdout.readline() == "lost?\n"  # TCP repeats lost segments

@@ -1,4 +1,5 @@
-"""launcher.max_restarts on nodes: back to training by itself, with the hosts there are, and not for ever."""
+"""launcher.max_restarts on nodes: trainings resume by themselves, with the remaining hosts, a limited number
+of times."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.machines import wait_until
 from tests.cluster.slurm import HOSTS, LOGIN, Slurm
 
-# Each task writes down the signals that it hears; after TERM it saves, and ends.
+# Each task records its signals; after TERM it saves, and ends.
 TASK = """#!/bin/bash
 say() { echo "$1 $2" >> "$HEARD"; }
 name="${SLURMD_NODENAME:-login}.${SLURM_RESTART_COUNT:-0}"
@@ -21,7 +21,7 @@ trap "say $name TERM; exit ${TASK_CODE:-0}" TERM
 say "$name" start
 while :; do sleep 0.05; done
 """
-# The batch script hears signals while its step runs, since it waits for it in the background.
+# The batch script receives signals while its step runs, since the step runs in the background.
 BATCH = """#!/bin/bash
 say() { echo "batch.${SLURM_RESTART_COUNT:-0} $1" >> "$HEARD"; }
 for number in USR1 TERM; do trap "say $number" $number; done

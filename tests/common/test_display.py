@@ -227,7 +227,7 @@ def lost_screen(kind):
         reader, writer = os.open("/dev/null", os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
     with open(writer, "w", encoding="utf-8") as stream:  # noqa: PTH123 - a descriptor
         yield stream, lambda: os.close(reader)
-        display.give_up(stream)  # what waits in its buffer
+        display.give_up(stream)  # with its buffer
 
 
 @pytest.mark.parametrize("late", [False, True])

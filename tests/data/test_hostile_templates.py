@@ -1,4 +1,4 @@
-"""Chat templates that take too much: refused in one line, and the preparation's own process stays as it was."""
+"""Chat templates that need too much: refused in one line, without harm to the preparation's process."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_every_token_that_follows_one_of_its_document_is_predicted_once(tmp_path
         for number in np.unique(batch.documents[row]):
             here = batch.documents[row] == number
             assert len(set(document[row, here & counted[row]])) <= 1
-            assert counted[row, here].all() or not counted[row, here].any()  # padding is apart
+            assert counted[row, here].all() or not counted[row, here].any()  # padding is separate
         assert (np.diff(batch.documents[row]) >= 0).all()
     assert np.array_equal(loader.batch([0]).inputs, packed(file, Split(*split)).batch([0]).inputs)
 

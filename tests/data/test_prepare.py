@@ -1,4 +1,4 @@
-"""Text to tokens: every bit as another reader has it, whatever cuts the work off and however many do it."""
+"""Text to tokens: bit for bit as by another reader, after any interruption and with any number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text in every form that is prepared, and the tokens that must come of it, by a reader of its own."""
+"""Text in every supported form, and its expected tokens, by an independent reader."""
 
 from __future__ import annotations
 

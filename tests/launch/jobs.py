@@ -26,7 +26,7 @@ def loop(context):
 
 
 def daemons(context):
-    """Train as `loop` does, beside processes in sessions of their own, one of them without the environment."""
+    """Train like `loop`, with processes in sessions of their own, one of them without the environment."""
     for name, command in {"session": ["setsid"], "nothing": ["setsid", "env", "-i"]}.items():
         process = subprocess.Popen([*command, "/bin/sleep", "1000"])
         (context.run.path / f"{name}-{context.rank}").write_text(str(process.pid))

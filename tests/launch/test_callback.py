@@ -35,7 +35,7 @@ def connect(listener: Callbacks) -> socket.socket:
 
 
 def serve(listener: Callbacks, until: Callable[[list[Caller]], bool]) -> list[Caller]:
-    """Serve all callers as the launcher does, until a condition holds; those that proved themselves."""
+    """Serve all clients like the launcher, until a condition holds; return the authenticated ones."""
     callers: list[Caller] = []
     deadline = time.monotonic() + LIMIT_S
     while not until(callers):

@@ -1,4 +1,4 @@
-"""Filters of hosts, held against DeepSpeed's own reading of them."""
+"""Filters of hosts, compared with DeepSpeed's own parser."""
 
 from __future__ import annotations
 

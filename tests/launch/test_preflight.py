@@ -384,7 +384,7 @@ def test_a_folder_of_runs_that_is_not_seen_or_written_is_refused():
     local = replace(SSH, launcher=Launcher(name="local"))
     alone = members(1)
     change(alone[0], "root.visible", False)
-    assert wrong(alone, local) == []  # nobody shows a file to the own machine
+    assert wrong(alone, local) == []  # this machine needs no probe file
 
 
 def test_the_cache_matters_to_jobs_that_prepare_their_data():

@@ -359,7 +359,7 @@ def test_a_launcher_that_finds_its_run_taken_over_ends_its_ranks_and_writes_noth
     thief = token.rename(token.with_name("lock.thief"))
     owner = {**json.loads(thief.read_text()), "token": thief.name, "host": "elsewhere"}
     thief.write_text(json.dumps(owner))
-    time.sleep(lock.PATIENCE_BEATS * lock.BEAT_S)  # before that nobody takes it
+    time.sleep(lock.PATIENCE_BEATS * lock.BEAT_S)  # before that no launcher takes it
     before = written(job.run)
     job.process.send_signal(signal.SIGCONT)
     assert job.end() == 1

@@ -52,7 +52,7 @@ class Seen:
 
     gradients: list[Tensor]
     kept: float
-    """Memory that the forward pass has left behind, its output included, in residual streams."""
+    """Memory kept after the forward pass, its output included, in residual streams."""
     peak: float
     """Most memory at once, in residual streams."""
     operations: Counter[str]
@@ -296,7 +296,7 @@ MODES_HERE = ("none", "full", "matmuls", "sqrt")
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_moves_to_the_host(mode: str) -> None:
-    """All that is kept and no parameter; of what many products save, one copy."""
+    """All kept tensors move, but no parameters, and inputs of several products only once."""
     with measure_moves() as moved:
         see.__wrapped__(mode, True)
     # The last output is kept by its user and the first input by who made it.

@@ -1,4 +1,4 @@
-"""Gradients of replicas are the sum over ranks, whatever a rank's backward pass comes to and in which order."""
+"""Gradients of replicas are the sum over ranks, whatever parameters a rank uses, in any order."""
 
 from __future__ import annotations
 

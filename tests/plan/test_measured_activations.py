@@ -1,4 +1,4 @@
-"""Bytes that blocks of ours keep and need, measured on a CPU, against the planner's sums."""
+"""The bytes that our blocks keep and need, measured on a CPU, compared with the planner's sums."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
     rotation = None
     if model.position == "rope":
         rotation = rope_rotation(model, torch.arange(SEQ), stream)
-    for parameter in part.parameters():  # gradients are there before, and only added to
+    for parameter in part.parameters():  # gradients exist before, and are only accumulated
         parameter.grad = torch.zeros_like(parameter)
     with LiveMemory() as memory:
         for parameter in part.parameters():

@@ -228,7 +228,7 @@ def test_offloaded_activations_wait_on_the_host():
     words = (
         "model=llama-8b",
         "precision=bf16",
-    )  # with accumulation: gradients are there all the time
+    )  # with accumulation: gradients are kept all the time
     here = rank_memory(job(*words, micro_batches=2))[0]
     there = rank_memory(job(*words, micro_batches=2, offload_activations=True))[0]
     (waiting,) = there.host

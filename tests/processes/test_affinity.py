@@ -130,7 +130,7 @@ def test_a_rank_with_a_gpu_is_bound_and_its_flight_recorder_writes_beside_its_lo
     nowhere = {"TORCH_FR_DUMP_TEMP_FILE": None, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": None}
     assert as_rank(run, "cpu", folder) == {"cores": allowed} | nowhere
     first = as_rank(run, "cuda", folder)
-    assert first["TORCH_FR_DUMP_TEMP_FILE"] is None  # nobody has made the folder
+    assert first["TORCH_FR_DUMP_TEMP_FILE"] is None  # the folder does not exist
     if len(allowed) == 2:
         assert first["cores"] == allowed[-1:]
     run.attempt_logs(3).mkdir(parents=True)

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def faults_of_a_step(*arguments: str | Path, **environment: str) -> float:
-    """Pages that the system had to find for each round of the same allocations."""
+    """Return the page faults of each round of the same allocations."""
     kept = {
         name: value
         for name, value in os.environ.items()

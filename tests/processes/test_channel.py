@@ -42,7 +42,7 @@ def test_a_reader_that_is_gone_is_no_error() -> None:
 
 
 class Counted(bytes):
-    """Bytes that count how many of them are looked at or copied."""
+    """Bytes that count their reads and copies."""
 
     work = 0
 

@@ -203,7 +203,7 @@ def placed(line: str, page: str, here: Path) -> str:
     line = line.replace("/data/", f"{here}/data/{page}-").replace("/models/", f"{here}/models/")
     line = line.replace("Qwen/Qwen3-0.6B", "./Qwen3-0.6B").replace("EleutherAI/", "./")
     line = re.sub(r"\bRUN\b", "first", line).replace("--step 4000", "--step 7")
-    line = line.replace("…", "train.steps=1000")  # what else is said
+    line = line.replace("…", "train.steps=1000")  # the elided override
     return re.sub(r"\bDIR\b", f"{here}/exported-{page}", line)
 
 
@@ -277,7 +277,7 @@ def _type(
             return
         arguments.append("--dry-run")
     if arguments[0] in ("train", "submit"):
-        arguments.append("run.root=others")  # `first` is there already
+        arguments.append("run.root=others")  # `first` exists already
     shutil.rmtree("runs/first/hf", ignore_errors=True)
     Path("answers.jsonl").unlink(missing_ok=True)
     assert nanoscale(arguments) == 0, line

@@ -216,7 +216,7 @@ def test_a_taken_run_is_known_before_anything_is_written(run):
         held.require()
         (token,) = run.path.glob("lock*")
         leave(run, replace(lock.Owner.me(), host="thief", kernel="elsewhere"))
-        assert not held.lost  # nobody takes it so soon
+        assert not held.lost  # no launcher takes it so soon
         held._beaten -= lock.BEAT_S * 2
         with pytest.raises(lock.TakenOverError, match="taken over by process .* on thief"):
             held.require()

@@ -334,7 +334,7 @@ def _patch_cuda(patch: pytest.MonkeyPatch, index: int) -> None:
         patch.setattr(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
     ring: Any = import_module(
         "nanoscale.parallel.ring"
-    )  # what the operations do, not what they give
+    )  # the operations' effects, not their results
     patch.setattr(ring, "_forward", ring._forward._init_fn)
     patch.setattr(ring, "_backward", ring._backward._init_fn)
 

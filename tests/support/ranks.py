@@ -21,7 +21,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
 
     The function must be importable by name. The first exception of a rank is raised here with its traceback.
     """
-    # The store listens on a port that the system has chosen: no port can be taken by somebody else.
+    # The store listens on a port of the system's choice, so no other process can use it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):

@@ -30,7 +30,7 @@ def _bench_rank(rank: int, path: Path) -> str:
 
 @pytest.mark.slow
 def test_deepspeed_and_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
-    """Its steps are taken apart as ours are, by the same events; the disk is no reason to lose the figures."""
+    """Its steps are broken down like ours, by the same events; a failing disk does not lose the figures."""
     write_tokens(tmp_path)
     config = make_config(
         tmp_path, dp=2, stage=1, precision="fp32", backend=Backend(name="deepspeed")

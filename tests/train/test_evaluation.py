@@ -102,7 +102,7 @@ def test_the_loss_is_the_runs_own(model: str, tmp_path: Path) -> None:
 
 
 def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
-    """Tokens that end documents are none of it."""
+    """Tokens that end documents do not count."""
     from nanoscale.data.indexed import IndexedTokens, IndexedWriter
     from nanoscale.data.loader import Loader
     from nanoscale.data.samples import Split

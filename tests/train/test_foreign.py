@@ -119,7 +119,7 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
         shape = hf_models.shape_of(tmp_path / family, loaded=False)
         model, draw = build(shape), RandomWeights(shape, 3, cpu)
         drawn = {name: draw(f"hf.{name}", p.shape) for name, p in model.named_parameters()}
-        for name, value in reversed(drawn.items()):  # in whatever order, by whomever
+        for name, value in reversed(drawn.items()):  # in any order, by any rank
             assert torch.equal(value, RandomWeights(shape, 3, cpu)(f"hf.{name}", value.shape))
         first, second = list(blocks(model))
         inside = next(n for n, v in drawn.items() if n.startswith(first) and v.ndim == 2)
@@ -133,7 +133,7 @@ def test_random_weights_follow_the_models_own_rules(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_narrow_compute_leaves_rotary_frequencies_alone(tmp_path: Path) -> None:
-    """DeepSpeed casts whatever a module holds."""
+    """DeepSpeed casts all tensors of a module."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     hf_models.save("gpt_neox", tmp_path / "neox", rope_parameters=rope)
     shape = hf_models.shape_of(tmp_path / "neox")

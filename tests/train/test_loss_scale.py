@@ -73,7 +73,7 @@ def test_one_overflow_skips_the_step_everywhere(
     assert scales[OVERFLOWS_AT - 1] == 512 and scales[OVERFLOWS_AT - 2] == 1024
     assert scales[OVERFLOWS_AT - 1 + WINDOW] == 1024, "six good steps later it doubles"
     losses = [record["loss"] for record in records]
-    # The corpus is one batch, in another order every step: a skipped step leaves the loss as it was.
+    # The corpus is one batch, in another order every step: a skipped step leaves the loss unchanged.
     assert losses[OVERFLOWS_AT] == pytest.approx(losses[OVERFLOWS_AT - 1], rel=1e-6)
     assert losses[OVERFLOWS_AT - 1] != pytest.approx(losses[OVERFLOWS_AT - 2], rel=1e-4)
     exact = [row[0] for row in plain_loop("fp32")]

@@ -16,7 +16,7 @@ from tests.support.jobs import BYTES, make_config
 
 
 class Counting:
-    """Says that after a byte comes the next one, and after `limit` the document ends."""
+    """A model that predicts the next byte after each byte, and the document's end after `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

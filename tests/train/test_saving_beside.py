@@ -152,7 +152,7 @@ def test_killed_while_one_is_written(tmp_path: Path) -> None:
 
 
 class Full(StopFlag):
-    """One rank's files may grow no longer from the question before a step on, as on a full disk."""
+    """A flag after which one rank's files cannot grow, as on a full disk, from a step on."""
 
     def __init__(self, step: int) -> None:
         self.questions, self.step = 0, step
