@@ -15,10 +15,14 @@ import numpy as np
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.rules import check
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.runs.lock import RunLock
+from nanoscale.runs.lock import Owner, RunLock, terminate
+from tests.support.recipes import changed
 
 LIMIT_S = 120.0
 MISTYPED = [
@@ -78,6 +82,23 @@ def test_a_run_that_goes_on_is_followed_and_stopped_as_advised(
     subprocess.run(shlex.split(touch), check=True)
     with RunLock(run):
         pass
+
+
+def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() -> None:
+    """ssh begins in another folder, and the run has ended meanwhile."""
+    run = RunDirectory.create(Path("runs"), "a run; 'x'")
+    run.config.write_text(dump(check(changed(), Devices("cpu", 2))))
+    holder = Owner("another-host", 1, "me", 0.0, "nanoscale train")
+    with pytest.raises(UserError) as error:
+        terminate(run, holder)
+    (advice,) = error.value.violations[0].suggestions
+    ssh, host, command = shlex.split(advice)
+    assert (ssh, host) == ("ssh", "another-host")
+    done = subprocess.run(
+        ["sh", "-c", command], cwd="/", capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is not going on" in done.stdout
 
 
 def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nanoscale.cli.jobs import way_on
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.submit import _BLAMED
 from nanoscale.common.devices import Devices
@@ -134,6 +135,16 @@ def test_scancel_reads_it(
     (command,) = re.findall(r"type instead: (scancel .*)", capsys.readouterr().err)
     assert is_read(command.replace("--clusters=north ", ""))  # of clusters, it asks a database
     assert not is_read("scancel --signal=TRM 12")
+
+
+@needs_slurm
+@pytest.mark.parametrize("task", [None, 3])
+def test_the_sbatch_that_continues_a_run_is_read(task: int | None) -> None:
+    """Behind the script stand its own arguments, so that `--usage` must stand before it."""
+    run = run_of_a_job(Submission("12", task=task, script="a script.sbatch"), "COMPLETED")
+    sign(run, load(run.config))
+    *command, script = shlex.split(way_on(run))
+    assert script == "a script.sbatch" and is_read(shlex.join(command))
 
 
 def test_a_job_of_slurm_is_asked_for_as_advised(
