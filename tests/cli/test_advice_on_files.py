@@ -93,7 +93,7 @@ LINES = {
     "submit recipe=debug --dry-run launcher.device=cuda": "",
     f"{SUBMIT} train.steps=4,4,5": "train.steps=4,5",
     f"{SUBMIT} 'train.steps=range(1,3)'": "train.steps=A,B,C",
-    f"{SUBMIT} parallel.layers_per_stage=4,4 parallel.pp=2 launcher.devices=2": (
+    "submit recipe=debug --num-gpus 2 --dry-run parallel.pp=2 parallel.layers_per_stage=4,4": (
         "'parallel.layers_per_stage=[4,4]'"
     ),
     f"{SUBMIT} run.name=a,b": "'run.name=\"a,b\"'",
