@@ -55,12 +55,14 @@ class Hosts:
         }  # fmt: skip
         self.port = ReservedPort()
         self.stores = []
+        self.links = []
 
     def attempt(self, node, job):
         """Run the ranks of a host; return its last message."""
         reader, writer = os.pipe()
         orders = os.open(os.devnull, os.O_RDONLY)
         link = Link(orders, writer)
+        self.links.append(link)
         place = {"name": f"n{node}", "node_rank": node, "ranks": [2 * node, 2 * node + 1]}
         order = self.order | place | {"master_port": self.port.number}
         ended: list[Message] = []
@@ -68,7 +70,6 @@ class Hosts:
         killer.start()
         self.stores.append(attempt(link, order, job))
         killer.join(LIMIT_S)
-        link.close()
         return ended[0]
 
     def close(self):
@@ -76,6 +77,8 @@ class Hosts:
         for store in filter(None, self.stores):
             store.kill()
             store.join()
+        for link in self.links:  # which removes the files of all agents of this process
+            link.close()
 
 
 def _kill_after_failure(link, reader, ended):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from nanoscale.backends import gradients
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.config.composing.compose import compose
@@ -95,6 +96,19 @@ def test_a_checkpoint_of_8_bit_moments_takes_nothing_of_the_gpu() -> None:
     assert found["during"] == found["before"]
     numel = sum(p.numel() for p in _parameters(layout))
     assert found["host"] == pytest.approx(numel * (4 + 2 * (1 + 4 / 256)), rel=1e-3)
+
+
+def passes(_: int) -> int:
+    """Return how often gradients are clipped in a pass of their own."""
+    clipped: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "clip", lambda *given: clipped.append(given))
+        with_engine(job("parallel.dp=1 train.global_batch=2"), lambda *_: None)
+    return len(clipped)
+
+
+def test_a_gpu_clips_in_the_update() -> None:
+    assert run_ranks(passes, 1) == [0]
 
 
 def _parameters(layout: str) -> list[torch.nn.Parameter]:

@@ -16,6 +16,7 @@ from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
+from nanoscale.parallel.kernels import set_kernels
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
 from tests.support.jobs import make_config, write_tokens
@@ -79,7 +80,9 @@ def keys_read(rank: int, config: Config) -> set[str]:
     """Return the keys that an engine reads from its creation to the end of one step."""
     process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
     seen: set[str] = set()
-    engine = make_engine(watched(config, "", seen), torch.device("cpu"))
+    config = watched(config, "", seen)
+    set_kernels(config)
+    engine = make_engine(config, torch.device("cpu"))
     micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()
     engine.train_step([Batch.of_rows(micro)] * engine.sizes.accumulation, lr=1e-3)
     return seen

@@ -291,14 +291,13 @@ def test_an_update_that_cannot_clip_says_so() -> None:
         )
 
 
-@pytest.mark.parametrize(("precision", "passes"), [("fp32", 0), ("fp64", 1)])
-def test_the_engine_clips_in_the_update_where_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, passes: int
+def test_the_engine_clips_in_a_pass_of_its_own_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = NativeEngine(make_config(tmp_path, precision=precision), torch.device("cpu"))
+    engine = NativeEngine(make_config(tmp_path, precision="fp32"), torch.device("cpu"))
     clipped = []
     monkeypatch.setattr(gradients, "clip", lambda *given: clipped.append(given))
     sizes, seq = engine.sizes, engine.config.train.seq_len
     rows = np.arange(sizes.micro_batch * (seq + 1)).reshape(sizes.micro_batch, -1) % 60
     result = engine.train_step([Batch.of_rows(rows)] * sizes.accumulation, 1e-2)
-    assert result.grad_norm > 0.5 and len(clipped) == passes
+    assert result.grad_norm > 0.5 and len(clipped) == 1

@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +33,6 @@ from tests.cluster.nodes import LOGIN, NODES, Nodes
 
 STEPS = 120
 JOB = (*TINY, f"train.steps={STEPS}")
-END_S = 10.0
 SECRET = "MY_API_TOKEN"
 
 
@@ -151,7 +149,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         wait_until(lambda logs=logs: all(map(tells_where, logs)), f"words of the ranks of {node}")
     interrupt(first)
     first.must_end(130)
-    nothing_left(nodes, END_S)
+    nothing_left(nodes, LIMIT_S)
     assert status.read(first.run).state == "stopped"
     assert first.run.checkpoint_steps() == [len(first.metrics)]
     assert not [path for node in NODES for path in own[node].glob("nanoscale-*")]
@@ -168,7 +166,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         wait_until(lambda: len(second.events("signal")) == 2, "word that it was asked to stop")
     stop.must_end(0)
     second.must_end(130)
-    nothing_left(nodes, END_S)
+    nothing_left(nodes, LIMIT_S)
 
     last = Launch(
         nodes,
@@ -178,7 +176,7 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         environment=nodes.pdsh_environment,
     )
     last.must_end(0)
-    nothing_left(nodes, END_S)
+    nothing_left(nodes, LIMIT_S)
     assert [record["step"] for record in last.metrics] == list(range(1, STEPS + 1))
     assert agrees(last.losses, one_process)
 
@@ -186,16 +184,23 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
 def test_ctrl_c_twice_kills(nodes: Nodes, tmp_path: Path) -> None:
     """A stopped rank does not receive the first request to stop."""
     hosts = hostfile(tmp_path, "n1 slots=1", "n2 slots=1")
-    words = ("train", *TINY, *LONG, "--hostfile", hosts, "launcher.lost_after_s=60")
+    words = (
+        "train",
+        *TINY,
+        *LONG,
+        "--hostfile",
+        hosts,
+        "launcher.lost_after_s=3600",
+        "launcher.stop_grace_s=3600",
+    )
     launch = Launch(nodes, tmp_path, *words)
     launch.trains(3)
     os.kill(*launch.ranks("n2"), signal.SIGSTOP)
     interrupt(launch)
     wait_until(lambda: launch.events("signal"), "word that Ctrl-C was heard")
-    began = time.monotonic()
     interrupt(launch)
     launch.must_end(130)
-    assert nothing_left(nodes, END_S) - began < END_S
+    nothing_left(nodes, LIMIT_S)
     assert status.read(launch.run).state == "stopped"
 
 
@@ -204,10 +209,9 @@ def test_ctrl_c_while_a_host_does_not_answer(nodes: Nodes, tmp_path: Path) -> No
     nodes.partition("n2")
     launch = Launch(nodes, tmp_path, "train", *TINY, *LONG, "--hostfile", hosts)
     wait_until(lambda: launch.agents("n1"), "agent on n1", LIMIT_S)
-    began = time.monotonic()
     interrupt(launch)
     launch.must_end(130)
-    assert nothing_left(nodes, END_S) - began < END_S
+    nothing_left(nodes, LIMIT_S)
     assert not launch.run.path.exists()
     assert list(launch.run.path.parent.glob(".*")) == []
 
@@ -233,6 +237,6 @@ def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(
     bad.must_end(1)
     assert bad.cause.who == "rank 1 on n2"
     good.must_end(0)
-    nothing_left(nodes, END_S)
+    nothing_left(nodes, LIMIT_S)
     assert agrees(good.losses, one_process)
     assert good.run.log(1, second, 1, "err").exists()
