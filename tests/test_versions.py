@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,14 @@ def test_what_an_extra_needs_is_installed_by_its_own_name(extra: str) -> None:
     assert (word, [requirement]) == ("install", EXTRAS[extra])
 
 
-@pytest.mark.skipif(find_spec("pip") is None, reason="this Python has no pip")
 def test_pip_reads_the_command() -> None:
     """It looks for nothing; `--dry-run` with what is installed here installs nothing."""
     command = shlex.split(install_command("tensorboard"))
     options = ["--dry-run", "--no-index", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    # Looking for pip with find_spec would make setuptools unusable in this process, and Inductor with it.
+    if "No module named pip" in done.stderr:
+        pytest.skip("this Python has no pip")
     assert done.returncode == 0, done.stderr
 
 
