@@ -115,7 +115,7 @@ def test_a_job_that_slurm_has_forgotten_is_no_error(bin_folder: Path) -> None:
     program(
         bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     )
-    assert slurm.job_state(Submission("12")) is None
+    assert job_states([Submission("12")]) == {}
 
 
 @pytest.mark.parametrize("text", [None, "echo 'squeue: error: Unable to contact' >&2; exit 1"])
@@ -123,4 +123,4 @@ def test_a_slurm_that_cannot_be_asked_is_told_from_that(bin_folder: Path, text: 
     if text is not None:
         program(bin_folder, "squeue", text)
     with pytest.raises(SlurmError):
-        slurm.job_state(Submission("12"))
+        job_states([Submission("12")])

@@ -90,17 +90,12 @@ def submit(script: Path) -> Submission:
     return Submission(job, script=str(script), cluster=cluster or None)
 
 
-def job_state(job: Submission) -> JobState | None:
-    """Return the state of a job; None if SLURM does not know it.
+def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
+    """Return the states of several jobs, by their numbers; jobs unknown to SLURM are left out.
 
     Raises:
         SlurmError: SLURM cannot be asked here, or does not answer.
     """
-    return job_states([job]).get(str(job))
-
-
-def job_states(jobs: Iterable[Submission]) -> dict[str, JobState]:
-    """Return the states of several jobs, by their numbers; jobs unknown to SLURM are left out."""
     states: dict[str, JobState] = {}
     by_cluster = sorted(jobs, key=lambda job: job.cluster or "")
     for cluster, some in groupby(by_cluster, key=lambda job: job.cluster):
