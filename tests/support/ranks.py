@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -25,7 +26,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
+        receiver, sender = _context.Pipe()
         environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -77,3 +78,6 @@ def _rank(
         sender.send((True, function(rank, *args)))
     except BaseException:
         sender.send((False, traceback.format_exc()))
+    # Another rank may still be connecting to this one: stay until the test has all results, or is itself gone.
+    with suppress(EOFError, OSError):
+        sender.recv()
