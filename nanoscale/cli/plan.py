@@ -119,24 +119,24 @@ def _search(
 ) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.machines import planned_devices
-    from nanoscale.plan.search.request import recipe_of, room
+    from nanoscale.plan.search.request import recipe_of, search_space
     from nanoscale.plan.search.search import search
     from nanoscale.view.plan.search_text import print_found, search_document
 
     devices = planned_devices(composed)
-    looked_in = room(composed, devices, hardware_of(composed.config))
-    hardware = hardware_of(looked_in.base)  # with the type that precision.compute=auto became
-    found = search(looked_in, hardware)
-    if html is not None and found.best is not None:
+    space = search_space(composed, devices, hardware_of(composed.config))
+    hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
+    result = search(space, hardware)
+    if html is not None and result.best is not None:
         from nanoscale.view.plan.prediction_page import search_page
         from nanoscale.view.plan.reasons import reasons
 
-        write_file("--html", html, search_page(found, reasons(found)), overwrite=overwrite)
-    if write is not None and found.best is not None:
-        recipe = recipe_of(composed, found.best.config)
+        write_file("--html", html, search_page(result, reasons(result)), overwrite=overwrite)
+    if write is not None and result.best is not None:
+        recipe = recipe_of(composed, result.best.config)
         write_file("--write", write, recipe, overwrite=overwrite)
     if as_json:
-        print_json(search_document(composed, found))
+        print_json(search_document(composed, result))
     else:
-        print_found(console(), composed, looked_in, found)
-    return DONE if found.best is not None else DOES_NOT_FIT
+        print_found(console(), composed, space, result)
+    return DONE if result.best is not None else DOES_NOT_FIT

@@ -16,22 +16,22 @@ from nanoscale.config.values.composed import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
-from nanoscale.plan.search.candidates import SHORTEST_PIECE, Room, expert_degrees, shapes
-from nanoscale.plan.search.request import recipe_of, room, to_type
-from nanoscale.plan.search.search import Found, search
+from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
+from nanoscale.plan.search.request import recipe_of, search_space, to_type
+from nanoscale.plan.search.search import SearchResult, search
 from nanoscale.view.plan.reasons import advice, reasons
 
 MIDDLE = ("recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
 SMALL = ("recipe=llama-1b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
 
 
-def looked_in(*words: str) -> tuple[Composed, Room]:
+def looked_in(*words: str) -> tuple[Composed, SearchSpace]:
     composed = compose(list(words))
     hardware = hardware_of(composed.config)
-    return composed, room(composed, planned_devices(composed), hardware)
+    return composed, search_space(composed, planned_devices(composed), hardware)
 
 
-def found(*words: str) -> tuple[Composed, Found]:
+def found(*words: str) -> tuple[Composed, SearchResult]:
     composed, where = looked_in(*words)
     return composed, search(where, hardware_of(composed.config))
 

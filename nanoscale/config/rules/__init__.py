@@ -28,7 +28,7 @@ from nanoscale.config.rules.numbers import (
 )
 from nanoscale.config.rules.pipeline import resolve_virtual_stages
 from nanoscale.config.rules.profiling import check_profile
-from nanoscale.config.rules.resolution import Case
+from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
@@ -58,34 +58,34 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     Raises:
         UserError: with every violation; its kind is `layout`, `data`, `run` or `config`.
     """
-    case, config = Case(composed, devices, hosts), composed.config
-    launcher = resolve_launcher(case)
-    check_foreign(case)
-    if case.violations:  # the other rules depend on degrees that must change
-        _refuse(case)
-    model = resolve_model(case)
-    layout = resolve_layout(case, model)
-    precision = resolve_precision(case, layout.device)
-    case.decide(precision=precision)
-    check_experts(case, layout.dp)
-    check_lora(case)
-    virtual_stages = resolve_virtual_stages(case, model)
-    check_recomputation(case)
-    compiled = resolve_compile(case, layout.device)
-    train = resolve_train(case, layout.dp)
-    scheduler = resolve_scheduler(case, train)
-    check_profile(case, train, layout.ranks)
-    check_precision(case, layout.device)
-    check_mask(case, layout.device)
-    check_attention(case, layout.device)
-    check_backend(case)
-    check_zero(case, layout.device, layout.dp)
-    check_optimizer(case)
-    data = resolve_data(case)
-    check_saving(case)
-    run = resolve_run(case)
-    if case.violations:
-        _refuse(case)
+    resolution, config = Resolution(composed, devices, hosts), composed.config
+    launcher = resolve_launcher(resolution)
+    check_foreign(resolution)
+    if resolution.violations:  # the other rules depend on degrees that must change
+        _refuse(resolution)
+    model = resolve_model(resolution)
+    layout = resolve_layout(resolution, model)
+    precision = resolve_precision(resolution, layout.device)
+    resolution.decide(precision=precision)
+    check_experts(resolution, layout.dp)
+    check_lora(resolution)
+    virtual_stages = resolve_virtual_stages(resolution, model)
+    check_recomputation(resolution)
+    compiled = resolve_compile(resolution, layout.device)
+    train = resolve_train(resolution, layout.dp)
+    scheduler = resolve_scheduler(resolution, train)
+    check_profile(resolution, train, layout.ranks)
+    check_precision(resolution, layout.device)
+    check_mask(resolution, layout.device)
+    check_attention(resolution, layout.device)
+    check_backend(resolution)
+    check_zero(resolution, layout.device, layout.dp)
+    check_optimizer(resolution)
+    data = resolve_data(resolution)
+    check_saving(resolution)
+    run = resolve_run(resolution)
+    if resolution.violations:
+        _refuse(resolution)
     return replace(
         config,
         run=run,
@@ -93,7 +93,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         parallel=replace(config.parallel, dp=layout.dp, virtual_stages=virtual_stages),
         precision=precision,
         backend=replace(config.backend, compile=compiled),
-        launcher=resolve_ranks(case, launcher, layout.device, layout.ranks),
+        launcher=resolve_ranks(resolution, launcher, layout.device, layout.ranks),
         train=train,
         scheduler=scheduler,
         data=data,
@@ -110,16 +110,19 @@ def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...]
     Raises:
         UserError: with every violation.
     """
-    case, config = Case(composed, devices, hosts), composed.config
-    launcher = replace(resolve_launcher(case), device=resolve_device(case))
+    resolution, config = Resolution(composed, devices, hosts), composed.config
+    launcher = replace(resolve_launcher(resolution), device=resolve_device(resolution))
     if launcher.devices == "auto" and not hosts:
         launcher = replace(launcher, devices=devices.count if launcher.device == "cuda" else 1)
-    run = resolve_run(case)
-    if case.violations:
-        _refuse(case)
+    run = resolve_run(resolution)
+    if resolution.violations:
+        _refuse(resolution)
     data = replace(config.data, cache_dir=absolute(config.data.cache_dir))
     return replace(config, run=run, data=data, launcher=launcher)
 
 
-def _refuse(case: Case) -> NoReturn:
-    refuse(case.violations, kind=case.kinds.pop() if len(case.kinds) == 1 else "config")
+def _refuse(resolution: Resolution) -> NoReturn:
+    refuse(
+        resolution.violations,
+        kind=resolution.kinds.pop() if len(resolution.kinds) == 1 else "config",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.config.hf.shape import FAMILIES
-from nanoscale.config.rules.resolution import Case
+from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.schema import Parallel
 from nanoscale.config.violations import override
 
@@ -23,42 +23,42 @@ _BESIDE = {
 """Keys of a single axis, which must be removed with it."""
 
 
-def check_foreign(case: Case) -> None:
-    model, layout = case.config.model, case.config.parallel
+def check_foreign(resolution: Resolution) -> None:
+    model, layout = resolution.config.model, resolution.config.parallel
     if model.source == "own":
         for key in _KEYS:
-            case.refuse_idle("config", key, "model.source=own", "model=hf")
+            resolution.refuse_idle("config", key, "model.source=own", "model=hf")
         return
-    case.require("model.source", "transformers", "transformers")
+    resolution.require("model.source", "transformers", "transformers")
     family = model.hf_config["model_type"]
     ours = f"; for {family} nanoscale's own transformer has it: model.init_from in the place of model=hf"
     known = ours if family in FAMILIES else ""
     for axis, why in _AXES.items():
         if getattr(layout, axis) > 1:
             message = f"{why}, and those of model=hf are transformers'{known}"
-            case.refuse("layout", f"parallel.{axis}", message, _without(layout, axis))
+            resolution.refuse("layout", f"parallel.{axis}", message, _without(layout, axis))
     if layout.activation_checkpointing == "sqrt":
         message = "runs groups of blocks, and the loop over those of model=hf is transformers'"
         full = "parallel.activation_checkpointing=full"
-        case.refuse("layout", "parallel.activation_checkpointing", message, full)
-    if case.config.precision.fp8:
+        resolution.refuse("layout", "parallel.activation_checkpointing", message, full)
+    if resolution.config.precision.fp8:
         message = "takes the place of linear layers, and those of model=hf are transformers'"
-        case.refuse("config", "precision.fp8", message, "precision=bf16")
-    if case.config.lora.rank:
+        resolution.refuse("config", "precision.fp8", message, "precision=bf16")
+    if resolution.config.lora.rank:
         why = "gives adapters to layers that it knows by their names"
         message = f"{why}, and those of model=hf are transformers'{known}"
-        case.refuse("config", "lora.rank", message, "lora.rank=0")
-    _check_documents(case)
+        resolution.refuse("config", "lora.rank", message, "lora.rank=0")
+    _check_documents(resolution)
 
 
-def _check_documents(case: Case) -> None:
-    data = case.config.data
+def _check_documents(resolution: Resolution) -> None:
+    data = resolution.config.data
     why = "keeps attention within documents, and that of model=hf is transformers'"
     if data.packing == "whole":
         stream = "data.packing=stream" + (" data.document_mask=false" if data.document_mask else "")
-        case.refuse("data", "data.packing", why, stream)
+        resolution.refuse("data", "data.packing", why, stream)
     elif data.document_mask:
-        case.refuse("data", "data.document_mask", why, "data.document_mask=false")
+        resolution.refuse("data", "data.document_mask", why, "data.document_mask=false")
 
 
 def _without(layout: Parallel, axis: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
-from nanoscale.config.rules.resolution import Case, listed
+from nanoscale.config.rules.resolution import Resolution, listed
 from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
@@ -38,16 +38,16 @@ def limits(backend: str) -> list[Limit]:
     return {"native": NATIVE, "deepspeed": DEEPSPEED}[backend]
 
 
-def check_backend(case: Case) -> None:
+def check_backend(resolution: Resolution) -> None:
     """Refuse every setting that the chosen backend does not support, all at once."""
-    config = case.config
+    config = resolution.config
     name = config.backend.name
     for limit in limits(name):
         if not limit.takes(config):
-            case.refuse("layout", limit.key, limit.why, *limit.instead)
+            resolution.refuse("layout", limit.key, limit.why, *limit.instead)
     if name == "deepspeed":
-        case.require("backend.name", "deepspeed", "DeepSpeed", "backend=native")
-        _check_extra(case)
+        resolution.require("backend.name", "deepspeed", "DeepSpeed", "backend=native")
+        _check_extra(resolution)
 
 
 def table() -> list[tuple[str, str, str]]:
@@ -78,13 +78,13 @@ def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
     return Limit(key, takes, words, why, instead)
 
 
-def _check_extra(case: Case) -> None:
-    extra = case.config.backend.extra
+def _check_extra(resolution: Resolution) -> None:
+    extra = resolution.config.backend.extra
     owned = owner(extra)
     if owned:
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]
         message = f"sets what a key of nanoscale decides: {listed(named)}"
-        case.refuse("config", "backend.extra", message, _by_our_keys(extra, owned))
+        resolution.refuse("config", "backend.extra", message, _by_our_keys(extra, owned))
 
 
 def _by_our_keys(extra: Mapping[str, Any], owned: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from nanoscale.common.errors import Violation
 from nanoscale.config.composing.interpolation import SECRET
-from nanoscale.config.rules.resolution import Case
+from nanoscale.config.rules.resolution import Resolution
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PASSED = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
@@ -17,20 +17,22 @@ _OURS = re.compile(
 """Variables that define a rank's identity."""
 
 
-def check_environment(case: Case) -> None:
+def check_environment(resolution: Resolution) -> None:
     """Check `launcher.env` and `launcher.pass_env`."""
-    source = case.composed.source("launcher.env")
-    for name, value in case.config.launcher.env.items():
+    source = resolution.composed.source("launcher.env")
+    for name, value in resolution.config.launcher.env.items():
         for message, suggestions in _wrong(name, value):
             # Not the value: it may be a secret.
             wrong = Violation(f"launcher.env.{name}", None, source, message, suggestions)
-            case.add("config", wrong)
-    for entry in case.config.launcher.pass_env:
+            resolution.add("config", wrong)
+    for entry in resolution.config.launcher.pass_env:
         if not _PASSED.fullmatch(entry):
             message = (
                 f"holds {entry!r}, which is neither a variable's name nor its beginning with `*`"
             )
-            case.refuse("config", "launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'")
+            resolution.refuse(
+                "config", "launcher.pass_env", message, "'launcher.pass_env=[WANDB_*]'"
+            )
 
 
 def _wrong(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:

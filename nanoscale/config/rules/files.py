@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nanoscale.config.data.mixture import sources_of
 from nanoscale.config.data.prepared_folder import answers_of
 from nanoscale.config.rules.data_mixture import resolve_mixture
-from nanoscale.config.rules.resolution import Case, near_multiples
+from nanoscale.config.rules.resolution import Resolution, near_multiples
 from nanoscale.config.rules.token_files import look
 from nanoscale.config.schema import Data, Run
 from nanoscale.config.violations import override
@@ -18,26 +18,26 @@ BYTE_VOCAB = 257
 """256 bytes and the end of a document."""
 
 
-def resolve_data(case: Case) -> Data:
+def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
-    data = case.config.data
+    data = resolution.config.data
     if data.source == "stdlib":
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
                 message = "is read with data.source=megatron or datatrove only"
-                case.refuse("data", f"data.{key}", message, "data=megatron")
-        _tokenizer(case, data)
+                resolution.refuse("data", f"data.{key}", message, "data=megatron")
+        _tokenizer(resolution, data)
     elif data.mixture:
-        data = resolve_mixture(case)
+        data = resolve_mixture(resolution)
         if all(source.valid_path for source in sources_of(data)):
-            data = _nothing_held_out(case, data, "valid_path of every source")
-        _tokenizer(case, data)
+            data = _nothing_held_out(resolution, data, "valid_path of every source")
+        _tokenizer(resolution, data)
     else:
-        data = _one_source(case, data)
+        data = _one_source(resolution, data)
     return replace(
         data,
-        document_mask=_document_mask(case, data),
-        loss_on=_loss_on(case, data),
+        document_mask=_document_mask(resolution, data),
+        loss_on=_loss_on(resolution, data),
         path=absolute(data.path),
         valid_path=absolute(data.valid_path),
         tokenizer=data.tokenizer
@@ -47,38 +47,38 @@ def resolve_data(case: Case) -> Data:
     )
 
 
-def _one_source(case: Case, data: Data) -> Data:
-    files = look(case, *sources_of(data))
+def _one_source(resolution: Resolution, data: Data) -> Data:
+    files = look(resolution, *sources_of(data))
     if files.tokenizer is not None and data.tokenizer == "byte":
         data = replace(data, tokenizer=str(files.tokenizer))
     data = replace(data, path=files.path, valid_path=files.valid_path)
     if data.valid_path is not None:
-        data = _nothing_held_out(case, data, f"data.valid_path={data.valid_path}")
+        data = _nothing_held_out(resolution, data, f"data.valid_path={data.valid_path}")
     if not files.prepared or data.tokenizer != "byte":
-        _tokenizer(case, data)
+        _tokenizer(resolution, data)
     return data
 
 
-def _nothing_held_out(case: Case, data: Data, instead: str) -> Data:
-    if case.composed.by_hand("data.valid_fraction") and data.valid_fraction > 0:
+def _nothing_held_out(resolution: Resolution, data: Data, instead: str) -> Data:
+    if resolution.composed.by_hand("data.valid_fraction") and data.valid_fraction > 0:
         message = f"and {instead} both say what to validate on"
-        case.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
+        resolution.refuse("data", "data.valid_fraction", message, "data.valid_fraction=0")
     return replace(data, valid_fraction=0.0)
 
 
-def _document_mask(case: Case, data: Data) -> bool:
+def _document_mask(resolution: Resolution, data: Data) -> bool:
     whole = data.packing == "whole"
-    if whole and not data.document_mask and case.composed.by_hand("data.document_mask"):
+    if whole and not data.document_mask and resolution.composed.by_hand("data.document_mask"):
         message = (
             "lets attention cross documents, and data.packing=whole puts strange ones side by side"
         )
-        case.refuse(
+        resolution.refuse(
             "data", "data.document_mask", message, "data.document_mask=true", "data.packing=stream"
         )
     return data.document_mask or whole
 
 
-def _loss_on(case: Case, data: Data) -> Literal["all", "answers"]:
+def _loss_on(resolution: Resolution, data: Data) -> Literal["all", "answers"]:
     """Return `answers` if a source has marks of answers, unless all tokens are requested."""
     sources = sources_of(data) if data.source == "megatron" else []
     marks = [answers_of(Path(it.path).expanduser()) for it in sources if it.path is not None]
@@ -88,53 +88,55 @@ def _loss_on(case: Case, data: Data) -> Literal["all", "answers"]:
         message = (
             f"needs answers that are marked, which {where} has not: prepare the chats with --chat"
         )
-        case.refuse("data", "data.loss_on", message, "data.loss_on=all")
+        resolution.refuse("data", "data.loss_on", message, "data.loss_on=all")
     return "answers" if marked and data.loss_on != "all" else "all"
 
 
-def _tokenizer(case: Case, data: Data) -> None:
-    vocab = case.config.model.vocab
+def _tokenizer(resolution: Resolution, data: Data) -> None:
+    vocab = resolution.config.model.vocab
     if data.tokenizer == "byte":
         if vocab < BYTE_VOCAB:
-            _too_few_for_bytes(case, data)
+            _too_few_for_bytes(resolution, data)
     elif data.tokenizer == "bpe":
         if data.source != "stdlib":
             message = f"is trained on text, and data.source={data.source} has tokens already"
             example = "data.tokenizer=/path/to/tokenizer.json"
-            case.refuse("data", "data.tokenizer", message, example, "data.tokenizer=byte")
+            resolution.refuse("data", "data.tokenizer", message, example, "data.tokenizer=byte")
         if vocab < data.bpe_vocab:
-            case.refuse(
+            resolution.refuse(
                 "config",
                 "data.bpe_vocab",
                 f"is more than the rows of the embedding (model.vocab={vocab})",
                 f"data.bpe_vocab={vocab}" if vocab >= BYTE_VOCAB else None,
-                case.more_rows(data.bpe_vocab),
+                resolution.more_rows(data.bpe_vocab),
                 "data.tokenizer=byte",
             )
     elif not Path(data.tokenizer).expanduser().is_file():
         message = "is neither byte nor bpe nor a file that exists"
         fits = data.source == "stdlib" and data.bpe_vocab <= vocab
         bpe = "data.tokenizer=bpe" if fits else None
-        case.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
+        resolution.refuse("data", "data.tokenizer", message, "data.tokenizer=byte", bpe)
 
 
-def _too_few_for_bytes(case: Case, data: Data) -> None:
+def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
     """Refuse a small vocabulary if bytes are needed; ids in a file may come from any tokenizer."""
     message = f"is less than the {BYTE_VOCAB} tokens of data.tokenizer=byte"
-    rows = case.more_rows(BYTE_VOCAB)
-    if data.source == "stdlib" or case.composed.by_hand("data.tokenizer"):
-        case.refuse("config", "model.vocab", message, rows)
-    elif case.config.train.sample_tokens > 0:
+    rows = resolution.more_rows(BYTE_VOCAB)
+    if data.source == "stdlib" or resolution.composed.by_hand("data.tokenizer"):
+        resolution.refuse("config", "model.vocab", message, rows)
+    elif resolution.config.train.sample_tokens > 0:
         named = f"{message}, which train.sample_tokens writes a text with"
         instead = ("train.sample_tokens=0", "data.tokenizer=/path/to/tokenizer.json")
-        case.refuse("config", "model.vocab", named, rows, *instead)
+        resolution.refuse("config", "model.vocab", named, rows, *instead)
 
 
-def check_saving(case: Case) -> None:
+def check_saving(resolution: Resolution) -> None:
     """Check that kept checkpoints are saved, and that loggers are installed."""
-    if case.config.logger.tensorboard == "on":
-        case.require_for_ranks("logger.tensorboard", "tensorboard", "TensorBoard", "logger=none")
-    saving = case.config.checkpoint
+    if resolution.config.logger.tensorboard == "on":
+        resolution.require_for_ranks(
+            "logger.tensorboard", "tensorboard", "TensorBoard", "logger=none"
+        )
+    saving = resolution.config.checkpoint
     if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return
     if saving.every:
@@ -146,21 +148,23 @@ def check_saving(case: Case) -> None:
     else:
         message = "needs checkpoint.every: what is saved by time or at the end has no fixed step"
         proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
-    case.refuse("config", "checkpoint.keep_every", message, *proposals)
+    resolution.refuse("config", "checkpoint.keep_every", message, *proposals)
 
 
-def resolve_run(case: Case) -> Run:
+def resolve_run(resolution: Resolution) -> Run:
     """Return the run with its folder."""
-    run = case.config.run
+    run = resolution.config.run
     name = run.name
     if name is not None and (legal := _legal_name(name)) != name:
         message = (
             "names a folder: at most 200 characters, no slash and no control character, "
             "no dot or dash in front"
         )
-        case.refuse("run", "run.name", message, override("run.name", legal) if legal else None)
+        resolution.refuse(
+            "run", "run.name", message, override("run.name", legal) if legal else None
+        )
     if not run.root:
-        case.refuse("run", "run.root", "is empty", "run.root=runs")
+        resolution.refuse("run", "run.root", "is empty", "run.root=runs")
     return replace(run, root=_expanded(run.root))
 
 

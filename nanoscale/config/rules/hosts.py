@@ -11,61 +11,61 @@ from nanoscale.common.errors import Violation
 from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.machines import Host
-from nanoscale.config.rules.resolution import Case, counted
+from nanoscale.config.rules.resolution import Resolution, counted
 
 _MOST_ENTRIES = 8
 """The most entries; a longer filter would not help."""
 
 
-def check_slots(case: Case, device: Literal["cpu", "cuda"]) -> None:
+def check_slots(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     """Check the slots of this machine against its GPUs; those of other hosts are counted when they connect."""
-    if case.remote or device == "cpu" or case.devices.kind == "cpu":
+    if resolution.remote or device == "cpu" or resolution.devices.kind == "cpu":
         return
-    for host in case.hosts:
+    for host in resolution.hosts:
         highest = max(host.devices) + 1 if host.devices else host.slots
-        if highest > case.devices.count:
-            there = counted(case.devices.count, "GPU")
+        if highest > resolution.devices.count:
+            there = counted(resolution.devices.count, "GPU")
             message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {there}"
-            line = f"{host.name} slots={case.devices.count}"
-            case.add("layout", Violation("", host.name, host.source, message, (line,)))
+            line = f"{host.name} slots={resolution.devices.count}"
+            resolution.add("layout", Violation("", host.name, host.source, message, (line,)))
 
 
-def refuse_degree(case: Case, dp: int, copy: int) -> None:
+def refuse_degree(resolution: Resolution, dp: int, copy: int) -> None:
     """Refuse a fixed data-parallel degree that makes more or fewer ranks than there are slots."""
-    layout, world = case.config.parallel, dp * copy
-    case.refuse(
+    layout, world = resolution.config.parallel, dp * copy
+    resolution.refuse(
         "layout",
         "parallel.dp",
         f"makes dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks, and "
-        f"{slots_of(case)} = {case.slots} must be the same number",
-        f"parallel.dp={case.slots // copy}",
-        first_hosts(case, lambda slots: slots == world) or _part_of_hosts(case, world),
+        f"{slots_of(resolution)} = {resolution.slots} must be the same number",
+        f"parallel.dp={resolution.slots // copy}",
+        first_hosts(resolution, lambda slots: slots == world) or _part_of_hosts(resolution, world),
     )
 
 
-def slots_of(case: Case) -> str:
+def slots_of(resolution: Resolution) -> str:
     """Describe the number of slots that ranks are compared with."""
-    return f"the slots of {counted(len(case.hosts), 'host')}"
+    return f"the slots of {counted(len(resolution.hosts), 'host')}"
 
 
-def first_hosts(case: Case, fits: Callable[[int], bool]) -> str | None:
+def first_hosts(resolution: Resolution, fits: Callable[[int], bool]) -> str | None:
     """Return the option for fewer hosts: as many of the first ones as have slots that fit."""
-    if nodes.elastic(case.config.launcher.nodes):
+    if nodes.elastic(resolution.config.launcher.nodes):
         return None
     counts = [
-        n for n, slots in enumerate(accumulate(h.slots for h in case.hosts), 1) if fits(slots)
+        n for n, slots in enumerate(accumulate(h.slots for h in resolution.hosts), 1) if fits(slots)
     ]
     return f"--num-nodes {counts[-1]}" if counts else None
 
 
-def _part_of_hosts(case: Case, world: int) -> str | None:
+def _part_of_hosts(resolution: Resolution, world: int) -> str | None:
     """Return the filter that leaves `world` slots, the first ones."""
-    launcher = case.config.launcher
+    launcher = resolution.config.launcher
     counted_out = launcher.nodes is not None or launcher.devices != "auto"
     if launcher.hostfile is None or launcher.exclude is not None or counted_out:
         return None
     entries = []
-    for host in case.hosts:
+    for host in resolution.hosts:
         taken = min(host.slots, world)
         if taken:
             entries.append(_entry(host, taken))

@@ -12,7 +12,7 @@ from nanoscale.config import hostnames, reference
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules.environment import check_environment
 from nanoscale.config.rules.files import absolute
-from nanoscale.config.rules.resolution import Case, listed
+from nanoscale.config.rules.resolution import Resolution, listed
 from nanoscale.config.rules.slurm import check_slurm
 from nanoscale.config.schema import Launcher, Slurm
 from nanoscale.config.values.composed import Composed
@@ -45,28 +45,28 @@ def by_hostfile(composed: Composed) -> bool:
     return launcher.hostfile is not None and _way(composed) in ("ssh", "pdsh")
 
 
-def resolve_launcher(case: Case) -> Launcher:
+def resolve_launcher(resolution: Resolution) -> Launcher:
     """Return the launcher with its name, and the hostfile with an absolute path."""
-    _check_concerns(case)
-    _check_ssh_args(case)
-    _check_nodes(case)
-    _check_master(case)
-    _check_cluster(case)
-    check_environment(case)
-    check_slurm(case)
-    launcher = case.config.launcher
-    return replace(launcher, name=_name(case), hostfile=absolute(launcher.hostfile))
+    _check_concerns(resolution)
+    _check_ssh_args(resolution)
+    _check_nodes(resolution)
+    _check_master(resolution)
+    _check_cluster(resolution)
+    check_environment(resolution)
+    check_slurm(resolution)
+    launcher = resolution.config.launcher
+    return replace(launcher, name=_name(resolution), hostfile=absolute(launcher.hostfile))
 
 
 def resolve_ranks(
-    case: Case, launcher: Launcher, device: Literal["cpu", "cuda"], ranks: int
+    resolution: Resolution, launcher: Launcher, device: Literal["cpu", "cuda"], ranks: int
 ) -> Launcher:
     """Return the launcher with this machine's ranks; elsewhere every host divides its own cores."""
-    if case.hosts and launcher.name != "local":
+    if resolution.hosts and launcher.name != "local":
         return replace(launcher, device=device)
     threads = launcher.threads
     if threads == "auto":
-        threads = max(1, case.devices.cores // ranks)
+        threads = max(1, resolution.devices.cores // ranks)
     return replace(launcher, device=device, devices=ranks, threads=threads)
 
 
@@ -77,28 +77,30 @@ def _way(composed: Composed) -> str:
     return "ssh" if unsaid and launcher.hostfile is not None else launcher.name
 
 
-def _name(case: Case) -> Literal["local", "ssh", "pdsh", "slurm"]:
+def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm"]:
     """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
-    asked = case.config.launcher.name
-    if asked == _way(case.composed):
+    asked = resolution.config.launcher.name
+    if asked == _way(resolution.composed):
         return asked
-    if case.remote or not case.hosts:
+    if resolution.remote or not resolution.hosts:
         return "ssh"
-    if len(case.hosts) > 1:
-        names = listed([f"{host.name} ({host.source})" for host in case.hosts])
-        one = f"{case.hosts[0].name} slots={case.slots}"
-        message = f"names this machine {len(case.hosts)} times, as {names}: one line is enough"
-        case.refuse("config", "launcher.hostfile", message, one, "launcher.name=ssh")
+    if len(resolution.hosts) > 1:
+        names = listed([f"{host.name} ({host.source})" for host in resolution.hosts])
+        one = f"{resolution.hosts[0].name} slots={resolution.slots}"
+        message = (
+            f"names this machine {len(resolution.hosts)} times, as {names}: one line is enough"
+        )
+        resolution.refuse("config", "launcher.hostfile", message, one, "launcher.name=ssh")
     return "local"
 
 
-def _check_concerns(case: Case) -> None:
-    launcher, way = case.config.launcher, _way(case.composed)
+def _check_concerns(resolution: Resolution) -> None:
+    launcher, way = resolution.config.launcher, _way(resolution.composed)
     if way in ("ssh", "pdsh") and launcher.hostfile is None:
         message = (
             f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
         )
-        case.refuse(
+        resolution.refuse(
             "config", "launcher.hostfile", message, "--hostfile hosts", "launcher.name=local"
         )
     for key, ways in _CONCERNS.items():
@@ -106,67 +108,76 @@ def _check_concerns(case: Case) -> None:
             others = "--hostfile hosts" if launcher.hostfile is None else "launcher.name=ssh"
             instead = others if "ssh" in ways and way == "local" else None
             for_slurm = "launcher.name=slurm" if ways == ("slurm",) else None
-            case.refuse_idle("config", key, f"launcher.name={way}", instead, for_slurm)
+            resolution.refuse_idle("config", key, f"launcher.name={way}", instead, for_slurm)
 
 
-def _check_ssh_args(case: Case) -> None:
+def _check_ssh_args(resolution: Resolution) -> None:
     """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
-    key, words = "launcher.ssh_args", case.config.launcher.ssh_args
-    if _way(case.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
+    key, words = "launcher.ssh_args", resolution.config.launcher.ssh_args
+    if _way(resolution.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
         message = "cannot hold an argument with a space, at which pdsh would divide it"
-        case.refuse("config", key, message, "launcher.name=ssh")
+        resolution.refuse("config", key, message, "launcher.name=ssh")
 
 
-def _check_nodes(case: Case) -> None:
-    wrong = nodes.violation(case.composed)
+def _check_nodes(resolution: Resolution) -> None:
+    wrong = nodes.violation(resolution.composed)
     if wrong is not None:
-        case.add("config", wrong)
-    count, dp = case.config.launcher.nodes, case.config.parallel.dp
+        resolution.add("config", wrong)
+    count, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
     if nodes.elastic(count) and dp != "auto":
         message = (
             f"must be auto with launcher.nodes={count}: it follows from the hosts that are left"
         )
         most = str(count).partition(":")[2]
-        case.refuse("layout", "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}")
+        resolution.refuse(
+            "layout", "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}"
+        )
 
 
-def _check_master(case: Case) -> None:
+def _check_master(resolution: Resolution) -> None:
     """Check the master address: the other hosts must reach the first one under this name."""
-    key, given = "launcher.master_addr", case.config.launcher.master_addr
+    key, given = "launcher.master_addr", resolution.config.launcher.master_addr
     if given is not None:
         problem = hostnames.problem(given) or ("holds a user" if "@" in given else "")
         if problem:
             address = hostnames.address(given)
             fits = address != given and not hostnames.problem(address)
-            case.refuse("config", key, problem, f"{key}={address}" if fits else f"{key}=null")
+            resolution.refuse("config", key, problem, f"{key}={address}" if fits else f"{key}=null")
         return
-    if len(case.hosts) > 1 and case.remote and hostnames.is_loopback(case.hosts[0].name):
-        first = case.hosts[0]
+    if (
+        len(resolution.hosts) > 1
+        and resolution.remote
+        and hostnames.is_loopback(resolution.hosts[0].name)
+    ):
+        first = resolution.hosts[0]
         message = (
             f"is needed: {first.name} ({first.source}), where the ranks meet, is another machine "
             "to every other host"
         )
-        case.refuse("config", key, message, f"{key}={socket.gethostname()}")
+        resolution.refuse("config", key, message, f"{key}={socket.gethostname()}")
 
 
-def _check_cluster(case: Case) -> None:
-    cluster = case.config.cluster
+def _check_cluster(resolution: Resolution) -> None:
+    cluster = resolution.config.cluster
     for name, key in reference.declared().items():
         above = name.startswith("cluster.") and key.at_least == 0 and name not in _MAY_BE_ZERO
         if not above:
             continue
-        value: object = reduce(getattr, name.split("."), case.config)
+        value: object = reduce(getattr, name.split("."), resolution.config)
         if value == 0:
-            case.refuse("config", name, "must be above 0", f"{name}=null")
+            resolution.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
         message = "is no path of an interpreter"
-        case.refuse("config", "cluster.python", message, "cluster.python=null")
+        resolution.refuse("config", "cluster.python", message, "cluster.python=null")
     for name, python in cluster.pythons.items():
         if not _is_path(python):
-            source, message = case.composed.source("cluster.pythons"), "must be a path, as a text"
+            source, message = (
+                resolution.composed.source("cluster.pythons"),
+                "must be a path, as a text",
+            )
             example = (hostnames.own_python(name),)
             wrong = Violation(f"cluster.pythons.{name}", python, source, message, example)
-            case.add("config", wrong)
+            resolution.add("config", wrong)
 
 
 def _is_path(value: object) -> bool:

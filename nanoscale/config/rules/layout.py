@@ -10,7 +10,7 @@ from nanoscale.config.composing import nodes
 from nanoscale.config.rules.hosts import check_slots, first_hosts, refuse_degree, slots_of
 from nanoscale.config.rules.pipeline import without_pipeline
 from nanoscale.config.rules.resolution import (
-    Case,
+    Resolution,
     counted,
     divisors,
     listed,
@@ -33,26 +33,28 @@ class Layout:
     """The world size."""
 
 
-def resolve_layout(case: Case, model: Model) -> Layout:
+def resolve_layout(resolution: Resolution, model: Model) -> Layout:
     """Check the axes against the devices and the model."""
-    device = resolve_device(case)
-    dp, ranks = _degrees_on_hosts(case, device) if case.hosts else _degrees(case, device)
-    _replicas(case, dp)
+    device = resolve_device(resolution)
+    dp, ranks = (
+        _degrees_on_hosts(resolution, device) if resolution.hosts else _degrees(resolution, device)
+    )
+    _replicas(resolution, dp)
     # If tp must change, it implies nothing for the sequence.
-    tp = case.config.parallel.tp if _tensor(case, model) else 1
-    shares = tp if case.config.parallel.sequence_parallel else 1
-    _context(case, model, shares)
-    _sequence(case, shares)
+    tp = resolution.config.parallel.tp if _tensor(resolution, model) else 1
+    shares = tp if resolution.config.parallel.sequence_parallel else 1
+    _context(resolution, model, shares)
+    _sequence(resolution, shares)
     return Layout(device, dp, ranks)
 
 
-def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
+def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
     """Return the device type of the ranks."""
-    asked = case.config.launcher.device
+    asked = resolution.config.launcher.device
     if asked == "auto":
-        return "cuda" if case.remote else case.devices.kind
-    if asked == "cuda" and case.devices.kind != "cuda" and not case.remote:
-        case.refuse(
+        return "cuda" if resolution.remote else resolution.devices.kind
+    if asked == "cuda" and resolution.devices.kind != "cuda" and not resolution.remote:
+        resolution.refuse(
             "layout", "launcher.device", "is asked for, and no GPU is here", "launcher.device=cpu"
         )
     return asked
@@ -61,52 +63,54 @@ def resolve_device(case: Case) -> Literal["cpu", "cuda"]:
 # --- degrees --------------------------------------------------------------------------------------
 
 
-def _degrees(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the data-parallel degree and the ranks, on this machine."""
-    layout, asked = case.config.parallel, case.config.launcher.devices
-    limit = case.devices.count if device == "cuda" and case.devices.kind == "cuda" else None
+    layout, asked = resolution.config.parallel, resolution.config.launcher.devices
+    limit = (
+        resolution.devices.count if device == "cuda" and resolution.devices.kind == "cuda" else None
+    )
     if limit is not None and asked != "auto" and asked > limit:
         message = f"is more than the {counted(limit, 'GPU')} of this host"
         fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"
-        case.refuse("layout", "launcher.devices", message, fewer, cpu)
+        resolution.refuse("layout", "launcher.devices", message, fewer, cpu)
     copy = layout.tp * layout.pp * layout.cp
     if layout.dp != "auto":
-        _fixed_degrees(case, layout.dp, copy, limit)
+        _fixed_degrees(resolution, layout.dp, copy, limit)
         return layout.dp, layout.dp * copy
     there = asked if asked != "auto" else limit
     if there is None:
         return layout.dp_replicate, layout.dp_replicate * copy
-    exact, on_cpu = asked != "auto", case.devices.kind == "cpu"
+    exact, on_cpu = asked != "auto", resolution.devices.kind == "cpu"
     if there < copy or (exact and there % copy):
         devices = "launcher.devices" if exact else "the GPUs of this host"
         more = f"launcher.devices={copy}" if exact and on_cpu else None
         instead = more if exact else "launcher.device=cpu"
-        _too_large(case, copy, there, devices, instead, exact=exact)
+        _too_large(resolution, copy, there, devices, instead, exact=exact)
     dp = max(1, there // copy)
     return dp, dp * copy
 
 
-def _degrees_on_hosts(case: Case, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
     """Return the same for given hosts: every slot is a rank."""
-    layout, there = case.config.parallel, case.slots
-    check_slots(case, device)
+    layout, there = resolution.config.parallel, resolution.slots
+    check_slots(resolution, device)
     copy = layout.tp * layout.pp * layout.cp
-    open_ended = layout.dp == "auto" or nodes.elastic(case.config.launcher.nodes)
+    open_ended = layout.dp == "auto" or nodes.elastic(resolution.config.launcher.nodes)
     dp = max(1, there // copy) if open_ended else layout.dp
     assert isinstance(dp, int)
     if there % copy:
-        fewer = first_hosts(case, lambda slots: slots % copy == 0)
-        _too_large(case, copy, there, slots_of(case), fewer, exact=True)
+        fewer = first_hosts(resolution, lambda slots: slots % copy == 0)
+        _too_large(resolution, copy, there, slots_of(resolution), fewer, exact=True)
     elif dp * copy != there:
-        refuse_degree(case, dp, copy)
+        refuse_degree(resolution, dp, copy)
     return dp, dp * copy
 
 
 def _too_large(
-    case: Case, copy: int, there: int, devices: str, instead: str | None, *, exact: bool
+    resolution: Resolution, copy: int, there: int, devices: str, instead: str | None, *, exact: bool
 ) -> None:
     """Refuse a layout of which one copy does not fit the devices; `exact`: all devices must be used."""
-    layout = case.config.parallel
+    layout = resolution.config.parallel
     axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
     degree = getattr(layout, axis)
     rest = copy // degree
@@ -114,31 +118,31 @@ def _too_large(
     fits = [
         n for n in divisors(degree) if n * rest <= there and (not exact or there % (n * rest) == 0)
     ]
-    case.refuse(
+    resolution.refuse(
         "layout",
         f"parallel.{axis}",
         f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {there} is no "
         f"multiple of that",
-        _with_degree(case, axis, fits[-1]) if fits else "parallel=dp",
+        _with_degree(resolution, axis, fits[-1]) if fits else "parallel=dp",
         instead,
     )
 
 
-def _fixed_degrees(case: Case, dp: int, copy: int, limit: int | None) -> None:
-    layout, asked = case.config.parallel, case.config.launcher.devices
+def _fixed_degrees(resolution: Resolution, dp: int, copy: int, limit: int | None) -> None:
+    layout, asked = resolution.config.parallel, resolution.config.launcher.devices
     world = dp * copy
     product = f"dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks"
     if asked != "auto" and asked != world:
-        case.refuse(
+        resolution.refuse(
             "layout",
             "parallel.dp",
-            f"makes {product}, and launcher.devices={asked} ({case.composed.source('launcher.devices')})"
+            f"makes {product}, and launcher.devices={asked} ({resolution.composed.source('launcher.devices')})"
             " must be the same number",
             f"launcher.devices={world}",
             f"parallel.dp={asked // copy}" if asked % copy == 0 else None,
         )
     if asked == "auto" and limit is not None and world > limit:
-        case.refuse(
+        resolution.refuse(
             "layout",
             "parallel.dp",
             f"makes {product}, and this host has {counted(limit, 'GPU')}",
@@ -147,17 +151,17 @@ def _fixed_degrees(case: Case, dp: int, copy: int, limit: int | None) -> None:
         )
 
 
-def _replicas(case: Case, dp: int) -> None:
-    replicas = case.config.parallel.dp_replicate
+def _replicas(resolution: Resolution, dp: int) -> None:
+    replicas = resolution.config.parallel.dp_replicate
     if dp % replicas:
-        case.refuse(
+        resolution.refuse(
             "layout",
             "parallel.dp_replicate",
             f"must divide parallel.dp, which is {dp}",
             *(f"parallel.dp_replicate={n}" for n in near_divisors(dp, replicas)),
         )
-    if replicas > 1 and case.config.zero.stage == 0:
-        case.refuse(
+    if replicas > 1 and resolution.config.zero.stage == 0:
+        resolution.refuse(
             "layout",
             "parallel.dp_replicate",
             "makes copies of a sharded model, and zero.stage=0 shards nothing",
@@ -169,11 +173,11 @@ def _replicas(case: Case, dp: int) -> None:
 # --- divisibility ---------------------------------------------------------------------------------
 
 
-def _tensor(case: Case, model: Model) -> bool:
+def _tensor(resolution: Resolution, model: Model) -> bool:
     """True if tp divides the blocks; their rows can be padded."""
-    tp = case.config.parallel.tp
+    tp = resolution.config.parallel.tp
     if tp == 1:
-        case.refuse_idle("layout", "parallel.sequence_parallel", "parallel.tp=1")
+        resolution.refuse_idle("layout", "parallel.sequence_parallel", "parallel.tp=1")
         return True
     kv_heads = model.kv_heads or model.heads
     parts = {"model.heads": model.heads, "model.kv_heads": kv_heads, "model.ffn": model.ffn}
@@ -183,8 +187,8 @@ def _tensor(case: Case, model: Model) -> bool:
     broken = [f"{key}={number}" for key, number in parts.items() if number % tp]
     if broken:
         why = "a rank holds whole heads, of keys and values too, and an equal share of the block"
-        near = (_with_degree(case, "tp", n) for n in near_divisors(common, tp))
-        case.refuse("layout", "parallel.tp", f"must divide {listed(broken)}: {why}", *near)
+        near = (_with_degree(resolution, "tp", n) for n in near_divisors(common, tp))
+        resolution.refuse("layout", "parallel.tp", f"must divide {listed(broken)}: {why}", *near)
         return False
     for key, number, what in _rows(model):
         if number % tp:
@@ -192,12 +196,12 @@ def _tensor(case: Case, model: Model) -> bool:
             more = f"rows that no {what} uses may be added"
             if loaded:
                 more = "to a model that is loaded (model.init_from) none can be added"
-            case.refuse(
+            resolution.refuse(
                 "layout",
                 key,
                 f"must be a multiple of parallel.tp={tp}, which divides its rows; {more}",
                 None if loaded else f"{key}={_padded(key, number, tp)}",
-                _with_degree(case, "tp", smaller),
+                _with_degree(resolution, "tp", smaller),
             )
     return True
 
@@ -214,11 +218,11 @@ def _padded(key: str, number: int, tp: int) -> int:
     return -(-number // step) * step
 
 
-def _with_degree(case: Case, axis: str, degree: int) -> str:
+def _with_degree(resolution: Resolution, axis: str, degree: int) -> str:
     """Return the override of an axis, with those that it requires."""
-    layout, model = case.config.parallel, case.config.model
+    layout, model = resolution.config.parallel, resolution.config.model
     if axis == "pp" and degree == 1:
-        return without_pipeline(case)
+        return without_pipeline(resolution)
     words = [f"parallel.{axis}={degree}"]
     if axis == "tp":
         words += [f"{k}={_padded(k, n, degree)}" for k, n, _ in _rows(model) if n % degree]
@@ -229,21 +233,21 @@ def _with_degree(case: Case, axis: str, degree: int) -> str:
     return " ".join(words)
 
 
-def _context(case: Case, model: Model, shares: int) -> None:
-    layout, length = case.config.parallel, case.config.train.seq_len
+def _context(resolution: Resolution, model: Model, shares: int) -> None:
+    layout, length = resolution.config.parallel, resolution.config.train.seq_len
     if layout.cp == 1:
-        case.refuse_idle("layout", "parallel.cp_method", "parallel.cp=1")
+        resolution.refuse_idle("layout", "parallel.cp_method", "parallel.cp=1")
         return
-    data = case.config.data
+    data = resolution.config.data
     if layout.cp_method == "ring" and (data.document_mask or data.packing == "whole"):
         key = "data.packing" if data.packing == "whole" else "data.document_mask"
-        case.refuse(
+        resolution.refuse(
             "layout",
             key,
             "keeps attention within documents by a mask, which parallel.cp_method=ring does not know: keys and "
             "values pass by it in pieces",
             "parallel.cp_method=ulysses",
-            _with_degree(case, "cp", 1),
+            _with_degree(resolution, "cp", 1),
         )
     heads, kv_heads = model.heads, model.kv_heads or model.heads
     if layout.cp_method != "ulysses" or heads % layout.tp or kv_heads % layout.tp:
@@ -253,13 +257,13 @@ def _context(case: Case, model: Model, shares: int) -> None:
     if common % layout.cp:
         fits = length % _multiple_of(layout.cp, shares, ring=True) == 0
         smaller = near_divisors(common, layout.cp)[0]
-        case.refuse(
+        resolution.refuse(
             "layout",
             "parallel.cp",
             f"must divide the heads of a rank where parallel.cp_method=ulysses: heads/tp = {own} and "
             f"kv_heads/tp = {own_kv}",
             "parallel.cp_method=ring" if fits else None,
-            _with_degree(case, "cp", smaller),
+            _with_degree(resolution, "cp", smaller),
         )
 
 
@@ -268,10 +272,10 @@ def _multiple_of(cp: int, shares: int, *, ring: bool) -> int:
     return cp * math.lcm(2 if ring and cp > 1 else 1, shares)
 
 
-def _sequence(case: Case, shares: int) -> None:
+def _sequence(resolution: Resolution, shares: int) -> None:
     """Check the sequence length; `shares` is the number of parts into which tp divides the sequence of a
     rank."""
-    layout, length = case.config.parallel, case.config.train.seq_len
+    layout, length = resolution.config.parallel, resolution.config.train.seq_len
     ring = layout.cp_method == "ring"
     step = _multiple_of(layout.cp, shares, ring=ring)
     if length % step == 0:
@@ -282,10 +286,10 @@ def _sequence(case: Case, shares: int) -> None:
         why.append(f"cp={layout.cp} gives every rank {pieces} ({layout.cp_method})")
     if shares > 1:
         why.append(f"tp={shares} divides it again (sequence_parallel)")
-    longest = case.config.model.max_seq_len
+    longest = resolution.config.model.max_seq_len
     lengths = [n for n in near_multiples(step, length) if n <= longest]
     whole = length % _multiple_of(layout.cp, 1, ring=ring) == 0
-    case.refuse(
+    resolution.refuse(
         "layout",
         "train.seq_len",
         f"must be a multiple of {step}: {listed(why)}",

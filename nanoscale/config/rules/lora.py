@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
-from nanoscale.config.rules.resolution import Case, listed
+from nanoscale.config.rules.resolution import Resolution, listed
 from nanoscale.config.suggest import nearest
 from nanoscale.config.violations import override
 
@@ -14,35 +14,35 @@ _THEIRS = dict(zip(("q_proj", "k_proj", "v_proj", "o_proj"), ATTENTION, strict=T
 """The layers' names at Hugging Face."""
 
 
-def check_lora(case: Case) -> None:
-    config = case.config
+def check_lora(resolution: Resolution) -> None:
+    config = resolution.config
     if not config.lora.rank:
         for key in ("lora.alpha", "lora.targets"):
             on = "lora.rank=16" if config.model.init_from else None
-            case.refuse_idle("config", key, _OFF, on)
+            resolution.refuse_idle("config", key, _OFF, on)
         return
     if config.model.init_from is None:
         message = "trains adapters alone, and model.init_from names no model that they are for"
-        case.refuse("config", "lora.rank", message, "model.init_from=/path/to/model", _OFF)
+        resolution.refuse("config", "lora.rank", message, "model.init_from=/path/to/model", _OFF)
     if config.lora.alpha == 0:
         message = "is what adapters count: without it nothing is trained"
-        case.refuse("config", "lora.alpha", message, f"lora.alpha={2 * config.lora.rank}")
+        resolution.refuse("config", "lora.alpha", message, f"lora.alpha={2 * config.lora.rank}")
     if config.precision.fp8:
         message = "multiplies in torchao's layers, which adapters cannot stand beside"
-        case.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
+        resolution.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
     if config.backend.name == "deepspeed" and config.zero.offload_param == "nvme":
         message = "keeps frozen weights on a disk, to which a model cannot be read"
-        case.refuse("layout", "zero.offload_param", message, "zero.offload_param=cpu", _OFF)
+        resolution.refuse("layout", "zero.offload_param", message, "zero.offload_param=cpu", _OFF)
     if config.lora.targets is not None:
-        _check_targets(case, config.lora.targets)
+        _check_targets(resolution, config.lora.targets)
 
 
-def _check_targets(case: Case, targets: list[str]) -> None:
-    model = case.config.model
+def _check_targets(resolution: Resolution, targets: list[str]) -> None:
+    model = resolution.config.model
     there = available(model)
     if not targets:
         message = "names no layer, so that nothing would be trained"
-        case.refuse("config", "lora.targets", message, "lora.targets=null")
+        resolution.refuse("config", "lora.targets", message, "lora.targets=null")
     absent = [name for name in targets if name not in there]
     if absent:
         why = f"a block here has {listed(list(there))}"
@@ -53,7 +53,7 @@ def _check_targets(case: Case, targets: list[str]) -> None:
         kept = list(dict.fromkeys(name for name in meant if name))
         message = f"names {listed(absent)}, and {why}"
         fewer = override("lora.targets", kept) if kept else None
-        case.refuse("config", "lora.targets", message, fewer, "lora.targets=null")
+        resolution.refuse("config", "lora.targets", message, fewer, "lora.targets=null")
     elif len(set(targets)) < len(targets):
         once = override("lora.targets", list(dict.fromkeys(targets)))
-        case.refuse("config", "lora.targets", "names a layer twice", once)
+        resolution.refuse("config", "lora.targets", "names a layer twice", once)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanoscale.config.hf.pretrained import absolute_name
-from nanoscale.config.rules.resolution import Case, near_divisors
+from nanoscale.config.rules.resolution import Resolution, near_divisors
 from nanoscale.config.schema import Model
 
 
-def resolve_model(case: Case) -> Model:
+def resolve_model(resolution: Resolution) -> Model:
     """Return the model with its heads resolved; transformers resolves those of its own models."""
-    model = case.config.model
+    model = resolution.config.model
     if model.source == "hf":
-        _positions(case, model)
+        _positions(resolution, model)
         name, begin = absolute_name(model.name), model.init_from
         begin = absolute_name(begin) if begin is not None else None
         return replace(model, name=name, init_from=begin)
     kv_heads = model.kv_heads or model.heads
     if model.heads % kv_heads:
-        case.refuse(
+        resolution.refuse(
             "config",
             "model.kv_heads",
             f"must divide model.heads={model.heads}",
@@ -27,33 +27,33 @@ def resolve_model(case: Case) -> Model:
         )
     head_dim = model.head_dim or model.hidden // model.heads
     if model.head_dim is None and model.hidden % model.heads:
-        case.refuse(
+        resolution.refuse(
             "config",
             "model.heads",
             f"must divide model.hidden={model.hidden} unless model.head_dim is set",
             *(f"model.heads={n}" for n in near_divisors(model.hidden, model.heads)),
         )
     elif model.position == "rope" and head_dim % 2:
-        case.refuse(
+        resolution.refuse(
             "config",
             "model.head_dim" if model.head_dim else "model.heads",
             f"makes heads {head_dim} wide, and rotary positions turn pairs: an even width is needed",
             f"model.head_dim={head_dim + 1}",
             f"model.head_dim={head_dim - 1}" if head_dim > 1 else None,
         )
-    _positions(case, model)
+    _positions(resolution, model)
     if model.bias:
-        case.refuse_idle("config", "model.qkv_bias", "model.bias=true")
+        resolution.refuse_idle("config", "model.qkv_bias", "model.bias=true")
     init_from = model.init_from
     if init_from is not None:
         init_from = absolute_name(init_from)
     return replace(model, kv_heads=kv_heads, head_dim=max(1, head_dim), init_from=init_from)
 
 
-def _positions(case: Case, model: Model) -> None:
-    length = case.config.train.seq_len
+def _positions(resolution: Resolution, model: Model) -> None:
+    length = resolution.config.train.seq_len
     if length > model.max_seq_len:
-        case.refuse(
+        resolution.refuse(
             "config",
             "train.seq_len",
             f"is longer than the model admits (model.max_seq_len={model.max_seq_len})",
@@ -62,7 +62,7 @@ def _positions(case: Case, model: Model) -> None:
         )
     window = model.sliding_window
     if window is not None and length > window:
-        case.refuse(
+        resolution.refuse(
             "config",
             "train.seq_len",
             f"is longer than model.sliding_window={window}, and attention here looks back to the beginning",
@@ -72,7 +72,7 @@ def _positions(case: Case, model: Model) -> None:
     if scaling is None:
         return
     if model.position != "rope":
-        case.refuse(
+        resolution.refuse(
             "config",
             "model.position",
             "has no rotary frequencies for model.rope_scaling to stretch",
@@ -81,4 +81,4 @@ def _positions(case: Case, model: Model) -> None:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         key = "model.rope_scaling.high_freq_factor"
         message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
-        case.refuse("config", key, message, f"{key}={scaling.low_freq_factor * 4:g}")
+        resolution.refuse("config", key, message, f"{key}={scaling.low_freq_factor * 4:g}")

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 
-from nanoscale.config.rules.resolution import Case, counted, listed, near_divisors
+from nanoscale.config.rules.resolution import Resolution, counted, listed, near_divisors
 
 _KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
 
 
-def check_experts(case: Case, dp: int) -> None:
-    model, layout = case.config.model, case.config.parallel
+def check_experts(resolution: Resolution, dp: int) -> None:
+    model, layout = resolution.config.model, resolution.config.parallel
     if model.experts == 0:
         for key in (*_KEYS, "parallel.ep"):
-            case.refuse_idle("config", key, "model.experts=0")
+            resolution.refuse_idle("config", key, "model.experts=0")
         return
     if model.balance == "none":
-        case.refuse_idle("config", "model.balance_rate", "model.balance=none")
-    _check_shape(case)
+        resolution.refuse_idle("config", "model.balance_rate", "model.balance=none")
+    _check_shape(resolution)
     if layout.ep > 1:
-        _check_degree(case, dp)
+        _check_degree(resolution, dp)
 
 
-def _check_shape(case: Case) -> None:
-    model = case.config.model
+def _check_shape(resolution: Resolution) -> None:
+    model = resolution.config.model
     if model.experts_per_token > model.experts:
-        case.refuse(
+        resolution.refuse(
             "config",
             "model.experts_per_token",
             f"is more than model.experts={model.experts}",
@@ -34,17 +34,17 @@ def _check_shape(case: Case) -> None:
         )
     if model.mlp != "swiglu":
         message = "is the block of a dense model; experts are gated"
-        case.refuse("config", "model.mlp", message, "model.mlp=swiglu")
+        resolution.refuse("config", "model.mlp", message, "model.mlp=swiglu")
     if model.bias:
         message = "gives every linear layer a bias, and experts have none"
-        case.refuse("config", "model.bias", message, "model.bias=false")
-    if case.config.precision.fp8:
+        resolution.refuse("config", "model.bias", message, "model.bias=false")
+    if resolution.config.precision.fp8:
         message = "would leave the experts' products, most of all there are, in 16 bits"
-        case.refuse("config", "precision.fp8", message, "precision.fp8=false")
+        resolution.refuse("config", "precision.fp8", message, "precision.fp8=false")
 
 
-def _check_degree(case: Case, dp: int) -> None:
-    model, layout = case.config.model, case.config.parallel
+def _check_degree(resolution: Resolution, dp: int) -> None:
+    model, layout = resolution.config.model, resolution.config.parallel
     ep, ranks = layout.ep, dp // layout.dp_replicate * layout.cp
     if model.experts % ep == 0 and ranks % ep == 0:
         return
@@ -54,12 +54,12 @@ def _check_degree(case: Case, dp: int) -> None:
     if ranks % ep:
         laws.append(f"the {counted(ranks, 'rank')} that it is taken from, (dp/dp_replicate)·cp")
     enough = ep * layout.dp_replicate
-    case.refuse(
+    resolution.refuse(
         "layout",
         "parallel.ep",
         f"must divide {listed(laws)}",
         *(f"parallel.ep={n}" for n in near_divisors(math.gcd(model.experts, ranks), ep)),
         f"parallel.dp={enough}"
-        if model.experts % ep == 0 and case.config.train.global_batch % enough == 0
+        if model.experts % ep == 0 and resolution.config.train.global_batch % enough == 0
         else None,
     )

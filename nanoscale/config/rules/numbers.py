@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from nanoscale.config.rules.resolution import Case, listed
+from nanoscale.config.rules.resolution import Resolution, listed
 from nanoscale.config.schema import Precision
 
 _NOT_OF = {
@@ -34,22 +34,22 @@ _AMD = re.compile(r"\bMI\d{2,3}[A-Z]?\b", re.IGNORECASE)
 """Names of GPUs on which PyTorch computes fp32 products without TF32."""
 
 
-def resolve_precision(case: Case, device: Literal["cpu", "cuda"]) -> Precision:
+def resolve_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) -> Precision:
     """Return the precision with the dtypes that `auto` means on the devices.
 
     GPUs of different kinds train in a dtype that all of them support. The GPUs of other hosts are unknown
     here, unless `cluster` describes them, and are assumed to support bf16; the preflight checks verify that.
     """
-    precision, names = case.config.precision, device_names(case)
+    precision, names = resolution.config.precision, device_names(resolution)
     compute = precision.compute
     if compute == "auto":
-        compute = "fp32" if device == "cpu" else "bf16" if _has_bf16(case, names) else "fp16"
+        compute = "fp32" if device == "cpu" else "bf16" if _has_bf16(resolution, names) else "fp16"
     possible = device == "cuda" and compute == "fp32"
     tf32 = precision.tf32
     if tf32 is True and not possible:
         other = "launcher.device=cpu" if device == "cpu" else f"precision.compute={compute}"
         message = f"is for fp32 on a GPU, and would be ignored with {other}"
-        case.refuse("config", "precision.tf32", message, "precision.tf32=auto")
+        resolution.refuse("config", "precision.tf32", message, "precision.tf32=auto")
     if tf32 == "auto":
         tf32 = possible and not any(lacks_bf16(name) or _AMD.search(name) for name in names)
     return replace(precision, compute=compute, tf32=tf32)
@@ -60,27 +60,27 @@ def lacks_bf16(name: str) -> bool:
     return _BEFORE_AMPERE.search(name) is not None
 
 
-def _has_bf16(case: Case, names: Iterable[str]) -> bool:
-    peaks = case.config.cluster.peaks
-    if case.config.cluster.device is not None and (peaks.bf16 or peaks.fp16):
+def _has_bf16(resolution: Resolution, names: Iterable[str]) -> bool:
+    peaks = resolution.config.cluster.peaks
+    if resolution.config.cluster.device is not None and (peaks.bf16 or peaks.fp16):
         return bool(peaks.bf16)
     return not any(map(lacks_bf16, names))
 
 
-def device_names(case: Case) -> tuple[str, ...]:
+def device_names(resolution: Resolution) -> tuple[str, ...]:
     """Return the names of the GPUs to train on, as far as they are known."""
-    if case.config.cluster.device is not None:
-        return (case.config.cluster.device,)
-    return () if case.remote else case.devices.names
+    if resolution.config.cluster.device is not None:
+        return (resolution.config.cluster.device,)
+    return () if resolution.remote else resolution.devices.names
 
 
-def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
+def check_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     """Check that the dtypes are compatible."""
-    precision = case.config.precision
+    precision = resolution.config.precision
     if (precision.params == "fp64") != (precision.compute == "fp64"):
         narrow = "params" if precision.compute == "fp64" else "compute"
         wide = "compute" if narrow == "params" else "params"
-        case.refuse(
+        resolution.refuse(
             "config",
             "precision.compute",
             f"and precision.params={precision.params} do not go together: fp64 is for both",
@@ -88,7 +88,7 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
             f"precision.{wide}=fp32 precision.reduce=fp32",
         )
     elif (precision.params == "fp64") != (precision.reduce == "fp64"):
-        case.refuse(
+        resolution.refuse(
             "config",
             "precision.reduce",
             f"would sum gradients of {precision.compute} in another width than the weights' "
@@ -96,7 +96,7 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
             f"precision.reduce={precision.params}",
         )
     elif precision.reduce in ("bf16", "fp16") and precision.reduce != precision.compute:
-        case.refuse(
+        resolution.refuse(
             "config",
             "precision.reduce",
             f"would round gradients that were computed in {precision.compute}",
@@ -104,25 +104,25 @@ def check_precision(case: Case, device: Literal["cpu", "cuda"]) -> None:
         )
     if precision.compute != "fp16":
         for key in ("precision.loss_scale", "precision.loss_scale_window"):
-            case.refuse_idle("config", key, f"precision.compute={precision.compute}")
+            resolution.refuse_idle("config", key, f"precision.compute={precision.compute}")
     if precision.fp8:
-        _fp8(case, device)
+        _fp8(resolution, device)
     else:
-        case.refuse_idle("config", "precision.fp8_recipe", "precision.fp8=false")
+        resolution.refuse_idle("config", "precision.fp8_recipe", "precision.fp8=false")
 
 
-def check_mask(case: Case, device: Literal["cpu", "cuda"]) -> None:
+def check_mask(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     """Check masked attention: on an H100 PyTorch hands it to cuDNN, whose gradients may be NaN at such
     lengths.
 
     Source: pytorch issue 196678.
     """
-    data, length = case.config.data, case.config.train.seq_len
+    data, length = resolution.config.data, resolution.config.train.seq_len
     masked = data.document_mask or data.packing == "whole"
-    by_cudnn = case.config.backend.attention in ("auto", "cudnn")
-    narrow = case.config.precision.compute in ("bf16", "fp16")
+    by_cudnn = resolution.config.backend.attention in ("auto", "cudnn")
+    narrow = resolution.config.precision.compute in ("bf16", "fp16")
     if device == "cuda" and masked and by_cudnn and narrow and length % 128 == 64:
-        case.refuse(
+        resolution.refuse(
             "data",
             "train.seq_len",
             "may give gradients that are no numbers where attention keeps to documents: cuDNN's kernels fail "
@@ -132,56 +132,56 @@ def check_mask(case: Case, device: Literal["cpu", "cuda"]) -> None:
         )
 
 
-def _fp8(case: Case, device: Literal["cpu", "cuda"]) -> None:
+def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     key, off = "precision.fp8", "precision.fp8=false"
-    compute, tp = case.config.precision.compute, case.config.parallel.tp
+    compute, tp = resolution.config.precision.compute, resolution.config.parallel.tp
     needed = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
-    weak = sorted({name for name in case.devices.names if not _HAS_FP8.search(name)})
+    weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
     if device == "cpu":
-        case.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
-    elif weak and not case.remote:
-        case.refuse("config", key, f"{needed}, and here is {listed(weak)}", off)
+        resolution.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
+    elif weak and not resolution.remote:
+        resolution.refuse("config", key, f"{needed}, and here is {listed(weak)}", off)
     if compute != "bf16":
         message = f"needs precision.compute=bf16 around its products, which is {compute}"
         bf16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
-        case.refuse("config", key, message, bf16, off)
+        resolution.refuse("config", key, message, bf16, off)
     if tp > 1:
         message = (
             f"cannot hold with parallel.tp={tp}: products of tensor-parallel layers stay in bf16"
         )
-        case.refuse("config", key, message, off)
-    if odd := _odd_sizes(case):
+        resolution.refuse("config", key, message, off)
+    if odd := _odd_sizes(resolution):
         message = f"multiplies in tiles of 16, and {listed(odd)} are no multiples of that"
-        case.refuse("config", key, message, off)
-    case.require_for_ranks(key, "torchao", "torchao", off)
+        resolution.refuse("config", key, message, off)
+    resolution.require_for_ranks(key, "torchao", "torchao", off)
 
 
-def _odd_sizes(case: Case) -> list[str]:
+def _odd_sizes(resolution: Resolution) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
-    model, train = case.config.model, case.config.train
+    model, train = resolution.config.model, resolution.config.train
     width = model.head_dim or model.hidden // model.heads
     sizes = {
         "model.hidden": model.hidden,
         "model.ffn": model.ffn,
         "the query heads together": width * model.heads,
         "the key heads together": width * (model.kv_heads or model.heads),
-        "the tokens of a rank": train.seq_len // case.config.parallel.cp,
+        "the tokens of a rank": train.seq_len // resolution.config.parallel.cp,
     }
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
 
 
-def check_optimizer(case: Case) -> None:
+def check_optimizer(resolution: Resolution) -> None:
     """Check the keys of the chosen update rule."""
-    optimizer = case.config.optimizer
+    optimizer = resolution.config.optimizer
     for name in _NOT_OF[optimizer.name]:
-        case.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
+        resolution.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
             message = "must be below 1: at 1 the moment never moves"
-            case.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
+            resolution.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
     if optimizer.name != "adamw8bit":
         return
-    if (params := case.config.precision.params) != "fp32":
+    if (params := resolution.config.precision.params) != "fp32":
         message = f"has moments of fp32 weights in 8 bits, and precision.params={params}"
-        case.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
-    case.require_for_ranks("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")
+        resolution.refuse("config", "optimizer.name", message, "optimizer.name=adamw")
+    resolution.require_for_ranks("optimizer.name", "torchao", "torchao", "optimizer.name=adamw")

@@ -5,30 +5,30 @@ from __future__ import annotations
 import re
 
 from nanoscale.config.profile_steps import series_of
-from nanoscale.config.rules.resolution import Case, counted
+from nanoscale.config.rules.resolution import Resolution, counted
 from nanoscale.config.schema import Train
 from nanoscale.config.violations import override
 
 _OFF = "profile.steps=null"
 
 
-def check_profile(case: Case, train: Train, ranks: int) -> None:
+def check_profile(resolution: Resolution, train: Train, ranks: int) -> None:
     """Check that the steps and ranks exist. `train` is resolved, `ranks` the world size."""
-    profile = case.config.profile
+    profile = resolution.config.profile
     if profile.steps is None:
-        case.refuse_idle("config", "profile.ranks", _OFF, _example(train))
+        resolution.refuse_idle("config", "profile.ranks", _OFF, _example(train))
         return
     try:
         series = series_of(profile.steps)
     except ValueError:
         meant = _meant(str(profile.steps), train)
         message = "must be a step, a series of steps as in 10-12, or a list as in [10,20]"
-        case.refuse("config", "profile.steps", message, meant or _example(train), _OFF)
+        resolution.refuse("config", "profile.steps", message, meant or _example(train), _OFF)
         return
     last, steps = series[-1][1], train.steps or 1
     if last > steps:
         longer = f"train.steps={last}" if train.tokens is None else None
-        case.refuse(
+        resolution.refuse(
             "config",
             "profile.steps",
             f"is beyond the {counted(steps, 'step')} of the training",
@@ -37,7 +37,7 @@ def check_profile(case: Case, train: Train, ranks: int) -> None:
         )
     there = [rank for rank in profile.ranks if rank < ranks]
     if len(there) < len(profile.ranks) or not there:
-        case.refuse(
+        resolution.refuse(
             "config",
             "profile.ranks",
             f"must be some of the {counted(ranks, 'rank')}, which are numbered from 0",

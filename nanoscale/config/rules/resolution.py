@@ -20,7 +20,7 @@ from nanoscale.config.violations import override
 
 
 @dataclass
-class Case:
+class Resolution:
     """A request, and the violations found so far."""
 
     composed: Composed

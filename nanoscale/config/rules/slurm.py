@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from nanoscale.config.rules.resolution import Case
+from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.violations import override
 
 _TIME = re.compile(
@@ -56,57 +56,63 @@ def time_limit_s(text: str) -> int | None:
     return minutes * 60 + values["ds"] + values["s"]
 
 
-def check_slurm(case: Case) -> None:
+def check_slurm(resolution: Resolution) -> None:
     """Check the forms of its values, and the keys of a container if there is none."""
-    slurm = case.config.launcher.slurm
+    slurm = resolution.config.launcher.slurm
     for name in _LINES:
         value = getattr(slurm, name)
         if value is not None and not _is_line(value):
             key = f"launcher.slurm.{name}"
-            case.refuse("config", key, "must be one line of printable characters", f"{key}=null")
-    _check_directives(case)
-    _check_time(case)
-    if case.config.launcher.name == "slurm" and slurm.container is None:
+            resolution.refuse(
+                "config", key, "must be one line of printable characters", f"{key}=null"
+            )
+    _check_directives(resolution)
+    _check_time(resolution)
+    if resolution.config.launcher.name == "slurm" and slurm.container is None:
         for name in ("container_runtime", "container_mounts"):
-            case.refuse_idle("config", f"launcher.slurm.{name}", "launcher.slurm.container=null")
+            resolution.refuse_idle(
+                "config", f"launcher.slurm.{name}", "launcher.slurm.container=null"
+            )
     for mount in slurm.container_mounts:
         if not _is_line(mount) or not all(mount.partition(":")) or "," in mount:
             message = f"holds {mount!r}; a mount is HOST:INSIDE, without commas"
             key = "launcher.slurm.container_mounts"
-            case.refuse("config", key, message, override(key, ["/data:/data"]))
+            resolution.refuse("config", key, message, override(key, ["/data:/data"]))
 
 
-def _check_directives(case: Case) -> None:
-    key, given = "launcher.slurm.directives", case.config.launcher.slurm.directives
+def _check_directives(resolution: Resolution) -> None:
+    key, given = "launcher.slurm.directives", resolution.config.launcher.slurm.directives
     wrong = [text for text in given if not text.startswith("--") or not _is_line(text)]
     if wrong:
         mended = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
         message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
-        case.refuse("config", key, message, f"'{key}=[{mended}]'" if mended else None)
+        resolution.refuse("config", key, message, f"'{key}=[{mended}]'" if mended else None)
     for text in given:
         option = _OPTION.match(text)
         name, value = option[1] if option else "", text.partition("=")[2]
         if name in _KEYS:
             message = f"holds --{name}, for which there is a key"
-            case.refuse("config", key, message, f"{_KEYS[name]}={value or '…'}")
+            resolution.refuse("config", key, message, f"{_KEYS[name]}={value or '…'}")
         elif name in _OURS:
-            case.refuse("config", key, f"holds --{name}, which nanoscale decides itself", None)
+            resolution.refuse(
+                "config", key, f"holds --{name}, which nanoscale decides itself", None
+            )
 
 
-def _check_time(case: Case) -> None:
-    key, text = "launcher.slurm.time", case.config.launcher.slurm.time
+def _check_time(resolution: Resolution) -> None:
+    key, text = "launcher.slurm.time", resolution.config.launcher.slurm.time
     if text is None:
         return
-    limit, before = time_limit_s(text), case.config.launcher.slurm.signal_before_s
+    limit, before = time_limit_s(text), resolution.config.launcher.slurm.signal_before_s
     if limit is None:
         message = "must be minutes, H:MM:SS or D-HH:MM:SS"
-        case.refuse("config", key, message, *(f"{key}={time}" for time in _meant(text)))
+        resolution.refuse("config", key, message, *(f"{key}={time}" for time in _meant(text)))
     elif limit == 0:
-        case.refuse("config", key, "must be above 0", f"{key}=null")
+        resolution.refuse("config", key, "must be above 0", f"{key}=null")
     elif before >= limit:
         message = f"is not shorter than the time limit, {limit} s ({key}={text})"
         shorter = f"launcher.slurm.signal_before_s={limit // 2}"
-        case.refuse("config", "launcher.slurm.signal_before_s", message, shorter)
+        resolution.refuse("config", "launcher.slurm.signal_before_s", message, shorter)
 
 
 def _meant(text: str) -> Iterator[str]:

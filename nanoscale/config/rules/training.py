@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 
 from nanoscale.config.rules.pipeline import largest_micro_batch, micro_batches, near_batches
-from nanoscale.config.rules.resolution import Case, counted, near_divisors
+from nanoscale.config.rules.resolution import Resolution, counted, near_divisors
 from nanoscale.config.schema import Scheduler, Train
 
 
-def resolve_train(case: Case, dp: int) -> Train:
+def resolve_train(resolution: Resolution, dp: int) -> Train:
     """Return the batch and the steps."""
-    train = _length(case, _batch(case, dp))
-    data = case.config.data
+    train = _length(resolution, _batch(resolution, dp))
+    data = resolution.config.data
     apart = data.valid_path is not None or data.mixture
     if train.eval_every and not data.valid_fraction and not apart:
-        case.refuse(
+        resolution.refuse(
             "config",
             "train.eval_every",
             "needs a validation split, and data.valid_fraction=0 leaves none",
@@ -26,53 +26,53 @@ def resolve_train(case: Case, dp: int) -> Train:
     return train
 
 
-def _batch(case: Case, dp: int) -> Train:
-    train = case.config.train
+def _batch(resolution: Resolution, dp: int) -> Train:
+    train = resolution.config.train
     batch, micro = train.global_batch, train.micro_batch
     each = dp if micro == "auto" else micro * dp
     if batch % each == 0:
-        micro_batches(case, dp)
-        chosen = largest_micro_batch(case, batch // dp) if micro == "auto" else micro
+        micro_batches(resolution, dp)
+        chosen = largest_micro_batch(resolution, batch // dp) if micro == "auto" else micro
         return replace(train, micro_batch=chosen or 1)
     law = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {each}"
     smaller = [
         f"train.micro_batch={n}"
         for n in (near_divisors(batch // dp, micro) if micro != "auto" and batch % dp == 0 else [])
     ]
-    case.refuse(
+    resolution.refuse(
         "layout",
         "train.global_batch",
         f"must be a multiple of {law}",
-        *(f"train.global_batch={n}" for n in near_batches(case, each, dp)),
+        *(f"train.global_batch={n}" for n in near_batches(resolution, each, dp)),
         *smaller[:1],
         f"parallel.dp={near_divisors(batch, dp)[0]}" if batch % dp else None,
     )
     return replace(train, micro_batch=1)
 
 
-def _length(case: Case, train: Train) -> Train:
+def _length(resolution: Resolution, train: Train) -> Train:
     """Return the steps, computed from the tokens if those are given instead."""
     per_step = train.global_batch * train.seq_len
     from_tokens = math.ceil(train.tokens / per_step) if train.tokens is not None else None
     if train.steps is None:
         if from_tokens is None:
-            case.refuse(
+            resolution.refuse(
                 "config",
                 "train.steps",
                 "is not set, nor is train.tokens: one of them must say how long to train",
                 "train.steps=100",
-                "recipe=tiny" if case.composed.recipe is None else None,
+                "recipe=tiny" if resolution.composed.recipe is None else None,
             )
         return replace(train, steps=from_tokens or 1)
     if from_tokens is None or from_tokens == train.steps:
         return train
-    by_hand = {key: case.composed.by_hand(f"train.{key}") for key in ("steps", "tokens")}
+    by_hand = {key: resolution.composed.by_hand(f"train.{key}") for key in ("steps", "tokens")}
     if by_hand["steps"] != by_hand["tokens"]:
         # The command line wins over the recipe, also if it sets the same by another key.
         if by_hand["steps"]:
             return replace(train, tokens=None)
         return replace(train, steps=from_tokens)
-    case.refuse(
+    resolution.refuse(
         "config",
         "train.tokens",
         f"and train.steps={train.steps} both say how long to train, and this makes "
@@ -83,11 +83,11 @@ def _length(case: Case, train: Train) -> Train:
     return train
 
 
-def resolve_scheduler(case: Case, train: Train) -> Scheduler:
+def resolve_scheduler(resolution: Resolution, train: Train) -> Scheduler:
     """Return the schedule of the learning rate."""
-    scheduler, steps = case.config.scheduler, train.steps or 1
+    scheduler, steps = resolution.config.scheduler, train.steps or 1
     if scheduler.warmup_steps > steps:
-        case.refuse(
+        resolution.refuse(
             "config",
             "scheduler.warmup_steps",
             f"is more than the {counted(steps, 'step')} of the training",
@@ -95,7 +95,7 @@ def resolve_scheduler(case: Case, train: Train) -> Scheduler:
         )
     if scheduler.name != "wsd":
         if scheduler.decay_steps is not None:
-            case.refuse(
+            resolution.refuse(
                 "config",
                 "scheduler.decay_steps",
                 f"is a setting of wsd; {scheduler.name} has no decay of its own",
@@ -107,7 +107,7 @@ def resolve_scheduler(case: Case, train: Train) -> Scheduler:
         left = max(0, steps - scheduler.warmup_steps)
         return replace(scheduler, decay_steps=min(left, max(1, steps // 10)))
     if scheduler.warmup_steps + scheduler.decay_steps > steps >= scheduler.warmup_steps:
-        case.refuse(
+        resolution.refuse(
             "config",
             "scheduler.decay_steps",
             f"and warmup_steps={scheduler.warmup_steps} are more than the "

@@ -6,29 +6,29 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from nanoscale.config.rules.resolution import Case, near_divisors
+from nanoscale.config.rules.resolution import Resolution, near_divisors
 
 
-def check_zero(case: Case, device: Literal["cpu", "cuda"], dp: int) -> None:
-    if case.config.backend.name != "deepspeed":
+def check_zero(resolution: Resolution, device: Literal["cpu", "cuda"], dp: int) -> None:
+    if resolution.config.backend.name != "deepspeed":
         return
-    _check_nvme(case)
-    _check_zero_plus(case, device, dp)
+    _check_nvme(resolution)
+    _check_zero_plus(resolution, device, dp)
 
 
-def _check_nvme(case: Case) -> None:
-    zero = case.config.zero
+def _check_nvme(resolution: Resolution) -> None:
+    zero = resolution.config.zero
     offloaded = [
         f"zero.{name}"
         for name in ("offload_optimizer", "offload_param")
         if getattr(zero, name) == "nvme"
     ]
     if not offloaded:
-        case.refuse_idle("config", "zero.nvme_path", "what is offloaded")
+        resolution.refuse_idle("config", "zero.nvme_path", "what is offloaded")
         return
     if zero.offload_optimizer == "nvme" and zero.stage != 3:
         message = "is for zero.stage=3; the stages below keep what they offload in host memory"
-        case.refuse(
+        resolution.refuse(
             "layout",
             "zero.offload_optimizer",
             message,
@@ -37,21 +37,21 @@ def _check_nvme(case: Case) -> None:
         )
     if zero.nvme_path is None:
         message = f"is needed by {' and '.join(offloaded)}: a folder on a fast disk"
-        case.refuse("config", "zero.nvme_path", message, "zero.nvme_path=/local_nvme")
-    elif case.remote:
+        resolution.refuse("config", "zero.nvme_path", message, "zero.nvme_path=/local_nvme")
+    elif resolution.remote:
         return  # a folder of each host, which only the host can check
     elif not Path(zero.nvme_path).is_dir() or not os.access(zero.nvme_path, os.W_OK):
-        case.refuse("config", "zero.nvme_path", "is no folder that can be written to")
+        resolution.refuse("config", "zero.nvme_path", "is no folder that can be written to")
 
 
-def _check_zero_plus(case: Case, device: Literal["cpu", "cuda"], dp: int) -> None:
-    zero = case.config.zero
+def _check_zero_plus(resolution: Resolution, device: Literal["cpu", "cuda"], dp: int) -> None:
+    zero = resolution.config.zero
     if dp % zero.hpz:
         message = f"must divide parallel.dp, which is {dp}"
-        case.refuse(
+        resolution.refuse(
             "layout", "zero.hpz", message, *(f"zero.hpz={n}" for n in near_divisors(dp, zero.hpz))
         )
     for name in ("quantized_weights", "quantized_gradients"):
         if getattr(zero, name) and device == "cpu":
             message = "is done by kernels for GPUs, and launcher.device is cpu"
-            case.refuse("config", f"zero.{name}", message, f"zero.{name}=false")
+            resolution.refuse("config", f"zero.{name}", message, f"zero.{name}=false")

@@ -36,7 +36,7 @@ USUAL: Schedule = "1f1b"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SearchSpace:
     """The space of layouts to search."""
 
     base: Config
@@ -50,39 +50,39 @@ class Room:
     """True if compilation may be disabled for a schedule that forbids it."""
 
 
-def shapes(room: Room) -> Iterator[Config]:
+def shapes(space: SearchSpace) -> Iterator[Config]:
     """Yield degrees and ZeRO stages, with one stage a rank, accumulation still open and no recomputation
     yet."""
-    base = room.base
-    for tp in _tensor(room):
-        for pp in _pipeline(room, tp):
-            for cp, method in _context(room, tp, pp):
-                dp = room.world // (tp * pp * cp)
+    base = space.base
+    for tp in _tensor(space):
+        for pp in _pipeline(space, tp):
+            for cp, method in _context(space, tp, pp):
+                dp = space.world // (tp * pp * cp)
                 if base.train.global_batch % dp:
                     continue
-                for stage in _stages(room, dp * cp, pp):
-                    for replicas in _replicas(room, tp, cp, dp, stage):
-                        found = _shape(room, tp, pp, cp, method, dp, stage, replicas)
-                        yield from islice(expert_degrees(room, found), 1)
+                for stage in _stages(space, dp * cp, pp):
+                    for replicas in _replicas(space, tp, cp, dp, stage):
+                        shape = _shape(space, tp, pp, cp, method, dp, stage, replicas)
+                        yield from islice(expert_degrees(space, shape), 1)
 
 
-def micro_batches(room: Room, config: Config) -> Iterator[Config]:
+def micro_batches(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with micro batches of rising size."""
     layout, train = config.parallel, config.train
     assert isinstance(layout.dp, int)
     samples = train.global_batch // layout.dp
     sizes = [n for n in divisors(samples) if n <= LARGEST_MICRO_BATCH]
-    if "train.micro_batch" in room.held:
+    if "train.micro_batch" in space.held:
         sizes = [n for n in sizes if n == train.micro_batch]
     for size in sizes:
         if takes(layout.schedule, layout.pp, samples // size):
             yield replace(config, train=replace(train, micro_batch=size))
 
 
-def recomputations(room: Room, config: Config) -> Iterator[Config]:
+def recomputations(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with more and more recomputation."""
     layout = config.parallel
-    for mode in _choices(room, "activation_checkpointing", RECOMPUTATION):
+    for mode in _choices(space, "activation_checkpointing", RECOMPUTATION):
         split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
         if mode == "selective" and split:
             continue
@@ -94,19 +94,19 @@ def recomputations(room: Room, config: Config) -> Iterator[Config]:
         yield replace(config, parallel=changed)
 
 
-def last_resorts(room: Room, config: Config) -> Iterator[Config]:
+def last_resorts(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with the last options if all else is too large: the recomputation that keeps
     least between the passes, then host memory, which only DeepSpeed offers."""
-    if "parallel.activation_checkpointing" not in room.held:
+    if "parallel.activation_checkpointing" not in space.held:
         yield _recomputing(config, "sqrt")
         config = _recomputing(config, "full")
     zero = config.zero
     if config.backend.name != "deepspeed" or zero.stage == 0:
         return
-    if "zero.offload_optimizer" not in room.held:
+    if "zero.offload_optimizer" not in space.held:
         zero = replace(zero, offload_optimizer="cpu")
         yield replace(config, zero=zero)
-    if "zero.offload_param" not in room.held and zero.stage == 3:
+    if "zero.offload_param" not in space.held and zero.stage == 3:
         yield replace(config, zero=replace(zero, offload_param="cpu"))
 
 
@@ -121,7 +121,7 @@ def _recomputing(config: Config, mode: Recomputation) -> Config:
     return replace(config, parallel=layout)
 
 
-def expert_degrees(room: Room, config: Config) -> Iterator[Config]:
+def expert_degrees(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with each degree of ep, the largest first, which needs least memory.
 
     Degrees stay within an island, unless the key is held. Dense models are unchanged.
@@ -132,24 +132,24 @@ def expert_degrees(room: Room, config: Config) -> Iterator[Config]:
     within = [
         n
         for n in divisors(math.gcd(experts, ranks))
-        if n * layout.tp <= max(room.island, layout.tp)
+        if n * layout.tp <= max(space.island, layout.tp)
     ]
-    for ep in _choices(room, "ep", reversed(within)):
+    for ep in _choices(space, "ep", reversed(within)):
         shared = config if ep == layout.ep else replace(config, parallel=replace(layout, ep=ep))
         if ranks % ep == 0 and experts % ep == 0 and honoured(shared):
             yield shared
 
 
-def schedules(room: Room, config: Config) -> Iterator[Config]:
+def schedules(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with every other schedule."""
     layout, backend = config.parallel, config.backend
     if layout.pp == 1 or backend.name == "deepspeed":
         return
-    for schedule in _choices(room, "schedule", _SCHEDULES):
-        if schedule in SPLIT_BACKWARD and backend.compile == "on" and not room.resets_compile:
+    for schedule in _choices(space, "schedule", _SCHEDULES):
+        if schedule in SPLIT_BACKWARD and backend.compile == "on" and not space.resets_compile:
             continue
         compiled = "off" if schedule in SPLIT_BACKWARD else backend.compile
-        for virtual in _virtual(room, schedule, layout.pp):
+        for virtual in _virtual(space, schedule, layout.pp):
             changed = replace(layout, schedule=schedule, virtual_stages=virtual)
             if changed != layout:
                 yield replace(config, parallel=changed, backend=replace(backend, compile=compiled))
@@ -166,75 +166,82 @@ _SCHEDULES: tuple[Schedule, ...] = (
 )
 
 
-def _tensor(room: Room) -> Iterator[int]:
-    model = room.base.model
+def _tensor(space: SearchSpace) -> Iterator[int]:
+    model = space.base.model
     rows = (model.vocab, model.max_seq_len) if model.position == "learned" else (model.vocab,)
     parts = math.gcd(model.heads, model.kv_heads or model.heads, model.ffn, *rows)
-    for tp in _choices(room, "tp", divisors(math.gcd(parts, room.world))):
-        if tp <= room.island and parts % tp == 0 and room.world % tp == 0:
+    for tp in _choices(space, "tp", divisors(math.gcd(parts, space.world))):
+        if tp <= space.island and parts % tp == 0 and space.world % tp == 0:
             yield tp
 
 
-def _pipeline(room: Room, tp: int) -> Iterator[int]:
-    model, rest = room.base.model, room.world // tp
-    for pp in _choices(room, "pp", divisors(rest)):
+def _pipeline(space: SearchSpace, tp: int) -> Iterator[int]:
+    model, rest = space.base.model, space.world // tp
+    for pp in _choices(space, "pp", divisors(rest)):
         fits = pp <= min(model.layers, LONGEST_PIPELINE) and rest % pp == 0
         if fits and (pp == 1 or not model.tie_embeddings):
             yield pp
 
 
-def _context(room: Room, tp: int, pp: int) -> Iterator[tuple[int, Method]]:
-    model, length, rest = room.base.model, room.base.train.seq_len, room.world // (tp * pp)
-    shares = tp if room.base.backend.name == "native" else 1
+def _context(space: SearchSpace, tp: int, pp: int) -> Iterator[tuple[int, Method]]:
+    model, length, rest = space.base.model, space.base.train.seq_len, space.world // (tp * pp)
+    shares = tp if space.base.backend.name == "native" else 1
     heads = math.gcd(model.heads, model.kv_heads or model.heads) // tp
-    for cp in _choices(room, "cp", divisors(rest)):
+    for cp in _choices(space, "cp", divisors(rest)):
         if rest % cp or (
-            cp > 1 and "parallel.cp" not in room.held and length // cp < SHORTEST_PIECE
+            cp > 1 and "parallel.cp" not in space.held and length // cp < SHORTEST_PIECE
         ):
             continue
         every: tuple[Method, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
-        for method in _choices(room, "cp_method", every):
+        for method in _choices(space, "cp_method", every):
             pieces = math.lcm(2 if method == "ring" and cp > 1 else 1, shares)
             if length % (cp * pieces) == 0 and (method == "ring" or heads % cp == 0):
                 yield cp, method
 
 
-def _stages(room: Room, ranks: int, pp: int) -> Iterator[Stage]:
+def _stages(space: SearchSpace, ranks: int, pp: int) -> Iterator[Stage]:
     """Yield ZeRO stages; in a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
-    if "zero.stage" in room.held:
-        yield room.base.zero.stage
+    if "zero.stage" in space.held:
+        yield space.base.zero.stage
     elif ranks == 1:
         yield 0
     else:
         yield from (0, 1, 2) if pp > 1 else (0, 1, 2, 3)
 
 
-def _replicas(room: Room, tp: int, cp: int, dp: int, stage: int) -> Iterator[int]:
+def _replicas(space: SearchSpace, tp: int, cp: int, dp: int, stage: int) -> Iterator[int]:
     """Yield one sharded model, or one in each island."""
-    if "parallel.dp_replicate" in room.held:
-        wanted = room.base.parallel.dp_replicate
+    if "parallel.dp_replicate" in space.held:
+        wanted = space.base.parallel.dp_replicate
         if dp % wanted == 0 and (wanted == 1 or stage > 0):
             yield wanted
         return
     yield 1
-    within = max(1, room.island // (tp * cp))
+    within = max(1, space.island // (tp * cp))
     if stage > 0 and dp > within and dp % within == 0 and within > 1:
         yield dp // within
 
 
-def _virtual(room: Room, schedule: str, pp: int) -> Iterator[int]:
-    most = room.base.model.layers // pp
+def _virtual(space: SearchSpace, schedule: str, pp: int) -> Iterator[int]:
+    most = space.base.model.layers // pp
     usual = (1,) if schedule in ONE_STAGE else (2,) if schedule in V_SHAPED else (2, 3, 4, 5, 6, 8)
-    for virtual in _choices(room, "virtual_stages", usual):
+    for virtual in _choices(space, "virtual_stages", usual):
         fixed = schedule in ONE_STAGE or schedule in V_SHAPED
         if virtual <= most and (virtual in usual or not fixed):
             yield virtual
 
 
 def _shape(
-    room: Room, tp: int, pp: int, cp: int, method: Method, dp: int, stage: Stage, replicas: int
+    space: SearchSpace,
+    tp: int,
+    pp: int,
+    cp: int,
+    method: Method,
+    dp: int,
+    stage: Stage,
+    replicas: int,
 ) -> Config:
-    base = room.base
+    base = space.base
     native = base.backend.name == "native"
     layout = replace(
         base.parallel,
@@ -245,17 +252,17 @@ def _shape(
         dp=dp,
         dp_replicate=replicas,
         sequence_parallel=native or tp == 1,
-        schedule=base.parallel.schedule if pp > 1 and "parallel.schedule" in room.held else USUAL,
+        schedule=base.parallel.schedule if pp > 1 and "parallel.schedule" in space.held else USUAL,
         virtual_stages=1,
         layers_per_stage=None,
     )
     if pp > 1 and layout.schedule not in ONE_STAGE:
-        virtual = base.parallel.virtual_stages if "parallel.virtual_stages" in room.held else 2
+        virtual = base.parallel.virtual_stages if "parallel.virtual_stages" in space.held else 2
         layout = replace(layout, virtual_stages=virtual)
     return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))
 
 
-def _choices(room: Room, name: str, every: Iterable[T]) -> Iterable[T]:
+def _choices(space: SearchSpace, name: str, every: Iterable[T]) -> Iterable[T]:
     """Return the possible values of a key of `parallel`."""
-    held = f"parallel.{name}" in room.held
-    return (getattr(room.base.parallel, name),) if held else every
+    held = f"parallel.{name}" in space.held
+    return (getattr(space.base.parallel, name),) if held else every

@@ -15,7 +15,7 @@ from nanoscale.config.stages import SPLIT_BACKWARD, usual_virtual_stages
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.search.candidates import Room
+from nanoscale.plan.search.candidates import SearchSpace
 
 SEARCHED = (
     "parallel.dp_replicate",
@@ -43,9 +43,9 @@ _FOLLOWS = ("parallel.sequence_parallel", "parallel.layers_per_stage", "backend.
 """Keys among these that only follow from others."""
 
 
-def room(
+def search_space(
     composed: Composed, devices: Devices, hardware: Hardware, world: int | None = None
-) -> Room:
+) -> SearchSpace:
     """Return the search space: every layout of all the devices, with the keys set on the command line held.
 
     Raises:
@@ -69,7 +69,7 @@ def room(
     world = world or devices.count
     threads = composed.config.launcher.threads
     each = max(1, devices.cores // world) if threads == "auto" else threads
-    return Room(
+    return SearchSpace(
         base=replace(base, launcher=replace(base.launcher, devices=world, threads=each)),
         world=world,
         island=hardware.island,
@@ -78,50 +78,50 @@ def room(
     )
 
 
-def to_type(composed: Composed, found: Config) -> list[str]:
-    """Return the overrides that lead from the request to a found layout."""
-    return list(_changes(composed.config, found))
+def to_type(composed: Composed, chosen: Config) -> list[str]:
+    """Return the overrides that lead from the request to the chosen layout."""
+    return list(_changes(composed.config, chosen))
 
 
-def recipe_of(composed: Composed, found: Config) -> str:
-    """Return a recipe of the job in the found layout: every value that differs from the default."""
+def recipe_of(composed: Composed, chosen: Config) -> str:
+    """Return a recipe of the job in the chosen layout: every value that differs from the default."""
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.values.yaml_file import to_yaml
 
     usual, asked = asdict(compose([]).config), composed.config
-    for word in _changes(asked, found):
-        key = word.strip("'").partition("=")[0]
-        asked = _with(asked, key, value(found, key))
-    words = " ".join(to_type(composed, found))
+    for typed in _changes(asked, chosen):
+        key = typed.strip("'").partition("=")[0]
+        asked = _with(asked, key, value(chosen, key))
+    overrides = " ".join(to_type(composed, chosen))
     values = _without(asdict(asked), usual)
     values.get("run", {}).pop("name", None)
-    return f"# As found by `nanoscale plan --search`: {words or 'what was asked for'}\n{to_yaml(values)}"
+    return f"# As found by `nanoscale plan --search`: {overrides or 'what was asked for'}\n{to_yaml(values)}"
 
 
 def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
     """Return the values that differ from the usual ones, section by section."""
-    found: dict[str, Any] = {}
+    different: dict[str, Any] = {}
     for key, new in values.items():
         old = usual.get(key)
         if isinstance(new, dict) and isinstance(old, dict):
             inner = _without(new, old)
             if inner:
-                found[key] = inner
+                different[key] = inner
         elif new != old:
-            found[key] = new
-    return found
+            different[key] = new
+    return different
 
 
-def _changes(asked: Config, found: Config) -> Iterator[str]:
-    layout = found.parallel
+def _changes(asked: Config, chosen: Config) -> Iterator[str]:
+    layout = chosen.parallel
     usual = {
         "parallel.virtual_stages": usual_virtual_stages(layout.schedule) if layout.pp > 1 else 1,
-        "backend.compile": found.backend.compile,
+        "backend.compile": chosen.backend.compile,
     }
     if asked.parallel.dp not in ("auto", layout.dp):
         yield override("parallel.dp", layout.dp)
     for key in SEARCHED:
-        before, after = value(asked, key), value(found, key)
+        before, after = value(asked, key), value(chosen, key)
         follows = before == "auto" and usual.get(key) == after
         if before != after and not follows:
             yield override(key, after)

@@ -29,7 +29,7 @@ from nanoscale.plan.predict import (
     with_time,
 )
 from nanoscale.plan.search.candidates import (
-    Room,
+    SearchSpace,
     expert_degrees,
     last_resorts,
     micro_batches,
@@ -47,7 +47,7 @@ SIMULATED = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     ranked: tuple[Prediction, ...]
@@ -69,10 +69,10 @@ class Found:
         return front
 
 
-def search(room: Room, hardware: Hardware) -> Found:
+def search(space: SearchSpace, hardware: Hardware) -> SearchResult:
     """Search the whole space in closed form; the pipelines of the best are simulated."""
     with _keeping_all():
-        return _search(room, hardware)
+        return _search(space, hardware)
 
 
 @contextmanager
@@ -88,20 +88,20 @@ def _keeping_all() -> Iterator[None]:
             gc.enable()
 
 
-def _search(room: Room, hardware: Hardware) -> Found:
+def _search(space: SearchSpace, hardware: Hardware) -> SearchResult:
     tried = _Tried(hardware)
-    for shape in shapes(room):
-        tried.add_all(room, shape)
-    if room.base.model.experts:
+    for shape in shapes(space):
+        tried.add_all(space, shape)
+    if space.base.model.experts:
         for plan in list(_best_of_shapes(sorted(tried.fitting, key=_speed), 1)):
-            for shared in islice(expert_degrees(room, plan.config), 1, None):
-                tried.add_all(room, shared)
+            for shared in islice(expert_degrees(space, plan.config), 1, None):
+                tried.add_all(space, shared)
     first = sorted(tried.fitting, key=_speed)
     for plan in _best_of_shapes(first, 2):
-        for scheduled in schedules(room, plan.config):
-            tried.add_all(room, scheduled)
+        for scheduled in schedules(space, plan.config):
+            tried.add_all(space, scheduled)
     ranked = _simulate_first(sorted(tried.fitting, key=_speed))
-    return Found(tuple(ranked), tried.nearest, tried.considered)
+    return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
 def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
@@ -125,17 +125,17 @@ class _Tried:
         self._least = sys.maxsize
         self._nearest: tuple[Config, Memory] | None = None
 
-    def add_all(self, room: Room, shape: Config) -> None:
+    def add_all(self, space: SearchSpace, shape: Config) -> None:
         """Add a shape with each kind of recomputation; if nothing fits, with the last resorts."""
-        fits = [self._add(room, config) for config in recomputations(room, shape)]
+        fits = [self._add(space, config) for config in recomputations(space, shape)]
         if not any(fits):
-            for config in last_resorts(room, shape):
-                self._add(room, config)
+            for config in last_resorts(space, shape):
+                self._add(space, config)
 
-    def _add(self, room: Room, recomputed: Config) -> bool:
+    def _add(self, space: SearchSpace, recomputed: Config) -> bool:
         """Add micro batches up to the first that is too large or no faster; True if any fits."""
         fastest = math.inf
-        for config in micro_batches(room, recomputed):
+        for config in micro_batches(space, recomputed):
             self.considered += 1
             memory = estimate_memory(config, self._hardware)
             needed = highest(memory).total

@@ -7,7 +7,7 @@ from html import escape
 
 from nanoscale.common.units import byte_size, duration
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.search import Found
+from nanoscale.plan.search.search import SearchResult
 from nanoscale.view.page import page, table, wide
 from nanoscale.view.plan.explain import how
 from nanoscale.view.plan.memory_svg import memory_svg
@@ -36,12 +36,12 @@ def prediction_page(plan: Prediction) -> str:
     return page(first, parts)
 
 
-def search_page(found: Found, why: Sequence[str]) -> str:
+def search_page(result: SearchResult, why: Sequence[str]) -> str:
     """Return the page of a search: all fitting layouts as a scatter, and the best in full. One must fit."""
-    best = found.best
+    best = result.best
     assert best is not None
-    title = f"{best.config.model.name}: {found.considered:,} layouts looked at, {len(found.ranked):,} fit"
-    front = found.front()
+    title = f"{best.config.model.name}: {result.considered:,} layouts looked at, {len(result.ranked):,} fit"
+    front = result.front()
     rows = [
         (
             name_of(plan),
@@ -53,7 +53,7 @@ def search_page(found: Found, why: Sequence[str]) -> str:
     ]
     parts = [
         f"<h1>{escape(title)}</h1>",
-        wide(search_svg(found.ranked, front)),
+        wide(search_svg(result.ranked, front)),
         "<h2>The Pareto front</h2>",
         table(("layout", "memory", "tokens/s a device", "MFU"), rows),
         "<h2>Why the fastest is the fastest</h2>",

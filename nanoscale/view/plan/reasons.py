@@ -9,7 +9,7 @@ from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.derive import derive
 from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.search import Found
+from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.plan.time.step import Parts
 from nanoscale.view.plan.prediction_text import MEANINGS
@@ -32,12 +32,12 @@ _LONG = 10_000
 """Tokens of a sequence above which cp is usual."""
 
 
-def reasons(found: Found) -> list[str]:
+def reasons(result: SearchResult) -> list[str]:
     """Return a sentence for each axis along which another layout comes close."""
-    best = found.best
+    best = result.best
     if best is None:
         return []
-    return [*_against_others(best, found.ranked), *advice(best)]
+    return [*_against_others(best, result.ranked), *advice(best)]
 
 
 def _against_others(best: Prediction, ranked: tuple[Prediction, ...]) -> Iterator[str]:

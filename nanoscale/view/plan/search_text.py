@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common.units import byte_size, duration, share
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.candidates import Room
+from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.request import to_type
-from nanoscale.plan.search.search import Found
+from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.plan.prediction_json import document
 from nanoscale.view.plan.reasons import reasons
@@ -25,15 +25,17 @@ _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
 """Columns that a narrow terminal omits, in this order."""
 
 
-def search_document(composed: Composed, found: Found) -> dict[str, Any]:
+def search_document(composed: Composed, result: SearchResult) -> dict[str, Any]:
     """Return the document of `plan --search --json`."""
     return {
-        "considered": found.considered,
-        "fitting": len(found.ranked),
-        "layouts": [_entry(composed, plan) for plan in _distinct(found.ranked)],
-        "front": [_entry(composed, plan) for plan in found.front()],
-        "nearest": _entry(composed, found.nearest) if found.nearest and not found.ranked else None,
-        "why": reasons(found),
+        "considered": result.considered,
+        "fitting": len(result.ranked),
+        "layouts": [_entry(composed, plan) for plan in _distinct(result.ranked)],
+        "front": [_entry(composed, plan) for plan in result.front()],
+        "nearest": _entry(composed, result.nearest)
+        if result.nearest and not result.ranked
+        else None,
+        "why": reasons(result),
     }
 
 
@@ -41,22 +43,24 @@ def _entry(composed: Composed, plan: Prediction) -> dict[str, Any]:
     return {"overrides": to_type(composed, plan.config), **document(plan)}
 
 
-def print_found(console: Console, composed: Composed, room: Room, found: Found) -> None:
+def print_found(
+    console: Console, composed: Composed, space: SearchSpace, result: SearchResult
+) -> None:
     """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
-    some = found.best or found.nearest
-    on = f"{room.world} × {some.hardware.device}" if some else f"{room.world} devices"
-    counts = f"{found.considered:,} layouts looked at, {len(found.ranked):,} fit"
-    console.print(f"{room.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
-    if found.best is None:
-        _print_nearest(console, composed, found)
+    some = result.best or result.nearest
+    on = f"{space.world} × {some.hardware.device}" if some else f"{space.world} devices"
+    counts = f"{result.considered:,} layouts looked at, {len(result.ranked):,} fit"
+    console.print(f"{space.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
+    if result.best is None:
+        _print_nearest(console, composed, result)
         return
-    console.print(_fitting_table(console, _distinct(found.ranked), found.front()))
+    console.print(_fitting_table(console, _distinct(result.ranked), result.front()))
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
-    for line in reasons(found):
+    for line in reasons(result):
         console.print(f"- {line}", markup=False)
-    words = " ".join(to_type(composed, found.best.config)) or "nothing: it is what was asked for"
+    words = " ".join(to_type(composed, result.best.config)) or "nothing: it is what was asked for"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
 
 
@@ -70,14 +74,14 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
     return list(chosen.values())
 
 
-def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
-    if found.nearest is None:
+def _print_nearest(console: Console, composed: Composed, result: SearchResult) -> None:
+    if result.nearest is None:
         console.print("no layout is legal with what was held", style="bold red")
         return
-    worst = found.nearest.worst
+    worst = result.nearest.worst
     console.print(
-        f"nothing fits; the least is {share(worst.total, found.nearest.capacity)}, with\n"
-        f"  {' '.join(to_type(composed, found.nearest.config))}",
+        f"nothing fits; the least is {share(worst.total, result.nearest.capacity)}, with\n"
+        f"  {' '.join(to_type(composed, result.nearest.config))}",
         markup=False,
         soft_wrap=True,
     )
@@ -86,7 +90,7 @@ def _print_nearest(console: Console, composed: Composed, found: Found) -> None:
 def _fitting_table(
     console: Console, plans: Sequence[Prediction], front: Sequence[Prediction]
 ) -> Any:
-    """Return the table with all columns for which there is room."""
+    """Return the table with all columns for which there is space."""
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     table = _table(plans, front)

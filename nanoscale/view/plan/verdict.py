@@ -11,7 +11,7 @@ from nanoscale.common.units import share
 from nanoscale.config.derive import derive
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.request import room, to_type
+from nanoscale.plan.search.request import search_space, to_type
 from nanoscale.plan.search.search import search
 from nanoscale.view.plan.prediction_text import verdict
 
@@ -38,7 +38,9 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
 def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
     """Return fitting layouts, those with the fewest changes first, then the fastest."""
     world = derive(plan.config).world_size
-    free = replace(room(composed, _enough(devices, world), plan.hardware, world), held=frozenset())
+    free = replace(
+        search_space(composed, _enough(devices, world), plan.hardware, world), held=frozenset()
+    )
     ranked = search(free, plan.hardware).ranked
     by_changes = sorted(
         ranked, key=lambda near: (len(to_type(composed, near.config)), near.time.seconds)
