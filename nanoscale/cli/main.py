@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from nanoscale import __version__
-from nanoscale.cli.output import (
+from nanoscale.cli.common.output import (
     DONE,
     FAILED,
     INTERRUPTED,
@@ -25,23 +25,22 @@ from nanoscale.cli.output import (
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 
-VERBS = (
-    "train",
-    "resume",
-    "submit",
-    "plan",
-    "doctor",
-    "data",
-    "generate",
-    "eval",
-    "bench",
-    "runs",
-    "checkpoints",
-    "config",
-    "recipes",
-)
-"""Module nanoscale.cli.<verb> holds a Typer `app` of sub-commands, or a function of that name."""
-
+VERBS = {
+    "train": "jobs",
+    "resume": "jobs",
+    "submit": "jobs",
+    "plan": "inspect",
+    "doctor": "measure",
+    "data": "jobs",
+    "generate": "jobs",
+    "eval": "measure",
+    "bench": "measure",
+    "runs": "inspect",
+    "checkpoints": "inspect",
+    "config": "inspect",
+    "recipes": "inspect",
+}
+"""The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""
 
 _CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "bench", "config")
 """Verbs that take overrides."""
@@ -104,7 +103,7 @@ def build(arguments: Sequence[str]) -> typer.Typer:
     )
     asked = [verb for verb in arguments[:1] if verb in VERBS]
     for verb in asked or VERBS:
-        module = import_module(f"nanoscale.cli.{verb}")
+        module = import_module(f"nanoscale.cli.{VERBS[verb]}.{verb}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=verb)
         else:
@@ -121,7 +120,7 @@ def _show_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+        typer.Option("--version", help="Show the version", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Train a large language model from one YAML recipe, on any number of devices."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanoscale.checkpoint import configuration, store
+from nanoscale.cli.jobs.resume import _request
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.cli.resume import _request
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import load

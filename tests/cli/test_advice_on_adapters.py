@@ -12,8 +12,8 @@ import torch
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.checkpoint.hf.names import shapes
-from nanoscale.cli.eval import _of_run
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.cli.measure.eval import _of_run
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError
 from nanoscale.config import lora

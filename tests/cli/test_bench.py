@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from nanoscale.cli.bench_text import _parts
 from nanoscale.cli.main import run as nanoscale
+from nanoscale.cli.measure.bench_text import _parts
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Config, Train
 from nanoscale.launch.lifecycle.bench import compared, document

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanoscale.cli import doctor as cli
+from nanoscale.cli.measure import doctor as cli
 from nanoscale.launch.lifecycle.bandwidth import AllReduce, Figures, Measured, Pair
 from nanoscale.launch.preflight.verdicts import Verdict
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli import generate
+from nanoscale.cli.jobs import generate
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common import display
 from tests.support.jobs import run_of_bytes

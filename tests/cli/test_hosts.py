@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.hosts import as_settings
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.jobs.resume import _request
+from nanoscale.cli.jobs.train import compose_request
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.cli.resume import _request
-from nanoscale.cli.train import compose_request
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import Devices, check

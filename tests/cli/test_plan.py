@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.attempt import precision_lines
+from nanoscale.cli.jobs.attempt import precision_lines
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check

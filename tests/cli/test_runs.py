@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.attempt import report
-from nanoscale.cli.jobs import Job, in_words, way_on
+from nanoscale.cli.common.slurm_jobs import Job, in_words, way_on
+from nanoscale.cli.jobs.attempt import report
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import nanoscale
+from nanoscale.cli.common.output import print_json, show_error
 from nanoscale.cli.main import run as nanoscale_cli
-from nanoscale.cli.output import print_json, show_error
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
@@ -99,7 +99,7 @@ def test_the_live_view_shows_nothing_that_a_terminal_obeys(run, stream):
 
 
 def test_the_panel_of_a_failure_shows_nothing_that_a_terminal_obeys(run, monkeypatch):
-    from nanoscale.cli.attempt import report
+    from nanoscale.cli.jobs.attempt import report
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

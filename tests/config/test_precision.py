@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.hosts import as_settings
+from nanoscale.cli.common.options import as_settings
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose

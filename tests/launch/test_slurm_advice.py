@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from nanoscale.cli.jobs import way_on
+from nanoscale.cli.common.slurm_jobs import way_on
+from nanoscale.cli.jobs.submit import _BLAMED
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.cli.submit import _BLAMED
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check

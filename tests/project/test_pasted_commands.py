@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import nanoscale
-from nanoscale.cli.jobs import way_on
+from nanoscale.cli.common.slurm_jobs import way_on
 from nanoscale.common.errors import UserError
 from nanoscale.config.violations import override
 from nanoscale.data.prepare.folder import _check_request

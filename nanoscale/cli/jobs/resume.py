@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from nanoscale.cli.config import Overrides
-from nanoscale.cli.fit import Force
-from nanoscale.cli.hosts import (
-    Exclude,
-    Hostfile,
-    Include,
-    NoPreflight,
-    NumGpus,
-    NumNodes,
-    as_settings,
-)
-from nanoscale.cli.output import DONE, AsJson, print_json
-from nanoscale.cli.refusals import Refusals
-from nanoscale.cli.train import DryRun
-from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DONE, print_json
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -51,22 +39,22 @@ IDENTITY = (
 
 
 def resume(
-    run: Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")],
-    overrides: Overrides = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
-    no_preflight: NoPreflight = False,
-    dry_run: DryRun = False,
-    force: Force = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    run: opt.Run,
+    overrides: opt.Overrides = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
+    no_preflight: opt.NoPreflight = False,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Go on from the newest whole checkpoint, with the same or a changed configuration."""
-    from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
-    from nanoscale.cli.fit import planned, require_disk
+    """Resume from the newest complete checkpoint, in any layout."""
+    from nanoscale.cli.common.fit import planned, require_disk
+    from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
     from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.fleet.signals import Signals
@@ -296,7 +284,7 @@ def _complete(run: RunDirectory, config: Config) -> str:
 
 
 def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
-    from nanoscale.cli.attempt import document
+    from nanoscale.cli.jobs.attempt import document
     from nanoscale.launch.lifecycle.attempt import Outcome
 
     (display.note if as_json else display.show)(_complete(run, config))

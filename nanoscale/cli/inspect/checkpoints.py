@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.output import FAILED, AsJson, console, print_json
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import FAILED, console, print_json
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
 
@@ -20,18 +21,11 @@ if TYPE_CHECKING:
     from nanoscale.config.schema import Config
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(
-    no_args_is_help=True, help="Look at the checkpoints of a run, verify and export them."
-)
-
-Run = Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")]
-Step = Annotated[
-    int | None, typer.Option(help="The checkpoint of this step.", show_default="the newest")
-]
+app = typer.Typer(no_args_is_help=True, help="Show, verify and export the checkpoints of a run.")
 
 
 @app.command("ls")
-def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
+def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """List the checkpoints of a run, the oldest first."""
     from nanoscale.checkpoint.store import list_checkpoints
 
@@ -48,8 +42,8 @@ def list_checkpoints(run: Run, as_json: AsJson = False) -> None:
 
 
 @app.command("inspect")
-def inspect_checkpoint(run: Run, step: Step = None, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds: its progress, every tensor's shape and type, every file."""
+def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
+    """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
     from nanoscale.checkpoint.store import find_checkpoint, find_damage
 
     stored = find_checkpoint(_open(run).checkpoints, step)
@@ -68,11 +62,11 @@ def inspect_checkpoint(run: Run, step: Step = None, as_json: AsJson = False) -> 
 
 
 @app.command("verify")
-def verify_checkpoints(run: Run, step: Step = None, as_json: AsJson = False) -> None:
-    """Read every byte of a run's checkpoints, or of one, and hold it against the recorded sums.
+def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
+    """Compare every byte of a run's checkpoints, or of one, with the checksums.
 
-    Exit code 1 if one is damaged; the files that are not what was written are named. Those that a run set aside
-    as damaged are read too, and do not count.
+    The exit code is 1 if a checkpoint is damaged; its damaged files are named. Checkpoints that a run has set
+    aside as damaged are read too, and do not change the exit code.
     """
     from nanoscale.checkpoint.store import find_checkpoint, find_damage, list_checkpoints
 
@@ -126,53 +120,53 @@ class Format(StrEnum):
     hf = "hf"
 
 
-class Dtype(StrEnum):
-    """The dtypes of exported weights."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-    fp64 = "fp64"
-
-
 @app.command("export")
 def export_checkpoint(
-    run: Run,
-    to: Annotated[Format, typer.Option("--format", help="hf: what `from_pretrained` loads.")],
+    run: opt.Run,
+    to: Annotated[
+        Format,
+        typer.Option("--format", help="Choose the format: hf is what `from_pretrained` loads"),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="A folder that is not there yet.", show_default="RUN/hf/step-…"
+            metavar="DIR",
+            help="Write to this folder, which must not exist yet",
+            show_default="RUN/hf/step-…",
         ),
     ] = None,
-    step: Step = None,
+    step: opt.Step = None,
     dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Type of the weights.", show_default="what the run computed in"),
+        opt.Dtype | None,
+        typer.Option(
+            help="Write the weights in this dtype", show_default="what the run computed in"
+        ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="With lora: the model that the adapters are for, where it has moved.",
+            help="Find the model of lora adapters here, if it has moved",
             show_default="model.init_from",
         ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file: bytes, or as in 500MB, 5GB.")
+        str,
+        typer.Option(metavar="SIZE", help="Limit the size of a file, in bytes or as in 500MB, 5GB"),
     ] = "5GB",
     drop_bias: Annotated[
         bool,
         typer.Option(
-            "--drop-bias", help="Leave out the bias of model.balance=bias in the choice of experts."
+            "--drop-bias",
+            help="Leave out the bias that model.balance=bias adds to the choice of experts",
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model: safetensors, config.json and the tokenizer.
+    """Export a checkpoint as a Hugging Face model: weights, config.json and tokenizer.
 
-    Whatever layout and backend saved it; one tensor at a time is in memory, and the folder is whole or absent.
-    Adapters (lora) are merged into the weights of the model that they are for.
+    Any layout and backend may have saved it. One tensor at a time is in memory, and the folder is complete or
+    absent. Adapters (lora) are merged into the weights of their model.
     """
     from dataclasses import asdict
 
@@ -188,7 +182,7 @@ def export_checkpoint(
     config = _with_base(config, base)
     require_whole(stored)
     require_model(directory, stored)
-    kind = dtype or Dtype(config.precision.compute)
+    kind = dtype or opt.Dtype(config.precision.compute)
     written = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
     if as_json:
         print_json(asdict(written) | {"folder": str(folder)})

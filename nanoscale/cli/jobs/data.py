@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nanoscale.cli.config import Overrides
-from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, FAILED, console, print_json
 from nanoscale.common import display
 from nanoscale.common.devices import cores
 from nanoscale.config.violations import override
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nanoscale.data.prepare.folder import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Make tokens of text, and look at tokens.")
+app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 
 _LINE_S = 10.0
 _BAR = 40
@@ -31,41 +31,42 @@ def prepare_data(
         list[str],
         typer.Argument(
             metavar="SOURCES",
-            help="Files, folders and patterns of .txt, .jsonl (.gz, .zst) and .parquet; "
-            "hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT for Hugging Face datasets, "
-            "NAME from the hub or a folder.",
+            help="Read these files, folders, patterns, or hf:NAME:CONFIG:SPLIT datasets",
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="The folder to make.", show_default=False)
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Write the tokens to this new folder", show_default=False
+        ),
     ],
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENIZER",
-            help="byte, a tokenizer.json, a folder that has one, or a model's name on the hub.",
+            help="Use byte, a tokenizer.json, a folder with one, or a model's name on the hub",
             show_default=False,
         ),
     ] = None,
     train_tokenizer: Annotated[
-        bool, typer.Option("--train-tokenizer", help="Train a byte-level BPE on the sources.")
+        bool, typer.Option("--train-tokenizer", help="Train a byte-level BPE on the sources")
     ] = False,
     vocab_size: Annotated[
-        int, typer.Option(min=257, help="With --train-tokenizer: its tokens, at most.")
+        int, typer.Option(min=257, help="Limit the vocabulary of --train-tokenizer")
     ] = 32768,
     eos: Annotated[
         str | None,
         typer.Option(
             metavar="TOKEN",
-            help="The token that ends a document.",
-            show_default="what the tokenizer says",
+            help="End each document with this token",
+            show_default="the tokenizer's own",
         ),
     ] = None,
     field: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The key or column that holds the text, or the messages.",
+            help="Read the text, or the messages, from this key or column",
             show_default="text; messages with --chat",
         ),
     ] = None,
@@ -73,14 +74,14 @@ def prepare_data(
         bool,
         typer.Option(
             "--chat",
-            help="Records are chats: lists of messages. Their answers are marked to be learned.",
+            help="Read records as chats (lists of messages), and train on their answers",
         ),
     ] = False,
     chat_template: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --chat: the Jinja template that makes texts of chats.",
+            help="Make text of chats with this Jinja template",
             show_default="the tokenizer's own",
         ),
     ] = None,
@@ -88,24 +89,29 @@ def prepare_data(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help=r"What stands between the documents of a .txt; \n is the end of a line.",
+            help=r"Split a .txt into documents at this text; \n is the end of a line",
             show_default="each file is one",
         ),
     ] = None,
     validation: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of the documents to hold out.")
+        float, typer.Option(min=0, max=0.9, help="Hold out this share of the documents")
     ] = 0.0,
     bad: Annotated[
-        Literal["refuse", "skip"], typer.Option(help="What to do with records that are no text.")
+        Literal["refuse", "skip"], typer.Option(help="Refuse or skip records that are not text")
     ] = "refuse",
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes.", show_default="one for each core")
+        int | None,
+        typer.Option(
+            min=1, help="Start this number of processes", show_default="one for each core"
+        ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> int:
     """Tokenize text into a folder to train on: data=megatron data.path=DIR.
 
-    The same command goes on where it was cut off, and makes the same bytes with any number of workers.
+    SOURCES are files, folders and patterns of .txt, .jsonl (also .gz and .zst) and .parquet, and Hugging Face
+    datasets as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, with NAME from the hub or a folder. The same
+    command continues after an interruption, and writes the same bytes with any number of workers.
     """
     from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import Request, prepare
@@ -148,24 +154,24 @@ def inspect_data(
     path: Annotated[
         str,
         typer.Argument(
-            help="A prepared folder, the common path of a .bin and an .idx, or a datatrove .ds."
+            help="Name a prepared folder, the stem of a .bin and .idx, or a datatrove .ds"
         ),
     ],
-    overrides: Overrides = None,
+    overrides: opt.Overrides = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="TOKENIZER",
-            help="What made the tokens, as for prepare.",
+            help="Decode with this tokenizer, in the form that prepare accepts",
             show_default="the folder's",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Documents to show.")] = 3,
-    as_json: AsJson = False,
+    samples: Annotated[int, typer.Option(min=0, help="Show this number of documents")] = 3,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Show what is in files of tokens, and with overrides (recipe=NAME) whether the model fits them.
+    """Show what token files hold, and with overrides whether a model fits them.
 
-    Exit code 1 if something does not fit together.
+    The exit code is 1 if the files, the tokenizer or the model's vocabulary do not match.
     """
     from nanoscale.data.inspect import inspect
 

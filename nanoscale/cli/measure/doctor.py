@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.config import ConfigDir, Overrides
-from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
-from nanoscale.cli.output import DONE, FAILED, AsJson, console, print_json, saying
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
 
@@ -32,23 +32,25 @@ _NO_EDGE = 1000
 
 
 def doctor(
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
+    overrides: opt.Overrides = None,
+    config_dir: opt.ConfigDir = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", "--no-bandwidth", help="Do not measure how fast the hosts talk."),
+        typer.Option(
+            "--quick", "--no-bandwidth", help="Skip the measurement of bandwidths between the hosts"
+        ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what is good of many hosts, too.")
+        bool, typer.Option("--verbose", "-v", help="Show passed checks too, also of many hosts")
     ] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Look at this machine, or at all hosts at once: what is wrong, what to do, how fast they talk."""
+    """Check this machine or all hosts, and their network."""
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     config, hosts = _machines(overrides or [], config_dir, options)
     verdicts, measured = _examine(config, hosts, quick=quick)

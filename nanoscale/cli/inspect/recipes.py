@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale.cli.config import ConfigDir, print_yaml
-from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import console, print_json, print_yaml
 from nanoscale.common import display
 from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.library import Option
 
-app = typer.Typer(no_args_is_help=True, help="List, read and copy recipes.")
+app = typer.Typer(no_args_is_help=True, help="List, show and copy recipes.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe, as `recipes ls` shows it.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name a recipe that `recipes ls` lists")]
 
 
 @app.command("ls")
-def list_recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
-    """List the recipes; one of yours hides ours of the same name."""
+def list_recipes(config_dir: opt.ConfigDir = None, as_json: opt.AsJson = False) -> None:
+    """List the recipes; one of yours hides a packaged one of the same name."""
     from rich.text import Text
 
     from nanoscale.config.composing.library import RECIPE, Library
@@ -45,8 +45,8 @@ def list_recipes(config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
 
 
 @app.command("show")
-def show(name: Name, config_dir: ConfigDir = None, as_json: AsJson = False) -> None:
-    """Print a recipe's file; `config show recipe=NAME` shows all that it leads to."""
+def show(name: Name, config_dir: opt.ConfigDir = None, as_json: opt.AsJson = False) -> None:
+    """Print a recipe's file; `config show recipe=NAME` shows the whole configuration."""
     from nanoscale.config.values.yaml_file import read
 
     option = _find(name, config_dir)
@@ -61,11 +61,13 @@ def copy(
     name: Name,
     destination: Annotated[
         Path | None,
-        typer.Argument(help="A file or a folder; recipes/ if none.", show_default=False),
+        typer.Argument(
+            help="Copy to this file or folder; the default is recipes/", show_default=False
+        ),
     ] = None,
-    config_dir: ConfigDir = None,
+    config_dir: opt.ConfigDir = None,
 ) -> None:
-    """Copy a recipe to start one of your own from."""
+    """Copy a recipe, as the start of your own."""
     import shutil
 
     option = _find(name, config_dir)

@@ -7,12 +7,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from nanoscale.cli.output import FAILED, INTERRUPTED, AsJson, print_json
-from nanoscale.cli.stop import Run
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import FAILED, INTERRUPTED, print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.jobs import Job
+    from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.launch.lifecycle.command import LaunchPlan
     from nanoscale.runs.directory import RunDirectory
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _LOOK_S = 0.1
 
 
-def watch_run(run: Run, as_json: AsJson = False) -> int:
-    """Follow a run, or wait with it in SLURM's queue, until it ends; Ctrl-C ends the watching only.
+def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
+    """Follow a run until it ends, also while it waits in SLURM's queue.
 
-    The exit code is that of the run.
+    Ctrl-C ends the watching, not the run. The exit code is that of the run.
     """
-    from nanoscale.cli.attempt import document, report
+    from nanoscale.cli.jobs.attempt import document, report
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.live import LiveView
 
@@ -52,7 +52,7 @@ def watch_run(run: Run, as_json: AsJson = False) -> int:
 
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     """Show the run's events until nobody works on it; return the state of its job."""
-    from nanoscale.cli.jobs import ASK_S, job_of
+    from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
     said = ""
@@ -116,7 +116,7 @@ def _outcome(run: RunDirectory) -> Outcome | None:
 
 def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
     """Report that nobody recorded how the run ended, or that it never began."""
-    from nanoscale.cli.jobs import in_words, output_of, ways_on
+    from nanoscale.cli.common.slurm_jobs import in_words, output_of, ways_on
     from nanoscale.runs import status
 
     lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]

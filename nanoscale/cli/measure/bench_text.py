@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nanoscale.cli.output import console
+from nanoscale.cli.common.output import console
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.runs.step_parts import in_words
 

@@ -5,20 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.common.errors import Violation
     from nanoscale.config.values.composed import Composed
-
-Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Run the code and programs that another user's folder names."),
-]
 
 
 def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -> None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from signal import SIGINT
 from typing import Any, TextIO
 
-from nanoscale.cli.fit import saving_lines, saving_of
-from nanoscale.cli.jobs import ways_on
-from nanoscale.cli.output import console, print_json
-from nanoscale.cli.refusals import Refusals
+from nanoscale.cli.common.fit import saving_lines, saving_of
+from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from nanoscale.cli.refusals import Refusals
+from nanoscale.cli.common.refusals import Refusals
 from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.launch.request import Request
     from nanoscale.plan.saving import SavingPlan
-
-Force = Annotated[
-    bool, typer.Option("--force", help="Launch it even if the plan says that it does not fit.")
-]
 
 
 def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
-from nanoscale.cli.files import Overwrite, require_writable, write_file
-from nanoscale.cli.hosts import Exclude, Hostfile, Include, NumGpus, NumNodes, as_settings
-from nanoscale.cli.output import DOES_NOT_FIT, DONE, AsJson, console, print_json
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.files import require_writable, write_file
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, console, print_json
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,28 +18,26 @@ if TYPE_CHECKING:
 
 
 def plan(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    config_dir: ConfigDir = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
+    overrides: opt.Overrides = None,
+    config: opt.ConfigFile = None,
+    config_dir: opt.ConfigDir = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show the arithmetic behind every number.")
+        bool, typer.Option("--explain", help="Show the arithmetic behind every number")
     ] = False,
     search: Annotated[
         bool,
-        typer.Option(
-            "--search", help="Look through all legal layouts; keys set here keep their values."
-        ),
+        typer.Option("--search", help="Rank all legal layouts; keys set here keep their values"),
     ] = False,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Learn what the machine reaches from the runs that are named, into a file for later plans.",
+            help="Learn the efficiencies of the machine from these runs, for later plans",
         ),
     ] = False,
     write: Annotated[
@@ -47,21 +45,18 @@ def plan(
         typer.Option(
             "--write",
             metavar="FILE",
-            help="With --search: write the fastest layout as a recipe. With --calibrate: the file, in "
-            "place of efficiency-DEVICE.json here.",
+            help="Write the recipe of --search, or the efficiencies of --calibrate, to FILE",
             show_default=False,
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write it as a page, with pictures.", show_default=False
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    html: opt.Html = None,
+    overwrite: opt.Overwrite = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Predict memory, speed and cost of a job, on the hardware that `cluster` describes or on what is here."""
+    """Predict a job's memory, speed and cost before it starts.
+
+    The hardware is what `cluster` describes, or this machine.
+    """
     from nanoscale.config.composing.compose import compose
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
@@ -72,7 +67,7 @@ def plan(
             raise UserError(
                 "usage", "--calibrate goes with RUN…, cluster=…, --write and --json alone"
             )
-        from nanoscale.cli.calibrate import calibrate_from
+        from nanoscale.cli.measure.calibrate import calibrate_from
 
         return calibrate_from(overrides or [], write, config_dir, overwrite, as_json)
     if write is not None:

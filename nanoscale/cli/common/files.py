@@ -6,15 +6,8 @@ import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from nanoscale.common.errors import UserError, Violation
-
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the named file if it exists.")
-]
 
 
 def require_writable(

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from nanoscale.cli.output import AsJson, console, print_json
-from nanoscale.cli.report import report_run
-from nanoscale.cli.stop import Run, stop_run
-from nanoscale.cli.watch import watch_run
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.inspect.report import report_run
+from nanoscale.cli.inspect.watch import watch_run
+from nanoscale.cli.jobs.stop import stop_run
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.jobs import Job
+    from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(
-    no_args_is_help=True, help="Look at runs, follow them, sum them up, and stop them."
-)
+app = typer.Typer(no_args_is_help=True, help="List, show, follow, report and stop runs.")
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)
 app.command("report")(report_run)
@@ -31,11 +30,11 @@ _LOOK_S = 0.1
 
 @app.command("ls")
 def list_runs(
-    root: Annotated[Path, typer.Option(help="The folder of runs.")] = Path("runs"),
-    as_json: AsJson = False,
+    root: Annotated[Path, typer.Option(help="List the runs in this folder")] = Path("runs"),
+    as_json: opt.AsJson = False,
 ) -> None:
     """List the runs, the oldest first."""
-    from nanoscale.cli.jobs import jobs_of
+    from nanoscale.cli.common.slurm_jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
 
     runs = RunDirectory.all(root)
@@ -51,9 +50,9 @@ def list_runs(
 
 
 @app.command("show")
-def show_run(run: Run, as_json: AsJson = False) -> None:
-    """Show where a run stands, what it is, and what happened to it."""
-    from nanoscale.cli.jobs import job_of
+def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
+    """Show the state of a run, its figures and its events."""
+    from nanoscale.cli.common.slurm_jobs import job_of
     from nanoscale.runs import events, failure, metrics
     from nanoscale.runs.directory import RunDirectory
 
@@ -75,22 +74,25 @@ def show_run(run: Run, as_json: AsJson = False) -> None:
 
 @app.command("logs")
 def show_logs(
-    run: Run,
-    rank: Annotated[int | None, typer.Option(help="Only this rank.", show_default=False)] = None,
+    run: opt.Run,
+    rank: Annotated[
+        int | None, typer.Option(help="Print only this rank", show_default=False)
+    ] = None,
     attempt: Annotated[
-        int | None, typer.Option(help="This attempt.", show_default="the last")
+        int | None, typer.Option(help="Print this attempt", show_default="the last")
     ] = None,
     stream: Annotated[
-        Literal["out", "err"] | None, typer.Option(help="Only this stream.", show_default="both")
+        Literal["out", "err"] | None,
+        typer.Option(help="Print only this stream", show_default="both"),
     ] = None,
     batch: Annotated[
-        bool, typer.Option("--batch", help="What the batch script of its SLURM job printed.")
+        bool, typer.Option("--batch", help="Print the output of the batch script of its SLURM job")
     ] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Continue until the run ends")
     ] = False,
 ) -> None:
-    """Print what the ranks printed, each line with its host and rank."""
+    """Print the output of the ranks, each line with its host and rank."""
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.tail import LineTail
 
@@ -118,7 +120,7 @@ class _GoingOn:
         self._queued = False
 
     def __call__(self) -> bool:
-        from nanoscale.cli.jobs import ASK_S, job_of
+        from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
         from nanoscale.runs import lock
 
         if lock.owner(self._run) is not None:
@@ -150,7 +152,7 @@ _UNKNOWN = (
 
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """Summarise one run in a few values."""
-    from nanoscale.cli.jobs import in_words
+    from nanoscale.cli.common.slurm_jobs import in_words
     from nanoscale.config.composing.frozen import load
     from nanoscale.runs import lock, metrics, status
 
@@ -178,7 +180,7 @@ def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
 def _print_table(summaries: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    from nanoscale.cli.jobs import clock
+    from nanoscale.cli.common.slurm_jobs import clock
 
     table = Table("run", "state", "step", "loss", "model", "attempt", "created", box=None)
     for entry in summaries:
@@ -200,7 +202,7 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
 
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
-    from nanoscale.cli.jobs import clock, output_of
+    from nanoscale.cli.common.slurm_jobs import clock, output_of
     from nanoscale.view.run.live import figures
 
     steps = "?" if document["steps"] is None else document["steps"]
@@ -233,7 +235,7 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
 
 def _batch_logs(run: RunDirectory) -> list[Path]:
     """List the log of the batch script of the run's job."""
-    from nanoscale.cli.jobs import output_of
+    from nanoscale.cli.common.slurm_jobs import output_of
     from nanoscale.runs import submission
 
     one = submission.read(run)

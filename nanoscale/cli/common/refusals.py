@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanoscale.cli.output import DONE, error_document, exit_code, show_error
+from nanoscale.cli.common.output import DONE, error_document, exit_code, show_error
 from nanoscale.common.errors import UserError
 
 

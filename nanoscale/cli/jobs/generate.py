@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from nanoscale.cli.output import DONE, AsJson, print_json, show_error
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, print_json, show_error
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import duration
@@ -25,94 +25,62 @@ if TYPE_CHECKING:
     from nanoscale.generate.weights import Opened
     from nanoscale.generate.writing import Wish, Written
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN|DIR",
-        help="A run, by its directory or its name in runs/, or the folder of a Hugging Face model.",
-    ),
-]
-Step = Annotated[
-    int | None,
-    typer.Option(help="The run's checkpoint of this step.", show_default="the newest"),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="cpu, cuda or cuda:N.", show_default="the first GPU, where there is one"),
-]
-TokenizerOf = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        metavar="byte|PATH|NAME",
-        help="Another tokenizer than the model's own.",
-        show_default=False,
-    ),
-]
-
-
-class Dtype(StrEnum):
-    """The dtypes to compute in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp64 = "fp64"
-
-
-DtypeOf = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="What to compute in.", show_default="bf16 on a GPU, else fp32"),
-]
-
 
 def generate(
-    model: Model,
+    model: opt.Model,
     prompt: Annotated[
         str | None,
-        typer.Option(help="The text to go on from.", show_default="standard input"),
+        typer.Option(help="Continue this text", show_default="standard input"),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='One prompt a line, or .jsonl with "prompt"; the results are JSON lines.',
+            help='Read a prompt from each line (or "prompt" of .jsonl); print JSON lines',
             show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the results of --prompts go.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Write the results of --prompts to this file", show_default=False
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    max_tokens: Annotated[
+        int, typer.Option(help="Limit the answer to this number of tokens")
+    ] = 256,
     temperature: Annotated[
-        float, typer.Option(help="0: always the most likely token. 1: as the model has it.")
+        float, typer.Option(help="Divide the logits by this; 0 takes the most likely token")
     ] = 0.7,
     top_k: Annotated[
         int | None,
-        typer.Option(help="Draw from so many most likely tokens.", show_default="all"),
+        typer.Option(help="Draw from this number of most likely tokens", show_default="all"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the fewest with this probability together.", show_default="1"),
+        typer.Option(
+            help="Draw from the fewest tokens with this total probability", show_default="1"
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed, the same text.", show_default="a new one")
+        int | None,
+        typer.Option(help="Draw the same text for the same seed", show_default="a new one"),
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; several can be given."),
+        typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated"),
     ] = None,
-    step: Step = None,
-    device: Device = None,
-    dtype: DtypeOf = None,
-    tokenizer: TokenizerOf = None,
-    as_json: AsJson = False,
+    step: opt.Step = None,
+    device: opt.Device = None,
+    dtype: opt.ComputeDtype = None,
+    tokenizer: opt.Tokenizer = None,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Let a model write: after one prompt, those of a file, or what you type.
+    """Generate text from a run or a Hugging Face model.
 
-    Standard output has what was written and nothing else. Without --prompt on a terminal it asks for prompts:
-    Ctrl-C ends an answer, Ctrl-D the conversation; each prompt stands for itself.
+    The prompt is an option, lines of a file, or standard input; standard output has the text and nothing else.
+    On a terminal without --prompt, the command asks for prompts: Ctrl-C ends an answer, Ctrl-D the command.
+    Earlier prompts are not remembered.
     """
     _check(max_tokens, temperature, top_k, top_p, stop or [])
     _check_ways(prompt, prompts, out, as_json)

@@ -3,60 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from nanoscale.cli.config import ConfigDir, Overrides
-from nanoscale.cli.fit import Force
-from nanoscale.cli.hosts import (
-    Exclude,
-    Hostfile,
-    Include,
-    NoPreflight,
-    NumGpus,
-    NumNodes,
-    as_settings,
-)
-from nanoscale.cli.output import AsJson
-from nanoscale.cli.refusals import Refusals
-from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.trust import require_trust
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
     from nanoscale.launch.request import Request
 
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show all that would happen; write and start nothing.")
-]
-
 
 def train(
-    overrides: Overrides = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            metavar="FILE",
-            help="Repeat the run of this frozen config.yaml, under a new name.",
-            show_default=False,
-        ),
-    ] = None,
-    config_dir: ConfigDir = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
-    no_preflight: NoPreflight = False,
-    dry_run: DryRun = False,
-    force: Force = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    overrides: opt.Overrides = None,
+    config: opt.ConfigFile = None,
+    config_dir: opt.ConfigDir = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
+    no_preflight: opt.NoPreflight = False,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Compose, check, plan, prepare, launch and follow a job until its end."""
-    from nanoscale.cli.attempt import attempt, ready_fleet, show_plan
-    from nanoscale.cli.fit import planned, require_disk
+    """Check, plan, launch and follow a job until its end."""
+    from nanoscale.cli.common.fit import planned, require_disk
+    from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
-from nanoscale.cli.fit import Force
-from nanoscale.cli.hosts import NoPreflight, NumGpus, NumNodes, as_settings
-from nanoscale.cli.output import DONE, AsJson, console, print_json
-from nanoscale.cli.refusals import Refusals
-from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DONE, console, print_json
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -46,31 +45,29 @@ _ALIKE = ("launcher.", "cluster.python", "run.root")
 
 
 def submit(
-    overrides: Overrides = None,
-    config: ConfigFile = None,
-    config_dir: ConfigDir = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
-    no_preflight: NoPreflight = False,
+    overrides: opt.Overrides = None,
+    config: opt.ConfigFile = None,
+    config_dir: opt.ConfigDir = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
+    no_preflight: opt.NoPreflight = False,
     at_once: Annotated[
         int | None,
         typer.Option(
             "--at-once",
             metavar="N",
             min=1,
-            help="Of many runs, as in train.seed=1,2,3: how many may go on at the same time.",
+            help="Limit how many runs of an array (train.seed=1,2,3) run at once",
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script; write and submit nothing.")
-    ] = False,
-    force: Force = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Compose, check, plan and prepare a job, and hand it to SLURM; several values make several runs."""
-    from nanoscale.cli.fit import planned, require_disk
+    """Submit a job to SLURM; lists of values make an array."""
+    from nanoscale.cli.common.fit import planned, require_disk
     from nanoscale.config.composing.variants import expand
     from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.launch.slurm.slurm import SlurmError
@@ -189,7 +186,7 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
 
 
 def _refuse_unlike(one: Request, other: Request) -> None:
-    from nanoscale.cli.resume import differences
+    from nanoscale.cli.jobs.resume import differences
     from nanoscale.common.errors import Violation
     from nanoscale.config.violations import override, refuse, shown
 
@@ -250,7 +247,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
     """Show the result of `--dry-run`."""
     import shutil
 
-    from nanoscale.cli.fit import saving_lines, saving_of
+    from nanoscale.cli.common.fit import saving_lines, saving_of
     from nanoscale.config.derive import derive
     from nanoscale.config.model_math import parameters
     from nanoscale.config.rules.resolution import counted
@@ -284,7 +281,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
 
 
 def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
-    from nanoscale.cli.fit import saving_lines
+    from nanoscale.cli.common.fit import saving_lines
 
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.files import Overwrite, require_writable, write_file
-from nanoscale.cli.output import AsJson, console, print_json
-from nanoscale.cli.stop import Run
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.files import require_writable, write_file
+from nanoscale.cli.common.output import console, print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -27,17 +27,20 @@ _NAMES = {
 
 
 def report_run(
-    run: Run,
+    run: opt.Run,
     html: Annotated[
         Path | None,
         typer.Option(
-            "--html", metavar="FILE", help="Where the page goes.", show_default="RUN/report.html"
+            "--html",
+            metavar="FILE",
+            help="Write the page to this file",
+            show_default="RUN/report.html",
         ),
     ] = None,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
+    overwrite: opt.Overwrite = False,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Sum a run up: what it was, how it went, prediction against measurement; and write it as a page."""
+    """Report a run's course and its figures beside the plan, also as a page."""
     from nanoscale.runs.directory import RunDirectory, write_atomically
     from nanoscale.view.run.run_page import report_page
     from nanoscale.view.run.run_report import document

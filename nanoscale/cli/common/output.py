@@ -8,9 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
@@ -21,16 +19,22 @@ if TYPE_CHECKING:
 
 DONE, FAILED, WRONG_REQUEST, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="One JSON document on standard output, nothing else.")
-]
-
 
 def print_json(document: Any) -> None:
     """Write the one JSON document of a command; control characters are escaped in JSON's form."""
     ascii_only = not display.has_utf8(sys.stdout)
     text = json.dumps(document, indent=2, ensure_ascii=ascii_only)
     display.show(re.sub(r"[^\n -~]", _escaped, text))
+
+
+def print_yaml(text: str) -> None:
+    """Print YAML, in colour on a terminal and unchanged elsewhere."""
+    if not sys.stdout.isatty():
+        display.content(text)
+        return
+    from rich.syntax import Syntax
+
+    console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
 
 
 def _escaped(match: re.Match[str]) -> str:

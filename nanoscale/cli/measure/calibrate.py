@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanoscale.cli.files import require_writable, write_file
-from nanoscale.cli.output import DONE, console, print_json
+from nanoscale.cli.common.files import require_writable, write_file
+from nanoscale.cli.common.output import DONE, console, print_json
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.config.composing.compose import compose

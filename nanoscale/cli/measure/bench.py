@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale.cli.config import ConfigDir, ConfigFile, Overrides
-from nanoscale.cli.fit import Force
-from nanoscale.cli.hosts import (
-    Exclude,
-    Hostfile,
-    Include,
-    NoPreflight,
-    NumGpus,
-    NumNodes,
-    as_settings,
-)
-from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
-from nanoscale.cli.trust import Trust
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
@@ -31,37 +21,37 @@ _RECORDED = 3
 
 
 def bench(
-    overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 10,
-    warmup: Annotated[int, typer.Option(help="Steps before them that are not.")] = 3,
+    overrides: opt.Overrides = None,
+    steps: Annotated[int, typer.Option(help="Time this number of steps")] = 10,
+    warmup: Annotated[int, typer.Option(help="Run this number of steps before the timed ones")] = 3,
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="RUN|FILE",
-            help="Show a run's figures, or those of an earlier bench's --json, beside.",
+            help="Compare with a run, or with the --json output of an earlier bench",
             show_default=False,
         ),
     ] = None,
-    config: ConfigFile = None,
-    config_dir: ConfigDir = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
-    no_preflight: NoPreflight = False,
-    force: Force = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    config: opt.ConfigFile = None,
+    config_dir: opt.ConfigDir = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
+    no_preflight: opt.NoPreflight = False,
+    force: opt.Force = False,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Measure a recipe: throughput, step time and its parts, memory, MFU, the stall of a checkpoint.
+    """Measure a job's step time, its parts, MFU and memory.
 
-    The job's ranks train for some steps; no run is made, nothing is kept. With checkpoint.every a checkpoint is
-    written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
+    The job's ranks train for some steps; no run is created, and nothing is kept. With checkpoint.every, a
+    checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
     """
-    from nanoscale.cli.fit import planned
-    from nanoscale.cli.refusals import Refusals
-    from nanoscale.cli.train import compose_request
+    from nanoscale.cli.common.fit import planned
+    from nanoscale.cli.common.refusals import Refusals
+    from nanoscale.cli.jobs.train import compose_request
     from nanoscale.launch.lifecycle.bench import compared, document, read_other, room_for_checkpoint
     from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
     from nanoscale.processes.messages import BENCH
@@ -92,7 +82,7 @@ def bench(
     if as_json:
         print_json(told)
     else:
-        from nanoscale.cli.bench_text import print_bench
+        from nanoscale.cli.measure.bench_text import print_bench
 
         print_bench(told)
     return DONE

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.output import AsJson, console, print_json
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import console, print_json, print_yaml
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -15,46 +15,19 @@ if TYPE_CHECKING:
     from nanoscale.config.schema import Config
     from nanoscale.config.values.composed import Composed
 
-app = typer.Typer(no_args_is_help=True, help="Look up the configuration.")
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="OVERRIDES",
-        help="recipe=NAME, KEY=VALUE and GROUP=OPTION, in Hydra's grammar",
-        show_default=False,
-    ),
-]
-ConfigDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--config-dir",
-        metavar="DIR",
-        help="A folder of yours whose groups and recipes come before the packaged ones.",
-        show_default=False,
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="A frozen config.yaml in the place of a recipe.",
-        show_default=False,
-    ),
-]
+app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration.")
 
 
 @app.command("show")
 def show(
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    config: ConfigFile = None,
+    overrides: opt.Overrides = None,
+    config_dir: opt.ConfigDir = None,
+    config: opt.ConfigFile = None,
     deepspeed: Annotated[
         bool,
-        typer.Option("--deepspeed", help="Show the JSON that DeepSpeed would get instead"),
+        typer.Option("--deepspeed", help="Show the JSON for DeepSpeed instead"),
     ] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Show the whole configuration as YAML."""
     from dataclasses import asdict
@@ -75,13 +48,13 @@ def show(
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(help="A key, or a section to explain all of its keys.")],
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    config: ConfigFile = None,
-    as_json: AsJson = False,
+    key: Annotated[str, typer.Argument(help="Name a key, or a section to explain all of its keys")],
+    overrides: opt.Overrides = None,
+    config_dir: opt.ConfigDir = None,
+    config: opt.ConfigFile = None,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Explain a key: what it is, its value, and who set it."""
+    """Explain a key: its meaning, its value, and what set it."""
     from nanoscale.config.composing.compose import compose
 
     names = _named(key)
@@ -96,8 +69,8 @@ def explain(
 
 
 @app.command("backends")
-def backends(as_json: AsJson = False) -> None:
-    """Show what each backend makes of every key that concerns it."""
+def backends(as_json: opt.AsJson = False) -> None:
+    """Show what each backend does with every key that concerns it."""
     from nanoscale.config.rules.backends import OUTSIDE, table
 
     rows = table()
@@ -116,10 +89,11 @@ def backends(as_json: AsJson = False) -> None:
 @app.command("ls")
 def list_groups(
     group: Annotated[
-        str | None, typer.Argument(help="A group; all of them if none.", show_default=False)
+        str | None,
+        typer.Argument(help="Name a group; without it, all groups are listed", show_default=False),
     ] = None,
-    config_dir: ConfigDir = None,
-    as_json: AsJson = False,
+    config_dir: opt.ConfigDir = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """List the groups, or one group's options and keys."""
     from nanoscale.config.composing.library import Library
@@ -129,18 +103,6 @@ def list_groups(
         _list_all(library, as_json)
     else:
         _list_one(library, group, as_json)
-
-
-def print_yaml(text: str) -> None:
-    """Print YAML, in colour on a terminal and unchanged elsewhere."""
-    import sys
-
-    if not sys.stdout.isatty():
-        display.content(text)
-        return
-    from rich.syntax import Syntax
-
-    console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:

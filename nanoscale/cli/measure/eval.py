@@ -9,19 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoscale.cli.config import Overrides
-from nanoscale.cli.generate import Device, Dtype, DtypeOf, Model, Step, TokenizerOf, calm_threads
-from nanoscale.cli.hosts import (
-    Exclude,
-    Hostfile,
-    Include,
-    NoPreflight,
-    NumGpus,
-    NumNodes,
-    as_settings,
-)
-from nanoscale.cli.output import DONE, FAILED, AsJson, print_json, saying
-from nanoscale.cli.trust import Trust, require_trust
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
+from nanoscale.cli.common.trust import require_trust
+from nanoscale.cli.jobs.generate import calm_threads
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
@@ -33,51 +25,54 @@ if TYPE_CHECKING:
 
 
 def eval(
-    model: Model,
-    overrides: Overrides = None,
-    step: Step = None,
+    model: opt.Model,
+    overrides: opt.Overrides = None,
+    step: opt.Step = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Only the first so many samples.", show_default="all that are held out"),
+        typer.Option(help="Take only this number of samples", show_default="all that are held out"),
     ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Tasks of lm-eval by name, in place of the loss; in one process on one device.",
+            help="Run these lm-eval tasks instead of the loss, in one process",
             show_default=False,
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="With --tasks: documents of each.", show_default="all")
+        int | None,
+        typer.Option(help="Take only this number of documents of each task", show_default="all"),
     ] = None,
     few_shot: Annotated[
         int | None,
-        typer.Option(help="With --tasks: examples before a question.", show_default="the task's"),
+        typer.Option(
+            help="Give this number of examples before each question of a task",
+            show_default="the task's",
+        ),
     ] = None,
     tasks_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="With --tasks: a folder of more tasks.", show_default=False
-        ),
+        typer.Option(metavar="DIR", help="Read more tasks from this folder", show_default=False),
     ] = None,
-    device: Device = None,
-    dtype: DtypeOf = None,
-    tokenizer: TokenizerOf = None,
-    hostfile: Hostfile = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    num_nodes: NumNodes = None,
-    num_gpus: NumGpus = None,
-    no_preflight: NoPreflight = False,
-    trust: Trust = False,
-    as_json: AsJson = False,
+    device: opt.Device = None,
+    dtype: opt.ComputeDtype = None,
+    tokenizer: opt.Tokenizer = None,
+    hostfile: opt.Hostfile = None,
+    include: opt.Include = None,
+    exclude: opt.Exclude = None,
+    num_nodes: opt.NumNodes = None,
+    num_gpus: opt.NumGpus = None,
+    no_preflight: opt.NoPreflight = False,
+    trust: opt.Trust = False,
+    as_json: opt.AsJson = False,
 ) -> int:
-    """Evaluate a checkpoint: validation loss, perplexity, bits per byte; or tasks of lm-eval.
+    """Compute a checkpoint's validation loss, or run lm-eval tasks.
 
-    The loss is computed by the job's ranks, in its layout or the one that overrides ask for, on its data or on
-    data.path=…. The run is not changed, and may be going on. Of a Hugging Face folder say what data to take.
-    --device, --dtype and --tokenizer are for --tasks: for the loss, launcher.device and precision say it.
+    The loss comes with its perplexity and bits per byte. The job's ranks compute it, in the run's layout or
+    that of the overrides, on the run's data or on data.path=…. The run is not changed, and may be running. A
+    Hugging Face folder needs overrides for its data. --device, --dtype and --tokenizer are for --tasks;
+    launcher.device and precision set them for the loss.
     """
     from nanoscale.launch.slurm.allocation import require_one_launcher
 
@@ -275,7 +270,7 @@ def _run_tasks(
     few_shot: int | None,
     tasks_dir: Path | None,
     device: str | None,
-    dtype: Dtype | None,
+    dtype: opt.Dtype | None,
     tokenizer: str | None,
     as_json: bool,
 ) -> int:

@@ -10,31 +10,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from nanoscale.cli.output import DONE, FAILED
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, FAILED
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.jobs import Job
+    from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
 
-Run = Annotated[str, typer.Argument(help="The run directory, or the run's name in runs/.")]
 
 _MARGIN_S = 30.0
 _LOOK_S = 0.1
 
 
 def stop_run(
-    run: Run,
+    run: opt.Run,
     timeout: Annotated[
         float | None,
         typer.Option(
-            help="Seconds to wait for its end.", show_default="launcher.stop_grace_s and a little"
+            help="Wait this number of seconds for its end",
+            show_default="launcher.stop_grace_s + 30",
         ),
     ] = None,
 ) -> int:
-    """Ask a run to save and stop, and wait until it has ended; take it out of SLURM's queue."""
-    from nanoscale.cli.jobs import job_of
+    """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
+    from nanoscale.cli.common.slurm_jobs import job_of
     from nanoscale.runs import lock
     from nanoscale.runs.directory import RunDirectory
 
@@ -55,7 +56,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
     """Cancel a job that waits; return the job if it has begun meanwhile."""
     from dataclasses import replace
 
-    from nanoscale.cli.jobs import job_of
+    from nanoscale.cli.common.slurm_jobs import job_of
     from nanoscale.launch.slurm.slurm import cancel
     from nanoscale.runs import events, submission
 
@@ -120,7 +121,7 @@ def _note(run: RunDirectory) -> None:
 
 
 def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:
-    from nanoscale.cli.jobs import ASK_S, job_of
+    from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
     from nanoscale.config.composing.frozen import load
     from nanoscale.runs import lock, status
 
