@@ -1,0 +1,243 @@
+"""Compare the plan with published runs whose whole layout is stated, by software, GPU, precision and layout.
+
+    python -m benchmarks.plan.published_runs [PUBLISHED_MEASUREMENTS_2.CSV] [--rows] [--half building|checking]
+
+The rows are divided in two before any error is looked at. The planner is changed with the building half in
+view; the checking half only shows whether the changes carry over to other sources, sizes and devices:
+
+- building: NVIDIA's dgxc-benchmarking (20 rows), torchtitan's asynchronous tp (6), KempnerForge's 7B on at
+  most 8 GPUs (7, with memory), torchao's float8nocompile (6, with memory);
+- checking: KempnerForge's 13B and 70B, and its 7B on more GPUs (7, with memory), torchao's other documents,
+  with MI300X (9, with memory), NeMo Automodel (3).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from nanoscale.common.units import GIB
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.model_math import parameters
+from nanoscale.config.schema import (
+    Backend,
+    Cluster,
+    Config,
+    Launcher,
+    Model,
+    Parallel,
+    Precision,
+    Train,
+    Zero,
+)
+from nanoscale.plan.predict import Prediction, predict
+
+DEFAULT = Path(__file__).resolve().parents[3] / "shared/data/published_measurements_2.csv"
+BUILDING = ("dgxc-", "tt-", "kf-01", "kf-02", "kf-03", "kf-04", "kf-05", "kf-06", "kf-07", "ao-nocompile",
+            "ao-compile")  # fmt: skip
+"""Beginnings of the names of the rows in the building half; all others are for checking."""
+UNPLANNED = ("am-gptoss",)
+"""Rows whose model has no equivalent: sliding windows with sinks."""
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row and its prediction."""
+
+    row: Row
+    plan: Prediction
+
+    @property
+    def half(self) -> str:
+        return "building" if self.row["id"].startswith(BUILDING) else "checking"
+
+    @property
+    def time_error(self) -> float:
+        """The relative error of a step's time: above 0, the plan is too slow."""
+        return float(self.row["tok_s_gpu"]) / self.plan.time.tokens_per_s_per_gpu - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """The relative error of the memory; None if the row states none."""
+        if not self.row["mem_gib"]:
+            return None
+        return self.memory_gib / float(self.row["mem_gib"]) - 1
+
+    @property
+    def memory_gib(self) -> float:
+        """The planned memory of the row's kind, GiB."""
+        worst = self.plan.worst
+        size = worst.allocated if self.row["mem_kind"] == "allocated" else worst.reserved
+        if self.row["id"].startswith(
+            "kf-"
+        ):  # weights, gradients and moments of 2 bytes in place of 4
+            phase = worst.phase
+            size -= (phase.weights + phase.optimizer) // 2
+        return size / GIB
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT)
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--half", choices=("building", "checking"), help="only this half")
+    options = parser.parse_args()
+    if not options.csv.is_file():
+        print(f"skipped: there is no {options.csv.name} in {options.csv.parent.resolve()}")
+        return
+    every = [one for one in compare(options.csv) if options.half in (None, one.half)]
+    if options.rows:
+        for one in every:
+            print(line(one))
+    for half in ("building", "checking"):
+        some = [one for one in every if one.half == half]
+        if some:
+            print(f"\n{half}: error of a step's time, above 0: planned too slow")
+            print(table(some, lambda one: one.time_error))
+            print(f"\n{half}: error of the memory")
+            print(table([one for one in some if one.row["mem_gib"]], lambda one: one.memory_error))
+
+
+def compare(path: Path) -> list[Comparison]:
+    """Plan every row that has an equivalent."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if not row["id"].startswith(UNPLANNED)]
+    return [Comparison(row, predict(config_of(row))) for row in rows]
+
+
+def line(one: Comparison) -> str:
+    row = one.row
+    memory = one.memory_error
+    shown = (
+        ""
+        if memory is None
+        else f"  {one.memory_gib:6.1f} of {row['mem_gib']:>6} GiB {memory:+7.1%}"
+    )
+    return (
+        f"{one.half:8} {row['id']:26} {float(row['tok_s_gpu']):8.1f} "
+        f"{one.plan.time.tokens_per_s_per_gpu:8.1f} {one.time_error:+7.1%}{shown}"
+    )
+
+
+def table(some: Sequence[Comparison], error: Callable[[Comparison], float | None]) -> str:
+    """Return rows, mean error, bias and largest error of each group."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for one in some:
+        value = error(one)
+        assert value is not None
+        row = one.row
+        for name in (
+            f"software {row['software']}",
+            f"GPU {row['gpu']}",
+            precision_of(row),
+            layout_of(row),
+            "all",
+        ):
+            groups[name].append(value)
+    head = f"{'':28} {'rows':>4} {'mean':>6} {'bias':>7} {'largest':>7}"
+    order = sorted(groups, key=lambda name: (name == "all", name))
+    lines = [
+        f"{name:28} {len(errors):4} {mean(map(abs, errors)):6.1%} {mean(errors):+7.1%} "
+        f"{max(errors, key=abs):+7.1%}"
+        for name in order
+        for errors in [groups[name]]
+    ]
+    return "\n".join([head, *lines])
+
+
+def precision_of(row: Row) -> str:
+    recipe = " rowwise" if "rowwise" in row["extra"] else ""
+    return f"precision {row['precision']}{recipe}"
+
+
+def layout_of(row: Row) -> str:
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if int(row[axis]) > 1]
+    return f"layout {' · '.join(axes) or ('dp' if int(row['dp']) > 1 else 'one GPU')}"
+
+
+def config_of(row: Row) -> Config:
+    """Return the row's job as one of ours."""
+    dp, pp, virtual = int(row["dp"]), int(row["pp"]), int(row["vp"])
+    model = model_of(row["model"])
+    mode = {"selective-op": "selective", "every2": "full"}.get(row["recompute"], row["recompute"])
+    even = [model.layers // (pp * virtual)] * (pp * virtual) if pp > 1 else None
+    micro_batch, seq_len = int(row["mbs"]), int(row["seq"])
+    layout: dict[str, Any] = {
+        "dp": dp,
+        "tp": int(row["tp"]),
+        "pp": pp,
+        "cp": int(row["cp"]),
+        "cp_method": row["cp_method"],
+        "ep": int(row["ep"]),
+        "schedule": "interleaved-1f1b" if virtual > 1 else "1f1b",
+        "virtual_stages": virtual,
+        "layers_per_stage": even,
+        "activation_checkpointing": mode,
+        "checkpoint_every": 2 if row["recompute"] == "every2" else 1,
+        "selective_keep": "every-2nd-matmul" if mode == "selective" else "matmuls",
+    }
+    stage: Any = int(row["zero"])
+    extra = dict(item.split("=") for item in row["extra"].split())
+    precision = Precision(compute="bf16", fp8=row["precision"] == "fp8")
+    if recipe := extra.pop("precision.fp8_recipe", None):
+        precision = replace(precision, fp8_recipe=recipe)  # type: ignore[arg-type]
+    return Config(
+        model=model,
+        parallel=Parallel(**layout),
+        precision=precision,
+        zero=Zero(stage=stage),
+        backend=Backend(compile="on" if row["compile"] == "on" else "off"),
+        launcher=Launcher(device="cuda"),
+        cluster=cluster_of(row["gpu"], extra),
+        train=Train(
+            global_batch=int(row["gbs"]) // (micro_batch * dp) * micro_batch * dp,
+            micro_batch=micro_batch,
+            seq_len=seq_len,
+            steps=1,
+        ),
+    )
+
+
+def cluster_of(device: str, extra: dict[str, str]) -> Cluster:
+    cluster = Cluster(device=device)
+    for key, value in extra.items():
+        name, _, dtype = key.removeprefix("cluster.").partition(".")
+        number: Any = int(value) if name == "devices_per_host" else float(value)
+        if dtype:
+            number = replace(cluster.peaks, **{dtype: number})
+        cluster = replace(cluster, **{name: number})
+    return cluster
+
+
+def model_of(name: str) -> Model:
+    """Return the model's shape.
+
+    Sources: "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3; Brown et al. 2020 (arXiv:2005.14165),
+    table 2.1; KempnerForge, benchmarks/mfu_scaling (a factor of 1.3 on SwiGLU's 8/3 of the width).
+    """
+    if name == "gpt3-175b":
+        return Model(layers=96, hidden=12288, heads=96, kv_heads=96, head_dim=128, ffn=49152, vocab=51200,
+                     max_seq_len=2048, norm="layernorm", mlp="gelu", position="learned", bias=True,
+                     tie_embeddings=False)  # fmt: skip
+    size = re.match(r"(?:llama3|kf)-(\d+)b", name)
+    assert size is not None, name
+    same = {"7": "8", "13": "8"}.get(size[1], size[1])
+    model = compose([f"model=llama-{same}b"]).config.model
+    if size[1] == "13":
+        model = replace(model, layers=40, hidden=5120, heads=40, ffn=17920)
+        assert round(parameters(model) / 1e7) == 1484, parameters(model)
+    if layers := re.search(r"-(\d+)L$", name):
+        model = replace(model, layers=int(layers[1]))
+    return model
+
+
+if __name__ == "__main__":
+    main()
