@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan.published_memory [PUBLISHED_MEASUREMENTS.CSV]
 
-A row is another software's: general switches describe each source's differences from ours, and no row has a
-constant of its own. The switches were written with these rows in sight, so they are no blind test. nanotron's
-shapes are not stated but inferred from its numbers of parameters: its rows are shown, not claimed.
+A row is another software's: its record describes its differences from ours, and no row has a constant of its
+own. The records were written with these rows in sight, so they are no blind test. nanotron's rows state no
+widths and are left out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 from nanoscale.common.units import GIB
 from nanoscale.config.schema import Config, Model
+from nanoscale.plan.hardware.software import MEGATRON, TORCH_WHOLELOSS
 from nanoscale.plan.memory.peak import RankMemory, setting_memory
 from nanoscale.plan.memory.setting import Setting, setting_of
-from nanoscale.plan.memory.states import BytesPerParameter
 
 DEFAULT = Path(__file__).resolve().parents[2] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]
@@ -153,103 +154,23 @@ def torchtitan(row: Row) -> Prediction:
     samples = int(row["mbs"] or (32 if "batch 32" in row["source"] else 8))
     micro_batches = stages if stages > 1 else 1
     config = config_of(row, samples // micro_batches, micro_batches, stage=3)
-    setting = setting_of(config)
+    setting = setting_of(config, TORCH_WHOLELOSS)
     gathered = config.train.micro_batch * config.train.seq_len * (config.parallel.cp > 1)
     run = replace(setting.run, gathered_keys=gathered)
-    setting = replace(
-        setting,
-        run=run,
-        keep=frozenset(("wq", "v", "gate", "down")),
-        whole_logits=_pytorch_loss(setting),
-    )
+    setting = replace(setting, run=run, keep=frozenset(("wq", "v", "gate", "down")))
     return _worst(setting, micro_batches, lambda rank: rank.reserved)
 
 
 def megatron(row: Row) -> Prediction:
-    """Predict Megatron-LM with its distributed optimizer, Transformer Engine's fused blocks and fused cross
-    entropy.
-
-    Weights in bf16 and gradients in fp32 are whole flat buffers; master weights and moments are sharded over
-    dp. Blocks are divided evenly; products keep the divided input and gather it again (Korthikanti et al.
-    2022, arXiv:2205.05198, section 4.2.2). Memory is the allocated memory.
-    """
+    """Predict Megatron-LM's allocated memory. Blocks are divided evenly; context parallelism is Ulysses'."""
     dp, pp = int(row["dp"]), int(row["pp"])
     micro_batches = int(row["gbs"]) // dp
     config = config_of(row, 1, micro_batches, stage=1)
-    backend = replace(config.backend, reduce_bucket=0, overlap_comm="off")
     layers = [config.model.layers // pp] * pp
-    parallel = replace(config.parallel, layers_per_stage=layers)
-    setting = setting_of(replace(config, backend=backend, parallel=parallel))
-    run = replace(
-        setting.run,
-        gathered=False,
-        turned=False,
-        fused_activation=True,
-        exchanged=int(row["cp"]) > 1,
-    )
-    setting = replace(
-        setting,
-        run=run,
-        flat=True,
-        copies_gradients=False,
-        keeps_gradients=True,
-        placeholders=True,
-        states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
-        whole_logits=(setting.compute, setting.loss),
-    )
+    method: Literal["ring", "ulysses"] = "ulysses" if config.parallel.cp > 1 else "ring"
+    parallel = replace(config.parallel, layers_per_stage=layers, cp_method=method)
+    setting = setting_of(replace(config, parallel=parallel), MEGATRON)
     return _worst(setting, max(micro_batches, pp), lambda rank: rank.allocated)
-
-
-NANOTRON = {
-    "llama-1.34B": (16, 2048, 32, 8192, True),
-    "llama-3.57B": (28, 3072, 24, 8192, True),
-    "llama-8.86B": (32, 4096, 32, 14336, False),
-    "llama-80.0B": (80, 8192, 64, 28672, False),
-}
-"""Layers, hidden, heads (of keys too), ffn, tied: not stated, but with 131,072 tokens of vocabulary these are
-Llama's shapes and give each stated number of parameters; 2^20 tokens a step give sequences of 4096."""
-
-
-def nanotron(row: Row) -> Prediction:
-    """Predict nanotron: weights and gradients in bf16, fp32 sums of the latter beside them; master weights and
-    moments sharded over dp with ZeRO-1.
-
-    Products gather their divided inputs again. Memory is assumed to be reserved memory, which the source does
-    not state.
-    """
-    layers, hidden, heads, ffn, tied = NANOTRON[row["model"]]
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
-    stated = row | {name: str(number) for name, number in shape.items()}
-    stated |= {"vocab": "131072", "seq": "4096", "cp": "1"}
-    dp, pp, micro_batch = int(row["dp"]), int(row["pp"]), int(row["mbs"])
-    micro_batches = int(row["gbs"]) // (dp * micro_batch)
-    config = config_of(stated, micro_batch, micro_batches, stage=1)
-    config = replace(
-        config,
-        model=replace(config.model, tie_embeddings=tied and pp == 1),
-        backend=replace(config.backend, reduce_bucket=0, overlap_comm="off"),
-    )
-    setting = setting_of(config)
-    setting = replace(
-        setting,
-        run=replace(setting.run, gathered=False, turned=False),
-        flat=True,
-        shards=dp if row["zero_or_fsdp"] == "ZeRO-1" else 1,
-        copies_gradients=False,
-        keeps_gradients=True,
-        reduce=2 + 4,
-        whole_ends=False,
-        vocabulary=config.model.vocab // config.parallel.tp,
-        whole_logits=_pytorch_loss(setting),
-        states=BytesPerParameter(weights=4, copy=2, gradients=4, optimizer=8),
-    )
-    return _worst(setting, micro_batches, lambda rank: rank.reserved)
-
-
-def _pytorch_loss(setting: Setting) -> tuple[int, int]:
-    """Return the bytes of the log-softmax, in fp32 or better, then of its gradients and the logits', and with
-    a divided vocabulary of one more (torch.distributed.tensor.parallel.loss)."""
-    return setting.loss, setting.loss * (3 if setting.vocabulary_parallel else 2)
 
 
 def _worst(
@@ -263,7 +184,6 @@ def _worst(
 SOURCES: dict[str, Callable[[Row], Prediction]] = {
     "torchtitan": torchtitan,
     "SimuMax": megatron,
-    "nanotron": nanotron,
 }
 
 

@@ -37,6 +37,7 @@ from nanoscale.config.schema import (
     Train,
     Zero,
 )
+from nanoscale.plan.hardware.software import RECORDS
 from nanoscale.plan.predict import Prediction, predict
 
 DEFAULT = Path(__file__).resolve().parents[3] / "shared/data/published_measurements_2.csv"
@@ -110,7 +111,9 @@ def compare(path: Path) -> list[Comparison]:
     """Plan every row that has an equivalent."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if not row["id"].startswith(UNPLANNED)]
-    return [Comparison(row, predict(config_of(row))) for row in rows]
+    return [
+        Comparison(row, predict(config_of(row), software=RECORDS[row["software"]])) for row in rows
+    ]
 
 
 def line(one: Comparison) -> str:

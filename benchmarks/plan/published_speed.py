@@ -32,8 +32,7 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
-from nanoscale.plan.time.block import slice_of
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH_WHOLELOSS, Software
 from nanoscale.plan.time.step import step_time
 
 DEFAULT = Path(__file__).resolve().parents[3] / "shared/data/published_measurements.csv"
@@ -66,7 +65,7 @@ class Row:
     source: str
     label: str
     config: Config
-    part: Slice
+    software: Software
     measured: float
     """tokens/s a GPU."""
 
@@ -100,7 +99,7 @@ def _row(raw: dict[str, str]) -> Row:
     layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
     how = f"{raw['act_ckpt']} {raw['precision']}"
     label = f"{raw['model']} {raw['gpu']} s{train.seq_len} {layout} mb{train.micro_batch} {how}"
-    return Row(raw["source"], label, config, _part(raw, config), _measured(raw, model))
+    return Row(raw["source"], label, config, _software(raw), _measured(raw, model))
 
 
 def _attention(raw: dict[str, str]) -> Literal["cudnn", "flash"]:
@@ -108,10 +107,11 @@ def _attention(raw: dict[str, str]) -> Literal["cudnn", "flash"]:
     return "cudnn" if "SimuMax" in raw["source"] else "flash"
 
 
-def _part(raw: dict[str, str], config: Config) -> Slice:
-    """Return the software's differences from ours."""
-    megatron = "Korthikanti" in raw["source"] or "SimuMax" in raw["source"]
-    return replace(slice_of(config), composed_norm="torchtitan" in raw["source"], megatron=megatron)
+def _software(raw: dict[str, str]) -> Software:
+    """Return the record of the row's software; Megatron-LM of 2021, and MPT's, computed as this engine does."""
+    if "Korthikanti" in raw["source"] or "SimuMax" in raw["source"]:
+        return MEGATRON
+    return TORCH_WHOLELOSS if "torchtitan" in raw["source"] else NANOSCALE
 
 
 def _number(text: str, usual: int) -> int:
@@ -244,7 +244,7 @@ def predict(rows: Iterable[Row], **efficiencies: float) -> list[float]:
         key = repr((row.config.cluster, row.config.precision))
         if key not in known:
             known[key] = _scaled(hardware_of(row.config), efficiencies)
-        found.append(step_time(row.config, known[key], part=row.part).tokens_per_s_per_gpu)
+        found.append(step_time(row.config, known[key], software=row.software).tokens_per_s_per_gpu)
     return found
 
 

@@ -12,6 +12,7 @@ from nanoscale.config.rules.backends import honoured
 from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
 from nanoscale.plan.pipeline import Costs, Timeline
 from nanoscale.plan.time.step import StageCost, StepTime, Training, stage_costs, step_time, training
@@ -32,6 +33,7 @@ class Prediction:
 
     config: Config
     hardware: Hardware
+    software: Software
     memory: Memory
     time: StepTime
     timeline: Timeline | None
@@ -60,22 +62,26 @@ class Prediction:
         return training(self.config, self.hardware, self.time)
 
 
-def predict(config: Config, hardware: Hardware | None = None) -> Prediction:
+def predict(
+    config: Config, hardware: Hardware | None = None, software: Software = NANOSCALE
+) -> Prediction:
     """Predict a configuration that `rules.check` has resolved; a pipeline's schedule is simulated.
 
     Args:
         hardware: None: the hardware that `config.cluster` describes.
+        software: the engine that runs the job.
 
     Raises:
         UserError: the hardware is unknown or does not support the precision.
     """
     hardware = hardware or hardware_of(config)
     if config.parallel.pp == 1:
-        return with_time(config, hardware, estimate_memory(config, hardware))
-    timeline = simulated(config, stage_costs(config, hardware))
-    memory = _memory(config, hardware, timeline.held)
-    time = step_time(config, hardware, timeline.makespan)
-    return Prediction(config, hardware, memory, time, timeline)
+        memory = estimate_memory(config, hardware, software)
+        return with_time(config, hardware, memory, software)
+    timeline = simulated(config, stage_costs(config, hardware, software))
+    memory = _memory(config, hardware, software, timeline.held)
+    time = step_time(config, hardware, timeline.makespan, software)
+    return Prediction(config, hardware, software, memory, time, timeline)
 
 
 def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
@@ -85,7 +91,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
     possible = config.launcher.device == "cuda" and "bf16" in plan.hardware.peaks
     if precision.compute != "fp32" or not possible or not honoured(narrow):
         return None
-    return predict(narrow).time.tokens_per_s_per_gpu
+    return predict(narrow, software=plan.software).time.tokens_per_s_per_gpu
 
 
 def predicted_step(config: Config, hardware: Hardware) -> float:
@@ -97,7 +103,7 @@ def predicted_step(config: Config, hardware: Hardware) -> float:
     ).seconds
 
 
-def estimate_memory(config: Config, hardware: Hardware) -> Memory:
+def estimate_memory(config: Config, hardware: Hardware, software: Software = NANOSCALE) -> Memory:
     """Return the memory in closed form, for a search through thousands of layouts.
 
     Only the first ranks, which have the most in-flight micro batches, and the last, which has the logits, are
@@ -105,16 +111,19 @@ def estimate_memory(config: Config, hardware: Hardware) -> Memory:
     """
     layout = config.parallel
     if layout.pp == 1:
-        return _memory(config, hardware, None)
+        return _memory(config, hardware, software, None)
     assert isinstance(layout.virtual_stages, int)
     count = derive(config).accumulation
     in_flight = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
-    return _memory(config, hardware, in_flight, sorted({0, 1, layout.pp - 1}))
+    return _memory(config, hardware, software, in_flight, sorted({0, 1, layout.pp - 1}))
 
 
-def with_time(config: Config, hardware: Hardware, memory: Memory) -> Prediction:
+def with_time(
+    config: Config, hardware: Hardware, memory: Memory, software: Software = NANOSCALE
+) -> Prediction:
     """Return a prediction in closed form whose memory is known already."""
-    return Prediction(config, hardware, memory, step_time(config, hardware), None)
+    time = step_time(config, hardware, software=software)
+    return Prediction(config, hardware, software, memory, time, None)
 
 
 def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
@@ -155,8 +164,11 @@ def highest(memory: Memory) -> RankMemory:
 def _memory(
     config: Config,
     hardware: Hardware,
+    software: Software,
     in_flight: Sequence[Sequence[int]] | None,
     ranks: Sequence[int] | None = None,
 ) -> Memory:
     context = int(hardware.context_gib * GIB) if config.launcher.device == "cuda" else 0
-    return tuple(rank_memory(config, in_flight, ranks=ranks, context_bytes=context))
+    return tuple(
+        rank_memory(config, in_flight, software=software, ranks=ranks, context_bytes=context)
+    )

@@ -7,7 +7,7 @@ clocks, interruptions). `docs/planner.md` has the figures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -27,10 +27,10 @@ from nanoscale.config.schema import (
     Zero,
 )
 from nanoscale.plan.hardware.hardware import hardware_of
+from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH, Software
 from nanoscale.plan.memory.peak import setting_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.predict import ENOUGH, capacity, fits_probability
-from nanoscale.plan.time import block
 from nanoscale.plan.time.step import step_time
 from tests.plan.machines import BF16, job
 from tests.plan.machines import model as named
@@ -53,7 +53,7 @@ class Run:
     tokens_per_s: float
     """A GPU."""
     config: Config
-    ways: dict[str, Any] = field(default_factory=dict)
+    software: Software = NANOSCALE
     within: float = 0.20
 
 
@@ -132,7 +132,7 @@ TINY = llama(22, 2048, 32, 5632, kv_heads=4)
 NEMO = "NVIDIA NeMo 24.12, performance summary"
 IBM = "IBM and PyTorch 2024, Maximizing training throughput"
 FLASH = "Dao 2023, arXiv:2307.08691, table 1"
-MEGATRON, OLD = {"megatron": True}, {"composed_norm": True}
+OLD = TORCH
 FSDP = {"zero": Zero(stage=3)}
 TWO = {"dp": 128, "global_batch": 256, "micro_batch": 2}
 AS_175B = {"tp": 4, "pp": 8, "virtual_stages": 6, "seq_len": 2048}
@@ -201,8 +201,7 @@ MIXTURES = [
 
 
 def error(one: Run) -> float:
-    part = replace(block.slice_of(one.config), **one.ways)
-    step = step_time(one.config, hardware_of(one.config), part=part)
+    step = step_time(one.config, hardware_of(one.config), software=one.software)
     return step.tokens_per_s_per_gpu / one.tokens_per_s - 1
 
 

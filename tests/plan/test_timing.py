@@ -12,6 +12,7 @@ from nanoscale.config.model_math import flops_per_token, flops_per_token_causal,
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precision, Zero
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.time import block as blocks
@@ -190,10 +191,9 @@ def test_parameters_of_the_ranks_are_those_of_the_model(name, pp):
 def test_other_softwares_ways_take_what_their_steps_take():
     """RMSNorm of single operations, counted one by one, against ours of one; gradients that products sum."""
     config = job(tp=2, dp=4, global_batch=64)
-    ours = blocks.slice_of(config)
     usual, composed, megatron = (
-        step_time(config, machine(), part=replace(ours, **ways)).parts
-        for ways in ({}, {"composed_norm": True}, {"megatron": True})
+        step_time(config, machine(), software=software).parts
+        for software in (NANOSCALE, TORCH, MEGATRON)
     )
     # Bytes: widen 6, square 8, mean 4, scale 8, narrow 6, weigh 4, where one kernel reads and writes 4;
     # backward 4 + 8 of the weight, 6 widened, 24 scaled, 4 + 16 of the mean and square, 12 summed, 6 narrowed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,16 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.values.composed import Composed
+    from nanoscale.plan.hardware.software import Software
+
+
+class SoftwareName(StrEnum):
+    """The names of the records in `plan.hardware.software`."""
+
+    NANOSCALE = "nanoscale"
+    TORCH = "torch"
+    TORCH_WHOLELOSS = "torch-wholeloss"
+    MEGATRON = "megatron"
 
 
 def plan(
@@ -33,6 +44,13 @@ def plan(
         bool,
         typer.Option("--search", help="Rank all legal layouts; keys set here keep their values"),
     ] = False,
+    software: Annotated[
+        SoftwareName,
+        typer.Option(
+            "--as",
+            help="Predict what another engine reaches: its overlaps, kernels and memory",
+        ),
+    ] = SoftwareName.NANOSCALE,
     calibrate: Annotated[
         bool,
         typer.Option(
@@ -58,6 +76,7 @@ def plan(
     The hardware is what `cluster` describes, or this machine.
     """
     from nanoscale.config.composing.compose import compose
+    from nanoscale.plan.hardware.software import RECORDS
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     if html is not None:
@@ -76,24 +95,29 @@ def plan(
             raise UserError("usage", f"--write and --html both name {html}")
     composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
     if search:
-        return _search(composed, write, html, overwrite, as_json)
+        return _search(composed, RECORDS[software.value], write, html, overwrite, as_json)
     if write is not None:
         raise UserError(
             "usage",
             "--write is for what --search has found or --calibrate has learned: type --search --write FILE",
         )
-    return _one(composed, explain, html, overwrite, as_json)
+    return _one(composed, RECORDS[software.value], explain, html, overwrite, as_json)
 
 
 def _one(
-    composed: Composed, explain: bool, html: Path | None, overwrite: bool, as_json: bool
+    composed: Composed,
+    software: Software,
+    explain: bool,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> int:
     from nanoscale.launch.request import check_request
     from nanoscale.plan.hardware.machines import planned_devices
     from nanoscale.plan.predict import predict
 
     config = check_request(composed, devices=planned_devices(composed)).config
-    prediction = predict(config)
+    prediction = predict(config, software=software)
     if html is not None:
         from nanoscale.view.plan.prediction_page import prediction_page
 
@@ -110,7 +134,12 @@ def _one(
 
 
 def _search(
-    composed: Composed, write: Path | None, html: Path | None, overwrite: bool, as_json: bool
+    composed: Composed,
+    software: Software,
+    write: Path | None,
+    html: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
     from nanoscale.plan.hardware.machines import planned_devices
@@ -121,7 +150,7 @@ def _search(
     devices = planned_devices(composed)
     space = search_space(composed, devices, hardware_of(composed.config))
     hardware = hardware_of(space.base)  # with the type that precision.compute=auto became
-    result = search(space, hardware)
+    result = search(space, hardware, software)
     if html is not None and result.best is not None:
         from nanoscale.view.plan.prediction_page import search_page
         from nanoscale.view.plan.reasons import reasons

@@ -14,6 +14,7 @@ from functools import partial
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Config
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
 from nanoscale.plan.memory.native import native_phases
 from nanoscale.plan.memory.part import Part
@@ -85,6 +86,7 @@ def rank_memory(
     config: Config,
     in_flight: Sequence[Sequence[int]] | None = None,
     *,
+    software: Software = NANOSCALE,
     ranks: Sequence[int] | None = None,
     context_bytes: int | None = None,
 ) -> list[RankMemory]:
@@ -98,7 +100,7 @@ def rank_memory(
         context_bytes: bytes that the device holds besides PyTorch's memory; None: on a GPU `CONTEXT`, on a CPU
             nothing.
     """
-    setting = setting_of(config)
+    setting = setting_of(config, software)
     return setting_memory(setting, in_flight, ranks=ranks, context_bytes=context_bytes)
 
 

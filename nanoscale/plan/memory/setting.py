@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoscale.config.derive import derive
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.schema import Config
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.shape import Execution, Shape
 from nanoscale.plan.memory.states import BYTES, BytesPerParameter, bytes_per_parameter
@@ -57,7 +58,7 @@ class Setting:
     pass begins; None: the logits are never complete."""
 
 
-def setting_of(config: Config) -> Setting:
+def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
     """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision = config.parallel, config.precision
     sizes = derive(config)
@@ -82,7 +83,7 @@ def setting_of(config: Config) -> Setting:
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
-    return Setting(
+    setting = Setting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=shape_of(config.model, layout, sizes.micro_batch, config.train.seq_len),
@@ -101,6 +102,45 @@ def setting_of(config: Config) -> Setting:
         vocabulary=config.model.vocab // (layout.tp if divided else 1),
         vocabulary_parallel=divided,
         loss=max(4, compute),
+    )
+    return _distributed_optimizer(setting) if software.flat else _with_logits(setting, software)
+
+
+def _with_logits(setting: Setting, software: Software) -> Setting:
+    """Return the setting with all logits at once, if the software has them.
+
+    Kept are the log-softmax in fp32 or better; then come its gradients and the logits', and with a divided
+    vocabulary one more (torch.distributed.tensor.parallel.loss).
+    """
+    if not software.whole_logits:
+        return setting
+    more = setting.loss * (3 if setting.vocabulary_parallel else 2)
+    return replace(setting, whole_logits=(setting.loss, more))
+
+
+def _distributed_optimizer(setting: Setting) -> Setting:
+    """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
+
+    Weights in the compute dtype and gradients in fp32 are whole flat buffers; master weights and moments are
+    sharded. Products keep the divided input and gather it again (Korthikanti et al. 2022, arXiv:2205.05198,
+    section 4.2.2).
+    """
+    config, compute = setting.config, setting.compute
+    backend = replace(config.backend, reduce_bucket=0, overlap_comm="off")
+    stage = min(config.zero.stage, 1)
+    return replace(
+        setting,
+        config=replace(config, backend=backend),
+        run=replace(setting.run, gathered=False, turned=False, fused=False, fused_activation=True),
+        flat=True,
+        whole_ends=False,
+        single=False,
+        stage=stage,
+        copies_gradients=False,
+        keeps_gradients=True,
+        placeholders=True,
+        states=BytesPerParameter(weights=4, copy=compute, gradients=4, optimizer=8),
+        whole_logits=(compute, setting.loss),
     )
 
 

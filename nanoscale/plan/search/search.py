@@ -17,6 +17,7 @@ from itertools import islice
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.predict import (
     ENOUGH,
     Memory,
@@ -69,10 +70,10 @@ class SearchResult:
         return front
 
 
-def search(space: SearchSpace, hardware: Hardware) -> SearchResult:
+def search(space: SearchSpace, hardware: Hardware, software: Software = NANOSCALE) -> SearchResult:
     """Search the whole space in closed form; the pipelines of the best are simulated."""
     with _keeping_all():
-        return _search(space, hardware)
+        return _search(space, hardware, software)
 
 
 @contextmanager
@@ -88,8 +89,8 @@ def _keeping_all() -> Iterator[None]:
             gc.enable()
 
 
-def _search(space: SearchSpace, hardware: Hardware) -> SearchResult:
-    tried = _Tried(hardware)
+def _search(space: SearchSpace, hardware: Hardware, software: Software) -> SearchResult:
+    tried = _Tried(hardware, software)
     for shape in shapes(space):
         tried.add_all(space, shape)
     if space.base.model.experts:
@@ -107,7 +108,10 @@ def _search(space: SearchSpace, hardware: Hardware) -> SearchResult:
 def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
     """Simulate the pipelines in the first places, until all of these are simulated."""
     while any(map(_is_estimate, ranked[:SIMULATED])):
-        exact = [predict(p.config) if _is_estimate(p) else p for p in ranked[:SIMULATED]]
+        exact = [
+            predict(p.config, p.hardware, p.software) if _is_estimate(p) else p
+            for p in ranked[:SIMULATED]
+        ]
         fitting = [plan for plan in exact if plan.fits]
         ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_speed)
     return ranked
@@ -118,8 +122,9 @@ def _is_estimate(plan: Prediction) -> bool:
 
 
 class _Tried:
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: Hardware, software: Software) -> None:
         self._hardware = hardware
+        self._software = software
         self.fitting: list[Prediction] = []
         self.considered = 0
         self._least = sys.maxsize
@@ -137,12 +142,12 @@ class _Tried:
         fastest = math.inf
         for config in micro_batches(space, recomputed):
             self.considered += 1
-            memory = estimate_memory(config, self._hardware)
+            memory = estimate_memory(config, self._hardware, self._software)
             needed = highest(memory).total
             if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
                 self._note_nearest(config, memory, needed)
                 break
-            plan = with_time(config, self._hardware, memory)
+            plan = with_time(config, self._hardware, memory, self._software)
             self.fitting.append(plan)
             if plan.time.seconds > _GAIN * fastest:
                 break
@@ -155,9 +160,10 @@ class _Tried:
 
     @property
     def nearest(self) -> Prediction | None:
-        return (
-            with_time(self._nearest[0], self._hardware, self._nearest[1]) if self._nearest else None
-        )
+        if self._nearest is None:
+            return None
+        config, memory = self._nearest
+        return with_time(config, self._hardware, memory, self._software)
 
 
 def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Prediction]:

@@ -9,6 +9,7 @@ from functools import lru_cache
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
@@ -49,13 +50,9 @@ _MERGED = 0.75
 """The share of the queries, or of the keys, that a hop computes with: all and half of them in turn."""
 CUDNN_HEAD_DIM = 128
 """The widest heads for which PyTorch gives attention to cuDNN, backward too."""
-_FP8_CAST = {False: 6, True: 3}
-"""Megatron-LM or not → bytes per number that is cast to 8 bits: it is read for its largest, read again, and
-laid out twice; Transformer Engine knows the largest from earlier steps, and half of its casts are fused into
-the operations before them."""
 
 
-def slice_of(config: Config) -> Slice:
+def slice_of(config: Config, software: Software = NANOSCALE) -> Slice:
     layout, train, precision = config.parallel, config.train, config.precision
     assert isinstance(train.micro_batch, int)
     mode = layout.activation_checkpointing
@@ -69,10 +66,11 @@ def slice_of(config: Config) -> Slice:
         cp_method=layout.cp_method,
         kind=kind(precision),
         wide=wide_kind(precision),
-        compiled=config.backend.compile != "off",
+        compiled=software.fused or config.backend.compile != "off",
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
         attention=attention_kernel(config),
+        software=software,
     )
 
 
@@ -161,7 +159,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
         product(hardware, part, p, "inputs") + product(hardware, part, p, "weights")
         for p in products
     )
-    if part.megatron:
+    if part.software.sums_in_products:
         sums = 8.0 * sum(p.parameters for p in products)
         backward_products += _SUMMING * operations.elementwise(hardware, sums)
     core = _core(hardware, part)
@@ -275,7 +273,7 @@ def _traffic(part: Slice) -> tuple[float, float]:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
     kv_heads = model.kv_heads or model.heads
     turned = part.tokens * (model.heads + kv_heads) * width / part.tp
-    norms = _COMPOSED if part.composed_norm and not compiled else (0, 0)
+    norms = _COMPOSED if part.software.composed_norm and not compiled else (0, 0)
     forward = (_STREAM[compiled][0] + norms[0]) * stream
     forward += activation[0] * inner + rope[0] * turned
     backward = (_STREAM[compiled][1] + norms[1]) * stream
@@ -300,7 +298,7 @@ def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
     weights = sum(p.inputs * p.outputs for p in products)
     inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
     outputs = sum(p.outputs for p in products)
-    each = _FP8_CAST[part.megatron]
+    each = part.software.cast_bytes
     return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
 
 
@@ -324,7 +322,7 @@ def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
     weights, and the second gathers of the inputs beside those for inputs.
     """
     gather, scatter = _tp_pair(hardware, part)
-    if not part.megatron:
+    if part.software.hidden_tp == "none":
         return 2 * (gather + scatter)
     hidden = 2 * (gather + scatter) if part.sequence_parallel else gather + scatter
     shown = 2 * gather if part.sequence_parallel else gather + scatter

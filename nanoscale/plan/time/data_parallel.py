@@ -235,7 +235,7 @@ def cost(
     exposed += (plan.all_reduce + plan.at_end) * units
     copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
     copies += plan.copies_reduce * plan.reduces
-    if not part.megatron:
+    if not part.software.sums_in_products:
         copies += plan.accumulate * (micro_batches - plan.reduces)
     return Cost(exposed, overlap * hidden, copies * units)
 

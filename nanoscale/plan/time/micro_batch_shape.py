@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoscale.config.schema import Model
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,10 @@ class Slice:
     compiled: bool
     recompute: str
     """none, full, sqrt, attention, matmuls or every-2nd-matmul."""
-    composed_norm: bool = False
-    """Other software: True for RMSNorm as single operations in fp32, as in uncompiled PyTorch before 2.9."""
     ep: int = 1
     attention: str = "flash"
     """Kernel of attention: flash or cudnn."""
-    megatron: bool = False
-    """True for Megatron-LM since 2022: backward, collectives of column-split products run beside products, and
-    products add their gradients to fp32 sums themselves (its options gradient_accumulation_fusion and
-    async_tensor_model_parallel_allreduce)."""
+    software: Software = NANOSCALE
 
     @property
     def tokens(self) -> int:

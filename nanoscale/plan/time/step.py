@@ -11,6 +11,7 @@ from nanoscale.config.derive import Derived, derive
 from nanoscale.config.model_math import flops_per_token, flops_per_token_causal
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import Holding, all_stages, kinds_of_ranks
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.time import block as blocks
@@ -95,16 +96,18 @@ class Training:
 
 
 def step_time(
-    config: Config, hardware: Hardware, makespan: float | None = None, part: Slice | None = None
+    config: Config,
+    hardware: Hardware,
+    makespan: float | None = None,
+    software: Software = NANOSCALE,
 ) -> StepTime:
     """Predict a step of a configuration that `rules.check` has resolved.
 
     Args:
         makespan: seconds of the pipeline's part of the step, if it was simulated; None: in closed form.
-        part: another software's way of computing; None: ours.
     """
     sizes, layout = derive(config), config.parallel
-    part = part or blocks.slice_of(config)
+    part = blocks.slice_of(config, software)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, count = blocks.recomputed_share(config), sizes.accumulation
     forward = one.seconds[0]
@@ -179,9 +182,11 @@ def _flops(model: Model, seq_len: int) -> tuple[int, int]:
     return flops_per_token(model, seq_len), flops_per_token_causal(model, seq_len)
 
 
-def stage_costs(config: Config, hardware: Hardware) -> list[StageCost]:
+def stage_costs(
+    config: Config, hardware: Hardware, software: Software = NANOSCALE
+) -> list[StageCost]:
     """Return the costs of every stage in the model's order, for one micro batch."""
-    part = blocks.slice_of(config)
+    part = blocks.slice_of(config, software)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
     share, send = blocks.recomputed_share(config), _send(config, hardware, part)
     found = []

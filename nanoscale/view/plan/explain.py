@@ -6,15 +6,18 @@ from nanoscale.common.units import duration
 from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.time import block, collectives, data_parallel, moe, operations
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.step import StepTime
 
 
-def how(config: Config, hardware: Hardware, step: StepTime) -> dict[str, str]:
+def how(
+    config: Config, hardware: Hardware, step: StepTime, software: Software = NANOSCALE
+) -> dict[str, str]:
     """Explain each part of the step that takes any time, in one or more lines, by the part's name."""
-    part, count = block.slice_of(config), derive(config).accumulation
+    part, count = block.slice_of(config, software), derive(config).accumulation
     texts = {
         "matmul": _matmul(hardware, part, count),
         "attention": _attention(hardware, part),

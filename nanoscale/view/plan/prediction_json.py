@@ -35,6 +35,7 @@ def document(plan: Prediction) -> dict[str, Any]:
         "layout": {
             name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
         },
+        "software": {"name": plan.software.name, "about": plan.software.about},
         "hardware": {"device": plan.hardware.device, "memory_gib": plan.hardware.memory_gib},
     }
 

@@ -73,7 +73,7 @@ def _memory_table(plan: Prediction) -> str:
 
 
 def _time_table(plan: Prediction) -> str:
-    reasons, whole = how(plan.config, plan.hardware, plan.time), plan.time.seconds
+    reasons, whole = how(plan.config, plan.hardware, plan.time, plan.software), plan.time.seconds
     rows = []
     for name, meaning in MEANINGS.items():
         seconds = getattr(plan.time.parts, name)

@@ -8,6 +8,7 @@ from nanoscale.common.units import byte_size, duration, share, three_digits
 from nanoscale.config.derive import derive
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import active_parameters, parameters
+from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
 from nanoscale.plan.saving import plan_saving
 from nanoscale.view.plan.explain import how
@@ -75,8 +76,11 @@ def head(plan: Prediction) -> list[str]:
     size = f"{parameters(model) / 1e9:.4g} B parameters"
     if model.experts:
         size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
+    engine = config.backend.name
+    if plan.software is not NANOSCALE:
+        engine = f"as {plan.software.name}"
     return [
-        f"{model.name}, {size}, {kind(config.precision)}, {config.backend.name}, {count} {on}",
+        f"{model.name}, {size}, {kind(config.precision)}, {engine}, {count} {on}",
         " · ".join(degrees),
         f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
         f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",
@@ -144,7 +148,7 @@ def _print_time(console: Console, plan: Prediction, explain: bool) -> None:
     )
     for column in table.columns[1:]:
         column.justify = "right"
-    reasons = how(plan.config, plan.hardware, time) if explain else {}
+    reasons = how(plan.config, plan.hardware, time, plan.software) if explain else {}
     if explain:
         table.add_column("how", overflow="fold")
     for name, meaning in MEANINGS.items():

@@ -1,0 +1,63 @@
+"""The software that a plan is made for: this engine, or what others have shown the hardware to reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Software:
+    """The differences of a training engine that memory and time depend on. Compared by identity."""
+
+    name: str
+    """The name in `plan --as NAME`."""
+    about: str
+    """One sentence for people."""
+    composed_norm: bool = False
+    """True if RMSNorm consists of single operations in fp32 where it is not compiled (PyTorch before 2.9)."""
+    fused: bool = False
+    """True if element-wise operations between products are fused kernels, compiled or not."""
+    sums_in_products: bool = False
+    """True if products add their gradients to fp32 sums themselves (Megatron-LM's
+    gradient_accumulation_fusion)."""
+    hidden_tp: Literal["none", "backward", "both"] = "none"
+    """The passes in which the collectives of tp run beside products."""
+    cast_bytes: float = 6
+    """Bytes per number that is cast to 8 bits: it is read for its largest, read again, and laid out twice.
+    Transformer Engine knows the largest from earlier steps, and fuses half of its casts into the operations
+    before them."""
+    flat: bool = False
+    """True for Megatron-LM's distributed optimizer: weights in the compute dtype and gradients in fp32 are
+    whole, master weights and moments are sharded."""
+    whole_logits: bool = False
+    """True if all logits of a micro batch exist at once, with their gradients."""
+
+
+NANOSCALE = Software(
+    "nanoscale",
+    "this engine: its own operations, kernels and overlaps",
+)
+TORCH = Software(
+    "torch",
+    "PyTorch-native software with FSDP2 and DTensor, such as torchtitan",
+    composed_norm=True,
+)
+TORCH_WHOLELOSS = Software(
+    "torch-wholeloss",
+    "the same, with all logits of a micro batch in memory at once",
+    composed_norm=True,
+    whole_logits=True,
+)
+MEGATRON = Software(
+    "megatron",
+    "Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach",
+    fused=True,
+    sums_in_products=True,
+    hidden_tp="backward",
+    cast_bytes=3,
+    flat=True,
+    whole_logits=True,
+)
+RECORDS = {record.name: record for record in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON)}
+"""By name."""
