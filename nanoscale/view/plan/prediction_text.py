@@ -76,9 +76,8 @@ def head(plan: Prediction) -> list[str]:
     size = f"{parameters(model) / 1e9:.4g} B parameters"
     if model.experts:
         size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
-    engine = config.backend.name
-    if plan.software is not NANOSCALE:
-        engine = f"as {plan.software.name}"
+    own = plan.software is NANOSCALE
+    engine = config.backend.name if own else f"as {plan.software.name}"
     return [
         f"{model.name}, {size}, {kind(config.precision)}, {engine}, {count} {on}",
         " · ".join(degrees),
