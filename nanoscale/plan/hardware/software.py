@@ -60,4 +60,4 @@ MEGATRON = Software(
     whole_logits=True,
 )
 RECORDS = {record.name: record for record in (NANOSCALE, TORCH, TORCH_WHOLELOSS, MEGATRON)}
-"""By name."""
+"""The records by name."""
