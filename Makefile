@@ -10,7 +10,8 @@ train: $(READY)
 	$(BIN)/nanoscale train recipe=tiny
 
 # Two workers take the tests of clusters first, which mostly wait; tests/support/schedule.py says how work is shared out.
-TESTS := $(BIN)/python -m pytest --numprocesses=4
+# The rewritten assertions of the tests are kept, also where Python is told to keep no bytecode.
+TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4
 # Everything that a change can break.
 test: $(READY)
 	$(TESTS) $(PYTEST_ARGS)

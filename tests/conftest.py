@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+gc.disable()  # until the tests are collected: what is imported is no garbage
 pytest.register_assert_rewrite("tests.support")
 TESTS = Path(__file__).parent
 LONGEST_FIRST = ("cluster", "train", "backends", "parallel", "checkpoint", "cli", "launch")
@@ -67,6 +69,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.support.schedule import Schedule
 
     return Schedule(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, and never search modules and tests for it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionstart() -> None:

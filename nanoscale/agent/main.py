@@ -26,7 +26,7 @@ from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.processes.ports import ReservedPort
 from nanoscale.worker import JOBS, Job
 
-_PRELOADED = ["nanoscale.agent.fork_server_signals", "nanoscale.agent.rank", "torch"]
+_PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]
 
 _LONGEST_FOLDER = 75
 """In bytes: the path of a socket may have 107, of which multiprocessing takes 32."""
@@ -120,7 +120,7 @@ def _pass_signals_up(link: Link) -> None:
 def _start_fork_server(job: Job | str, folder: Path) -> None:
     os.environ[SCRATCH] = str(folder)
     preloaded = [*_PRELOADED, JOBS[job] if isinstance(job, str) else job.__module__]
-    if job != BANDWIDTH:
+    if job in JOBS and job != BANDWIDTH:
         # It is half of torch's import, and an optimizer or FSDP2 imports it in any case.
         preloaded.insert(-1, "torch._dynamo")
     _choose_folder_for_sockets(folder)

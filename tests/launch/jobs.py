@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -35,6 +36,8 @@ def daemons(context):
 
 def short(context):
     """Train to the end."""
+    searched = len(gc.get_objects())  # without frozen ones
+    print(f"garbage is looked for: {gc.isenabled()}, in torch too: {searched > 100_000}")
     return _train(context, steps=5)
 
 

@@ -152,6 +152,7 @@ def test_a_job_completes(launch):
     assert job.document("status.json")["state"] == "completed"
     assert "step 5/5  loss 0.2000" in job.text
     assert "0 │ printed by a rank" in job.text
+    assert "0 │ garbage is looked for: True, in torch too: False" in job.text
     assert "    def f():\n        return 1" in job.text
     assert "completed after 5 steps" in job.text
     assert "\x1b" not in job.text
