@@ -12,6 +12,7 @@ import torch
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.checkpoint.hf.names import shapes
+from nanoscale.cli.common.request import CommandLine
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.cli.measure.eval import _of_run
 from nanoscale.common.devices import Devices
@@ -73,11 +74,9 @@ def test_the_base_is_named_where_it_is_now(capsys: pytest.CaptureFixture[str]) -
     assert nanoscale([*resume, *advised(capsys, *resume)]) == 0
 
     with pytest.raises(UserError) as caught:
-        _of_run("run", [], None, {}, trust=False)
+        _of_run("run", CommandLine(), None)
     (word,) = caught.value.violations[0].suggestions
-    config, *_ = _of_run(
-        "run", [word.replace("/where/it/is/now", "moved here")], None, {}, trust=False
-    )
+    config, *_ = _of_run("run", CommandLine([word.replace("/where/it/is/now", "moved here")]), None)
     assert config.model.init_from == str(Path("moved here").absolute())
 
     assert nanoscale([*EXPORT, "--out", "whole", *advised(capsys, *EXPORT)]) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.cli.jobs.resume import _request
-from nanoscale.cli.jobs.train import compose_request
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load
@@ -35,7 +35,8 @@ def error(capsys, *arguments: str) -> dict:
 
 
 def request(**options):
-    return compose_request(["recipe=debug"], options=as_settings(hostfile="hosts", **options))
+    settings = as_settings(hostfile="hosts", **options)
+    return request_new_run(CommandLine(["recipe=debug"], options=settings), force=True)
 
 
 def test_the_options_are_the_keys():
@@ -68,7 +69,7 @@ def test_a_request_has_its_hosts():
         ("me@h2", 4, (1, 3, 5, 7)),
     ]
     assert asked.config.parallel.dp == 8
-    assert compose_request(["recipe=debug"]).hosts == ()
+    assert request_new_run(CommandLine(["recipe=debug"])).hosts == ()
 
 
 def test_a_request_is_for_the_hosts_and_slots_that_were_counted_out():
@@ -86,8 +87,10 @@ def test_who_set_a_key_is_written_down():
 
 
 def test_what_an_option_sets_stays_set_in_the_frozen_file():
-    with new_run(compose_request(["recipe=debug", "parallel.dp=auto"])) as held:
-        resumed = _request(held.run, [], as_settings(num_gpus=2))
+    with new_run(request_new_run(CommandLine(["recipe=debug", "parallel.dp=auto"]))) as held:
+        resumed = _request(
+            held.run, CommandLine([], held.run.config, options=as_settings(num_gpus=2))
+        )
         assert (resumed.asked.launcher.devices, resumed.config.parallel.dp) == (2, 2)
         assert resumed.asked.parallel.dp == "auto"
 
@@ -166,7 +169,9 @@ def test_a_run_goes_on_on_hosts():
     run = RunDirectory.create(Path("runs").absolute(), "x")
     composed = compose(["recipe=debug", "run.name=x"])
     run.config.write_text(dump(check(composed, CPU), composed.config))
-    resumed = _request(run, [], as_settings("hosts", num_nodes="1"))
+    resumed = _request(
+        run, CommandLine([], run.config, options=as_settings("hosts", num_nodes="1"), trust=True)
+    )
     assert [host.name for host in resumed.hosts] == ["h1"]
     assert (resumed.config.launcher.name, resumed.config.parallel.dp) == ("ssh", 4)
     assert load(run.config).launcher.name == "local"

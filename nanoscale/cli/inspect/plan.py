@@ -12,6 +12,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, console, print_json
+from nanoscale.cli.common.request import CommandLine, request_job
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -75,7 +76,6 @@ def plan(
 
     The hardware is what `cluster` describes, or this machine.
     """
-    from nanoscale.config.composing.compose import compose
     from nanoscale.plan.hardware.software import RECORDS
 
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
@@ -93,30 +93,29 @@ def plan(
         require_writable("--write", write, overwrite=overwrite)
         if html is not None and html.resolve() == write.resolve():
             raise UserError("usage", f"--write and --html both name {html}")
-    composed = compose(overrides or [], config_dir=config_dir, config_file=config, options=options)
+    line = CommandLine(overrides, config, config_dir, options)
     if search:
-        return _search(composed, RECORDS[software.value], write, html, overwrite, as_json)
+        return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
     if write is not None:
         raise UserError(
             "usage",
             "--write is for what --search has found or --calibrate has learned: type --search --write FILE",
         )
-    return _one(composed, RECORDS[software.value], explain, html, overwrite, as_json)
+    return _one(line, RECORDS[software.value], explain, html, overwrite, as_json)
 
 
 def _one(
-    composed: Composed,
+    line: CommandLine,
     software: Software,
     explain: bool,
     html: Path | None,
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    from nanoscale.launch.request import check_request
     from nanoscale.plan.hardware.machines import planned_devices
     from nanoscale.plan.predict import predict
 
-    config = check_request(composed, devices=planned_devices(composed)).config
+    config = request_job(line, starts=False, devices=planned_devices).config
     prediction = predict(config, software=software)
     if html is not None:
         from nanoscale.view.plan.prediction_page import prediction_page

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, print_json
 from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.trust import require_trust
+from nanoscale.cli.common.request import CommandLine, planned, request_job, require_disk
 from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.schema import Config
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.request import Request
@@ -53,29 +53,23 @@ def resume(
     as_json: opt.AsJson = False,
 ) -> int:
     """Resume from the newest complete checkpoint, in any layout."""
-    from nanoscale.cli.common.fit import planned, require_disk
     from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import replace_configuration
-    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
-    require_one_launcher()
     directory = RunDirectory.open(run)
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    require_trust(
-        directory.config,
-        lambda: compose(overrides or [], config_file=directory.config, options=options),
-        trust=trust,
-    )
+    line = CommandLine(overrides, directory.config, options=options, trust=trust)
+    line.require_startable()
+    line = replace(line, trust=True)
     refusals = Refusals(postponed=dry_run)
     if dry_run:
         with refusals.gather():
             refuse_if_held(directory)
-        request = _request(directory, overrides or [], options)
+        request = _request(directory, line)
         previous = load(directory.config)
         complete = _is_complete(directory, previous, request.config)
         _say_what_differs(previous, request.config)
@@ -89,7 +83,7 @@ def resume(
                 _say_where_from(directory)
         return show_plan(directory, request, directory.last_attempt() + 1, refusals, as_json)
     with RunLock(directory) as lock, Signals() as signals:
-        request = _request(directory, overrides or [], options)
+        request = _request(directory, line)
         previous = load(directory.config)
         if _is_complete(directory, previous, request.config):
             _say_complete(directory, request.config, as_json)
@@ -107,30 +101,21 @@ def resume(
             return attempt(lock, request, last + 1, fleet, signals, as_json)
 
 
-def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -> Request:
-    """Return the frozen configuration with the changes, checked against the machines.
+def _request(run: RunDirectory, line: CommandLine) -> Request:
+    """Return the request of the run's configuration with the changes.
 
     Raises:
         UserError: the changes are wrong, or would make it another run.
     """
-    from dataclasses import replace
-
     from nanoscale.checkpoint.configuration import manifest_key, newest
     from nanoscale.checkpoint.hf.adapters import require_base
     from nanoscale.common.errors import UserError, Violation
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.reference import mapping_around
-    from nanoscale.launch.request import check_request
-    from nanoscale.launch.slurm.allocation import note_idle_nodes
 
-    composed = compose(words, config_file=run.config, options=options)
-    old = load(run.config)
     stored = newest(run)
-    _require_recorded(run, stored, composed)
-    request = check_request(composed, repeats=run.config)
-    new = request.config
-    note_idle_nodes(new.launcher)
+    request = request_job(line, verify=lambda composed: _require_recorded(run, stored, composed))
+    old, new, composed = load(run.config), request.config, request.composed
     moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
     restored = _restored(stored, new)
     other = [key for key in differences(old, new) if key.startswith(IDENTITY)]
@@ -139,7 +124,9 @@ def _request(run: RunDirectory, words: list[str], options: dict[str, Setting]) -
         other = []
     if new.lora.rank:  # the model may have moved, if it is unchanged
         other = [key for key in other if key not in ("model.init_from", "model.name")]
-    another = shlex.join(["nanoscale", "train", "--config", str(run.config), *words])
+    another = shlex.join(
+        ["nanoscale", "train", "--config", str(run.config), *(line.overrides or ())]
+    )
     violations = [
         Violation(
             key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, console, print_json
 from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.trust import require_trust
+from nanoscale.cli.common.request import CommandLine, planned, request_job, require_disk
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -67,21 +68,15 @@ def submit(
     as_json: opt.AsJson = False,
 ) -> int:
     """Submit a job to SLURM; lists of values make an array."""
-    from nanoscale.cli.common.fit import planned, require_disk
     from nanoscale.config.composing.variants import expand
-    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.launch.slurm.slurm import SlurmError
 
     options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
-    require_one_launcher()
     variants = expand(overrides or [])
-    requests: list[Request] = []
-    for one in variants:
-        asked = trust or bool(requests)  # trusted for the first of them
-        words = list(one.words)
-        requests.append(
-            _request(words, config, config_dir, options, fetch=not dry_run, trust=asked)
-        )
+    line = CommandLine(variants[0].words, config, config_dir, _through_slurm(options), trust)
+    line.require_startable()
+    line = replace(line, trust=True)
+    requests = [_request(replace(line, overrides=one.words), fetch=not dry_run) for one in variants]
     refusals = Refusals(postponed=dry_run)
     requests = [planned(request, refusals, force=force) for request in requests]
     for request in requests:
@@ -104,31 +99,20 @@ def submit(
 # --- request --------------------------------------------------------------------------------------
 
 
-def _request(
-    words: list[str],
-    config: Path | None,
-    config_dir: Path | None,
-    options: dict[str, Setting],
-    *,
-    fetch: bool,
-    trust: bool,
-) -> Request:
-    """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
-    from dataclasses import replace
-
-    from nanoscale.config.composing.compose import Setting, compose
+def _through_slurm(options: dict[str, Setting]) -> dict[str, Setting]:
+    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
+
+    return {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
+
+
+def _request(line: CommandLine, *, fetch: bool) -> Request:
+    """Return one run, checked against the nodes to request from SLURM; `fetch` as in `with_weights`."""
     from nanoscale.launch.preflight.pretrained import with_weights
-    from nanoscale.launch.request import check_request
     from nanoscale.launch.slurm.allocation import wanted_nodes
 
-    options = {"launcher.name": Setting("slurm", f"{COMMAND_LINE}: submit"), **options}
-    composed = compose(words, config_dir=config_dir, config_file=config, options=options)
-    if config is not None:
-        require_trust(config, lambda: composed, trust=trust)
-    _refuse_other_launchers(composed)
-    request = check_request(composed, hosts=wanted_nodes(composed), repeats=config)
-    checked = with_weights(composed, request.config, fetch=fetch)
+    request = request_job(line, verify=_refuse_other_launchers, hosts=wanted_nodes)
+    checked = with_weights(request.composed, request.config, fetch=fetch)
     resolved = replace(
         checked,
         launcher=replace(checked.launcher, devices=request.hosts[0].slots),
@@ -156,8 +140,6 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
     Raises:
         UserError: they cannot be one job.
     """
-    from dataclasses import replace
-
     from nanoscale.common.errors import UserError
     from nanoscale.launch.lifecycle.prepare import (
         check_new_run,
@@ -228,8 +210,6 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
 def _document(
     batch: Batch, variants: list[Variant], job: Submission | None = None
 ) -> dict[str, Any]:
-    from dataclasses import replace
-
     runs: list[dict[str, Any]] = []
     for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
         entry = {
@@ -247,7 +227,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
     """Show the result of `--dry-run`."""
     import shutil
 
-    from nanoscale.cli.common.fit import saving_lines, saving_of
+    from nanoscale.cli.common.request import saving_lines, saving_of
     from nanoscale.config.derive import derive
     from nanoscale.config.model_math import parameters
     from nanoscale.config.rules.resolution import counted
@@ -281,7 +261,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
 
 
 def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
-    from nanoscale.cli.common.fit import saving_lines
+    from nanoscale.cli.common.request import saving_lines
 
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"

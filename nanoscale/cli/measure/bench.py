@@ -10,11 +10,13 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
+from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
+    from nanoscale.config.values.composed import Composed
 
 _RECORDED = 3
 """Steps after the timed ones, of which the first is ignored."""
@@ -49,9 +51,6 @@ def bench(
     The job's ranks train for some steps; no run is created, and nothing is kept. With checkpoint.every, a
     checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
     """
-    from nanoscale.cli.common.fit import planned
-    from nanoscale.cli.common.refusals import Refusals
-    from nanoscale.cli.jobs.train import compose_request
     from nanoscale.launch.lifecycle.bench import compared, document, read_other, room_for_checkpoint
     from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
     from nanoscale.processes.messages import BENCH
@@ -61,12 +60,8 @@ def bench(
             raise UserError("usage", f"{option} {value}: must be at least {least}")
     other = read_other(compare) if compare is not None else None
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    refusals = Refusals()
-    request = compose_request(
-        overrides or [], config, config_dir, options, refusals, fetch=False, trust=trust
-    )
-    _refuse_profile(request.config)
-    request = planned(request, refusals, force=force)
+    line = CommandLine(overrides, config, config_dir, options, trust)
+    request = request_new_run(line, force=force, fetch=False, saves=False, verify=_refuse_profile)
     measured = _measured(request.config, warmup + steps + _RECORDED)
     with saying() as say, room_for_checkpoint(request.config) as folder:
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
@@ -88,11 +83,12 @@ def bench(
     return DONE
 
 
-def _refuse_profile(config: Config) -> None:
-    if config.profile.steps is not None:
+def _refuse_profile(composed: Composed) -> None:
+    steps = composed.config.profile.steps
+    if steps is not None:
         raise UserError(
             "usage",
-            f"profile.steps={config.profile.steps} writes into a run, and a bench makes none: leave it out, or "
+            f"profile.steps={steps} writes into a run, and a bench makes none: leave it out, or "
             "type nanoscale train",
         )
 

@@ -12,6 +12,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
+from nanoscale.cli.common.request import CommandLine
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
 
@@ -52,7 +53,7 @@ def doctor(
 ) -> int:
     """Check this machine or all hosts, and their network."""
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
-    config, hosts = _machines(overrides or [], config_dir, options)
+    config, hosts = _machines(CommandLine(overrides, config_dir=config_dir, options=options))
     verdicts, measured = _examine(config, hosts, quick=quick)
     names = list(dict.fromkeys(verdict.host for verdict in verdicts))
     if as_json:
@@ -63,18 +64,15 @@ def doctor(
     return DONE if all(verdict.good for verdict in all_of_them) else FAILED
 
 
-def _machines(
-    words: list[str], config_dir: Path | None, options: dict[str, Any]
-) -> tuple[Config, Sequence[Host]]:
+def _machines(line: CommandLine) -> tuple[Config, Sequence[Host]]:
     """Return the configuration, without a job, and the hosts."""
     from nanoscale.common.devices import detect
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.rules import check_machines
     from nanoscale.launch.hosts.hosts import read_hosts
     from nanoscale.launch.lifecycle.command import here
     from nanoscale.runs.directory import check_root
 
-    composed = compose(words, config_dir=config_dir, options=options)
+    composed = line.compose()
     hosts = read_hosts(composed)
     config = check_machines(composed, detect(), hosts)
     if config.launcher.name != "local":

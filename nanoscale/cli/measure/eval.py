@@ -12,14 +12,13 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
-from nanoscale.cli.common.trust import require_trust
+from nanoscale.cli.common.request import CommandLine, request_job
 from nanoscale.cli.jobs.generate import calm_threads
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.rules import Host
     from nanoscale.config.schema import Config
 
@@ -74,9 +73,6 @@ def eval(
     Hugging Face folder needs overrides for its data. --device, --dtype and --tokenizer are for --tasks;
     launcher.device and precision set them for the loss.
     """
-    from nanoscale.launch.slurm.allocation import require_one_launcher
-
-    require_one_launcher()
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
     if tasks is not None:
         if overrides:
@@ -86,7 +82,9 @@ def eval(
             model, names, step, limit, few_shot, tasks_dir, device, dtype, tokenizer, as_json
         )
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    return _loss(model, overrides or [], step, samples, options, trust, as_json)
+    return _loss(
+        model, CommandLine(overrides, options=options, trust=trust), step, samples, as_json
+    )
 
 
 def _check(
@@ -114,13 +112,7 @@ def _check(
 
 
 def _loss(
-    name: str,
-    words: list[str],
-    step: int | None,
-    samples: int | None,
-    options: dict[str, Setting],
-    trust: bool,
-    as_json: bool,
+    name: str, line: CommandLine, step: int | None, samples: int | None, as_json: bool
 ) -> int:
     from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
     from nanoscale.processes.messages import EVALUATION
@@ -129,9 +121,9 @@ def _loss(
     if (folder / "config.json").is_file():
         if step is not None:
             raise UserError("usage", f"--step {step}: {folder} is a Hugging Face model, not a run")
-        config, hosts, stored = *_of_folder(folder.absolute(), words, options), None
+        config, hosts, stored = *_of_folder(folder.absolute(), line), None
     else:
-        config, hosts, stored = _of_run(name, words, step, options, trust)
+        config, hosts, stored = _of_run(name, line, step)
     task = {
         "checkpoint": str(stored.path) if stored else None,
         "step": stored.step if stored else None,
@@ -153,22 +145,19 @@ def _loss(
 
 
 def _of_run(
-    name: str, words: list[str], step: int | None, options: dict[str, Setting], trust: bool
+    name: str, line: CommandLine, step: int | None
 ) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
     """Return the run's configuration with the changes, checked against the machines, and the checkpoint."""
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.composing.frozen import load
     from nanoscale.runs.directory import RunDirectory
 
     run = RunDirectory.open(name)
-    composed = compose(words, config_file=run.config, options=options)
-    require_trust(run.config, lambda: composed, trust=trust)
-    stored = find_checkpoint(run.checkpoints, step)
+    checked = request_job(replace(line, config_file=run.config))
+    stored, hosts = find_checkpoint(run.checkpoints, step), checked.hosts
     require_model(run, stored)
-    config, hosts = _checked(composed)
-    config = replace(config, run=load(run.config).run)
+    config = replace(checked.config, run=load(run.config).run)
     # Its checkpoint has the weights; the initial folder may be missing.
     if config.lora.rank:  # the checkpoint has only the adapters
         from nanoscale.checkpoint.hf.adapters import require_base_of
@@ -178,28 +167,17 @@ def _of_run(
     return replace(config, model=replace(config.model, init_from=None)), hosts, stored
 
 
-def _of_folder(
-    folder: Path, words: list[str], options: dict[str, Setting]
-) -> tuple[Config, tuple[Host, ...]]:
+def _of_folder(folder: Path, line: CommandLine) -> tuple[Config, tuple[Host, ...]]:
     """Return a configuration that starts from the weights of a Hugging Face folder."""
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.violations import override
     from nanoscale.launch.preflight.pretrained import with_weights
 
-    composed = compose([override("model.init_from", str(folder)), *words], options=options)
-    train = composed.config.train
+    overrides = [override("model.init_from", str(folder)), *(line.overrides or ())]
+    train = replace(line, overrides=overrides).compose().config.train
     if train.steps is None and train.tokens is None:  # nothing is trained
-        told = replace(composed.config, train=replace(train, steps=1))
-        composed = replace(composed, config=told)
-    config, hosts = _checked(composed)
-    return with_weights(composed, config, fetch=True), hosts
-
-
-def _checked(composed: Any) -> tuple[Config, tuple[Host, ...]]:
-    from nanoscale.launch.request import check_request
-
-    request = check_request(composed)
-    return request.config, request.hosts
+        overrides.append("train.steps=1")
+    checked = request_job(replace(line, overrides=overrides))
+    return with_weights(checked.composed, checked.config, fetch=True), checked.hosts
 
 
 def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +253,9 @@ def _run_tasks(
     as_json: bool,
 ) -> int:
     calm_threads()
+    from nanoscale.launch.slurm.allocation import require_one_launcher
+
+    require_one_launcher()
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
     from nanoscale.generate.weights import open_model
 

@@ -1,0 +1,181 @@
+"""The request of a command line, checked and planned: one call for each command, with what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.trust import require_trust
+from nanoscale.common import display
+
+if TYPE_CHECKING:
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.rules import Devices, Host
+    from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.request import Request
+    from nanoscale.plan.saving import SavingPlan
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The configuration that a command line requests."""
+
+    overrides: Sequence[str] | None = None
+    config_file: Path | None = None
+    """A frozen configuration to start from."""
+    config_dir: Path | None = None
+    options: Mapping[str, Setting] = field(default_factory=dict)
+    """Keys that options set."""
+    trust: bool = False
+    """True to run the code and programs that another user's frozen configuration names, without asking."""
+
+    def compose(self) -> Composed:
+        """Compose the configuration.
+
+        Raises:
+            UserError: with every mistake in overrides and files.
+        """
+        from nanoscale.config.composing.compose import compose
+
+        return compose(
+            self.overrides or (),
+            config_dir=self.config_dir,
+            config_file=self.config_file,
+            options=self.options,
+        )
+
+    def require_startable(self) -> None:
+        """Require that this process may start the job: it is the only launcher, and the file is trusted.
+
+        Raises:
+            UserError: another program starts this command many times, or nobody trusts the file.
+        """
+        from nanoscale.launch.slurm.allocation import require_one_launcher
+
+        require_one_launcher()
+        if self.config_file is not None:
+            require_trust(self.config_file, self.compose, trust=self.trust)
+
+
+def request_job(
+    line: CommandLine,
+    *,
+    starts: bool = True,
+    verify: Callable[[Composed], None] | None = None,
+    devices: Callable[[Composed], Devices] | None = None,
+    hosts: Callable[[Composed], tuple[Host, ...]] | None = None,
+) -> Request:
+    """Return a command line's request, checked against the rules and the machines.
+
+    Args:
+        starts: False for a command that starts no process.
+        verify: a check before those of the rules.
+        devices: returns the devices of a host; None: those of this machine.
+        hosts: returns the hosts of the job; None: those of the hostfile or of SLURM.
+
+    Raises:
+        UserError: with everything that is wrong.
+    """
+    from nanoscale.launch.request import check_request
+    from nanoscale.launch.slurm.allocation import note_idle_nodes
+
+    if starts:
+        line.require_startable()
+    composed = line.compose()
+    if verify is not None:
+        verify(composed)
+    checked = check_request(
+        composed,
+        devices=devices and devices(composed),
+        hosts=None if hosts is None else hosts(composed),
+        repeats=line.config_file,
+    )
+    if starts:
+        note_idle_nodes(checked.config.launcher)
+    return checked
+
+
+def request_new_run(
+    line: CommandLine,
+    refusals: Refusals | None = None,
+    *,
+    force: bool = False,
+    fetch: bool = True,
+    saves: bool = True,
+    verify: Callable[[Composed], None] | None = None,
+) -> Request:
+    """Return the request of a new run with its name, its initial weights and its plan.
+
+    Args:
+        refusals: the receiver of errors that do not prevent a dry run; None: raise.
+        force: launch a job that does not fit.
+        fetch: True to download the weights of a model that is given by its name.
+        saves: True if the disk must have room for the job's checkpoints.
+        verify: a check before those of the rules.
+    """
+    from nanoscale.launch.lifecycle.prepare import check_new_run, name_run
+    from nanoscale.launch.preflight.pretrained import with_weights
+
+    refusals = refusals or Refusals()
+    checked = request_job(line, verify=verify)
+    composed = checked.composed
+    named = name_run(composed, checked.config, repeats=checked.repeats is not None)
+    with refusals.gather():
+        check_new_run(named)
+    weighed = replace(checked, config=with_weights(composed, named, fetch=fetch))
+    request_with_plan = planned(weighed, refusals, force=force)
+    if saves:
+        require_disk(request_with_plan, refusals, force=force)
+    return request_with_plan
+
+
+def planned(request: Request, refusals: Refusals, *, force: bool) -> Request:
+    """Return the request with its plan, if it may be launched; without one if its devices are not known here.
+
+    Raises:
+        UserError: of kind `plan`, it does not fit, and `force` is not set; or `cluster` names unknown
+            hardware.
+    """
+    from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+    from nanoscale.plan.predict import predict
+    from nanoscale.view.plan.prediction_json import document
+    from nanoscale.view.plan.verdict import require_fit
+
+    try:
+        plan = predict(request.config)
+    except UnknownHardwareError as error:
+        display.note(f"not planned: {error}")
+        return request
+    if not force:
+        with refusals.gather():
+            require_fit(request.composed, plan, request.devices)
+    return replace(request, plan=document(plan))
+
+
+def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:
+    """Require that the disk has room for the job's checkpoints.
+
+    Raises:
+        UserError: of kind `plan`, there is no room for a single one, and `force` is not set.
+    """
+    if not force:
+        with refusals.gather():
+            saving_of(request).require_disk()
+
+
+def saving_of(request: Request) -> SavingPlan:
+    """Return the plan of the job's checkpoints and their disk space."""
+    from nanoscale.plan.saving import plan_saving
+
+    step_s = request.plan["step_time_s"] if request.plan else None
+    return plan_saving(request.config, step_s, len(request.run.checkpoint_steps()))
+
+
+def saving_lines(request: Request) -> list[str]:
+    """Return the plan of checkpoints as lines to show, warnings included."""
+    saving = saving_of(request)
+    lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
+    return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]
