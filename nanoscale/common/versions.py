@@ -18,7 +18,7 @@ import nanoscale
 from nanoscale.common.devices import driver
 
 _PACKAGES = ("torch", "deepspeed")
-_OPTIONAL = ("tensorboard", "torchao", "transformers", "triton")
+_OPTIONAL = ("mlflow", "tensorboard", "torchao", "transformers", "triton", "wandb")
 """Packages that only some configurations need."""
 
 

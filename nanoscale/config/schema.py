@@ -56,6 +56,7 @@ class Run:
         None, "name of the run and of its directory; null: the recipe's name and the time"
     )
     root: str = key("runs", "folder that holds the run directories", path=True)
+    tags: list[str] = key([], "words that name what belongs together; trackers show them")
 
 
 @dataclass(frozen=True)
@@ -640,6 +641,21 @@ class Logger:
     """The outputs of metrics besides metrics.jsonl."""
 
     tensorboard: Literal["auto", "on", "off"] = key("off", "auto: on if it is installed")
+    csv: bool = key(False, "write metrics.csv, a table with one row per logged step")
+    wandb: Literal["off", "online", "offline"] = key(
+        "off",
+        "Weights & Biases; offline: only write its files, which `wandb sync` uploads later",
+    )
+    mlflow: Literal["off", "on"] = key("off", "record in MLflow")
+    mlflow_uri: str | None = key(
+        None,
+        "MLflow's server or database; null: MLFLOW_TRACKING_URI, else the file mlflow.db in run.root",
+        path=True,
+    )
+    project: str = key("nanoscale", "the project in Weights & Biases and the experiment in MLflow")
+    wandb_entity: str | None = key(
+        None, "the user or team in Weights & Biases; null: the default of the API key"
+    )
 
 
 @dataclass(frozen=True)

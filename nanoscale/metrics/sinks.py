@@ -1,8 +1,10 @@
-"""The outputs of a run's metrics: metrics.jsonl always, TensorBoard if requested."""
+"""The outputs of a run's metrics: metrics.jsonl always, others if requested."""
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -13,10 +15,10 @@ from typing import Any, Protocol
 from nanoscale.common.errors import UserError
 from nanoscale.common.versions import install_command
 from nanoscale.config.schema import Logger
+from nanoscale.metrics.trackers import Record, Subject, open_trackers
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
 
-Record = dict[str, Any]
 _NAMED = 5
 """The most damaged lines that a message names."""
 
@@ -30,22 +32,23 @@ class Sink(Protocol):
     def flush(self) -> None:
         """Return when everything written so far would survive a crash of the machine."""
 
-    def close(self) -> None: ...
+    def close(self, outcome: str) -> None:
+        """End the output; the training is "completed", "stopped" or "failed"."""
 
 
-def open_sinks(run: RunDirectory, workspace: Path, logger: Logger, step: int) -> list[Sink]:
+def open_sinks(subject: Subject, step: int) -> list[Sink]:
     """Open the sinks of a run that continues after `step`; records of later steps are dropped.
-
-    Args:
-        workspace: that of the run's attempt.
 
     Raises:
         FencedError: the run has continued without this attempt.
     """
-    sinks: list[Sink] = [JsonLines(run, workspace, step)]
+    run, logger = subject.run, subject.config.logger
+    sinks: list[Sink] = [JsonLines(run, subject.workspace, step)]
     if wants_tensorboard(logger):
         sinks.append(TensorBoard(run, step))
-    return sinks
+    if logger.csv:
+        sinks.append(Csv(run, subject.workspace))
+    return [*sinks, *open_trackers(subject, step)]
 
 
 def wants_tensorboard(logger: Logger) -> bool:
@@ -114,7 +117,7 @@ class JsonLines:
     def flush(self) -> None:
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         self.flush()
         self._file.close()
 
@@ -163,5 +166,42 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, outcome: str) -> None:
         self._writer.close()
+
+
+class Csv:
+    """The file metrics.csv: the records of metrics.jsonl as a table, with a column for every figure."""
+
+    def __init__(self, run: RunDirectory, workspace: Path) -> None:
+        self._run, self._workspace = run, workspace
+        self._columns: list[str] = []
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Write the table again from metrics.jsonl, which has every record by now."""
+        records = [json.loads(line) for line in self._run.metrics.read_bytes().splitlines()]
+        self._columns = list(dict.fromkeys(name for record in records for name in record))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns)
+        writer.writeheader()
+        writer.writerows(records)
+        with fence.explained(self._workspace):
+            write_atomically(self._run.metrics_csv, text.getvalue(), self._workspace)
+        self._file = self._run.metrics_csv.open("a", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(self._file, self._columns)
+
+    def write(self, record: Record) -> None:
+        if not set(record) <= set(self._columns):
+            self._file.close()
+            self._rewrite()
+            return
+        finite = {name: value if is_finite(value) else None for name, value in record.items()}
+        self._writer.writerow(finite)
+        self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self, outcome: str) -> None:
+        self._file.close()

@@ -76,6 +76,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def metrics_csv(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def trackers(self) -> Path:
+        return self.path / "trackers.json"
+
+    @property
     def events(self) -> Path:
         return self.path / "events.jsonl"
 

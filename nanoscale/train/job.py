@@ -20,6 +20,7 @@ from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
+from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernels import kernels_in_use
 from nanoscale.processes.affinity import ranges
@@ -68,10 +69,13 @@ def run(context: RankContext) -> str:
     if config.lora.rank:
         training.note("adapters", f"training {describe_adapters(config)}")
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
-    outcome = training.go(agreement)
+    try:
+        outcome = training.go(agreement)
+    except BaseException:
+        training.close_sinks("failed")
+        raise
     agreement.close()
-    for sink in training.sinks:
-        sink.close()
+    training.close_sinks(outcome)
     if outcome == "completed" and config.train.sample_tokens > 0:
         show_sample(training, data)
     training.note("end", outcome, outcome=outcome, step=progress.step)
@@ -168,7 +172,9 @@ def sinks_of(context: RankContext, step: int) -> list[Sink]:
     """Return the run's sinks on rank 0, and none on others."""
     if context.rank > 0:
         return []
-    return open_sinks(context.run, context.workspace, context.config.logger, step)
+    return open_sinks(
+        Subject(context.run, context.config, context.workspace, context.attempt), step
+    )
 
 
 def record_kernels(context: RankContext, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,12 @@ class Training:
         if self.config.checkpoint.at_stop:
             self.save(self.saver.write)
         return "stopped"
+
+    def close_sinks(self, outcome: str) -> None:
+        """Close the outputs of metrics; a failure to do so hides no failure of the training."""
+        for sink in self.sinks:
+            with suppress(OSError) if outcome == "failed" else nullcontext():
+                sink.close(outcome)
 
     def save(self, write: Write, by_time: bool = False) -> None:
         """Write a checkpoint of this step, unless there is one; old ones are deleted.

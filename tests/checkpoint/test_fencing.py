@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from nanoscale.checkpoint import sharded, store
-from nanoscale.config.schema import Config, Logger
+from nanoscale.config.schema import Config
 from nanoscale.metrics.sinks import open_sinks
+from nanoscale.metrics.trackers import Subject
 from nanoscale.parallel import process_group
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
@@ -204,12 +205,12 @@ def test_the_record_of_a_run_is_the_last_attempts(run: RunDirectory) -> None:
     def record(step: int) -> dict[str, Any]:
         return {"step": step, "loss": 1.0, "time": 1.0}
 
-    old = open_sinks(run, run.workspace(1), Logger(), 3)[0]
+    old = open_sinks(Subject(run, Config(), run.workspace(1), 1), 3)[0]
     old.write(record(4))
     note = noter(context(run, 1))
     note("checkpoint", "saved")
     fence.begin(run, 2)
-    new = open_sinks(run, run.workspace(2), Logger(), 3)[0]
+    new = open_sinks(Subject(run, Config(), run.workspace(2), 2), 3)[0]
     new.write(record(4))
     before = run.metrics.read_text(), run.events.read_text()
     with pytest.raises(FencedError):
@@ -217,7 +218,7 @@ def test_the_record_of_a_run_is_the_last_attempts(run: RunDirectory) -> None:
     with pytest.raises(FencedError):
         note("checkpoint", "saved")
     with pytest.raises(FencedError):
-        open_sinks(run, run.workspace(1), Logger(), 0)
+        open_sinks(Subject(run, Config(), run.workspace(1), 1), 0)
     assert (run.metrics.read_text(), run.events.read_text()) == before
     assert len(before[0].splitlines()) == 1
     noter(context(run, 2))("checkpoint", "saved")

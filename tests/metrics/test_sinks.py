@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Logger
+from nanoscale.config.schema import Config, Logger
 from nanoscale.metrics import sinks
+from nanoscale.metrics.trackers import Subject
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory
 
@@ -19,12 +22,13 @@ def steps(run: RunDirectory) -> list[int]:
 
 def write(run: RunDirectory, first: int, last: int, logger: Logger | None = None) -> None:
     fence.begin(run, first)
-    opened = sinks.open_sinks(run, run.workspace(first), logger or Logger(), first - 1)
+    config = Config(logger=logger or Logger())
+    opened = sinks.open_sinks(Subject(run, config, run.workspace(first), first), first - 1)
     for step in range(first, last + 1):
         for sink in opened:
             sink.write({"step": step, "loss": 1 / step, "mfu": None, "time": 1000.0 + step})
     for sink in opened:
-        sink.close()
+        sink.close("completed")
 
 
 def test_a_restart_leaves_no_repeat_and_no_torn_line(tmp_path: Path) -> None:
@@ -91,6 +95,22 @@ def test_tensorboard_holds_the_same_figures_without_repeats(tmp_path: Path) -> N
     assert [event.step for event in losses] == list(range(1, 9))
     assert losses[2].value == pytest.approx(1 / 3)
     assert events.Tags()["scalars"] == ["loss"]
+
+
+def test_the_table_has_a_column_for_every_figure_and_no_repeats(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    write(run, 1, 6, Logger(csv=True))
+    fence.begin(run, 2)
+    config = Config(logger=Logger(csv=True))
+    opened = sinks.open_sinks(Subject(run, config, run.workspace(2), 2), 4)
+    for record in ({"step": 5, "loss": 0.2, "eval_loss": math.nan}, {"step": 6, "loss": 0.125}):
+        for sink in opened:
+            sink.write(record)
+    with run.metrics_csv.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["eval_loss"] for row in rows] == [""] * 6
+    assert float(rows[2]["loss"]) == 1 / 3 and rows[5]["loss"] == "0.125"
 
 
 def test_tensorboard_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

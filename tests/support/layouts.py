@@ -15,7 +15,7 @@ from nanoscale.config.lora import available
 from nanoscale.config.schema import Config, Lora, Model
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
-from nanoscale.metrics.sinks import Record
+from nanoscale.metrics.trackers import Record
 from nanoscale.parallel import process_group
 from nanoscale.runs.rank_context import StopFlag
 from nanoscale.train.agreement import Agreement
@@ -220,7 +220,7 @@ class Records(list[Record]):
 
     def flush(self) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, outcome: str) -> None: ...
 
 
 def train_all(rank: int, configs: list[Config]) -> list[CURVE]:

@@ -30,6 +30,8 @@ _FILTERS = ("launcher.include", "launcher.exclude")
 """Keys whose values contain commas, at which Hydra separates several values."""
 _BY_HOST = "cluster.pythons"
 """The mapping whose keys are names of hosts, which contain dots."""
+_SEVERAL = "logger"
+"""The group of which several options can be chosen."""
 _FEW = 10
 """Up to this number, all options are listed, whatever is near."""
 
@@ -146,6 +148,8 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
         into.choices.pop(RECIPE, None)
     elif isinstance(value, str) and library.find(f"{group}/{value}") is not None:
         into.choices[group] = value
+    elif isinstance(value, list) and group == _SEVERAL and value:
+        yield from _choose_several(group, value, library, into)
     elif isinstance(value, list):
         near = tuple(f"{group}={option}" for option in value if isinstance(option, str))
         yield Violation(group, value, COMMAND_LINE, "takes one option", near)
@@ -164,6 +168,21 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
             message += "; there are " + ", ".join(options)
         proposals = tuple(to_override(group, option) for option in near)
         yield Violation(group, value, COMMAND_LINE, message, proposals)
+
+
+def _choose_several(
+    group: str, options: list[Any], library: Library, into: Words
+) -> Iterator[Violation]:
+    """Choose several options of a group whose options add to each other, as in `logger=[csv,wandb]`."""
+    unknown = [option for option in options if library.find(f"{group}/{option}") is None]
+    if unknown:
+        for option in unknown:
+            yield from _choose(group, str(option), library, into)
+        return
+    into.choices[group] = "none"
+    contents = [library.serve(f"{group}/{option}").content for option in options]
+    # In front: a key wins over its group, wherever the two stand.
+    into.settings[:0] = [(f"{group}.{name}", v) for it in contents for name, v in it.items()]
 
 
 def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:

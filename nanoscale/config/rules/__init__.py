@@ -14,7 +14,13 @@ from nanoscale.config.machines import Host
 from nanoscale.config.rules.any_model import check_foreign
 from nanoscale.config.rules.backends import check_backend
 from nanoscale.config.rules.execution import check_attention, check_recomputation, resolve_compile
-from nanoscale.config.rules.files import absolute, check_saving, resolve_data, resolve_run
+from nanoscale.config.rules.files import (
+    absolute,
+    check_loggers,
+    check_saving,
+    resolve_data,
+    resolve_run,
+)
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
@@ -82,6 +88,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     check_zero(resolution, layout.device, layout.dp)
     check_optimizer(resolution)
     data = resolve_data(resolution)
+    check_loggers(resolution)
     check_saving(resolution)
     run = resolve_run(resolution)
     if resolution.violations:

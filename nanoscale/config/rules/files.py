@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import netrc
+import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from nanoscale.config.data.mixture import sources_of
 from nanoscale.config.data.prepared_folder import answers_of
@@ -130,12 +134,41 @@ def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
         resolution.refuse("config", "model.vocab", named, rows, *instead)
 
 
-def check_saving(resolution: Resolution) -> None:
-    """Check that kept checkpoints are saved, and that loggers are installed."""
-    if resolution.config.logger.tensorboard == "on":
+def check_loggers(resolution: Resolution) -> None:
+    """Check that the programs that receive metrics are installed, and that wandb can log in."""
+    logger = resolution.config.logger
+    if logger.tensorboard == "on":
         resolution.require_for_ranks(
             "logger.tensorboard", "tensorboard", "TensorBoard", "logger=none"
         )
+    if logger.mlflow == "on":
+        resolution.require_for_ranks("logger.mlflow", "mlflow", "MLflow", "logger.mlflow=off")
+    if logger.wandb != "off":
+        resolution.require_for_ranks(
+            "logger.wandb", "wandb", "Weights & Biases", "logger.wandb=off"
+        )
+    if logger.wandb == "online" and resolution.same_python and not _wandb_key_exists():
+        message = "needs an API key: type `wandb login`, or set WANDB_API_KEY"
+        resolution.refuse(
+            "config", "logger.wandb", message, "logger.wandb=offline", "logger.wandb=off"
+        )
+
+
+def _wandb_key_exists() -> bool:
+    """True if the environment or the user's netrc file has credentials for Weights & Biases."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(path).authenticators(str(server)):
+                return True
+    return False
+
+
+def check_saving(resolution: Resolution) -> None:
+    """Check that kept checkpoints are saved."""
     saving = resolution.config.checkpoint
     if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return

@@ -179,9 +179,17 @@ def _is_passed_on(config: Config, name: str) -> bool:
         return name.startswith(_PASSED_ON + _LOCAL)
     if name in _NOT_PASSED_ON:
         return False
-    chosen = config.launcher.pass_env
+    chosen = [*config.launcher.pass_env, *_trackers(config)]
     beginnings = tuple(entry[:-1] for entry in chosen if entry.endswith("*"))
     return name in chosen or name.startswith(_PASSED_ON + beginnings)
+
+
+def _trackers(config: Config) -> list[str]:
+    """Return patterns of the variables that configure the requested trackers, their keys included."""
+    return [
+        *(["WANDB_*"] if config.logger.wandb != "off" else []),
+        *(["MLFLOW_*"] if config.logger.mlflow == "on" else []),
+    ]
 
 
 def _environment(config: Config, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -243,11 +243,16 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
 
 
 def _packages(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    """Check the packages that this configuration needs; only rank 0 writes TensorBoard's files."""
+    """Check the packages that this configuration needs; only rank 0 writes metrics."""
     config = hosts.config
     needed = []
     if config.logger.tensorboard == "on" and member.name == hosts.first:
         needed.append(("tensorboard", "TensorBoard", "logger.tensorboard=on", "logger=none"))
+    if config.logger.wandb != "off" and member.name == hosts.first:
+        by = f"logger.wandb={config.logger.wandb}"
+        needed.append(("wandb", "wandb", by, "logger.wandb=off"))
+    if config.logger.mlflow == "on" and member.name == hosts.first:
+        needed.append(("mlflow", "MLflow", "logger.mlflow=on", "logger.mlflow=off"))
     if config.optimizer.name == "adamw8bit":
         needed.append(("torchao", "torchao", "optimizer.name=adamw8bit", "optimizer=adamw"))
     elif config.precision.fp8:

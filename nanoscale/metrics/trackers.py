@@ -1,0 +1,371 @@
+"""Experiment trackers: Weights & Biases and MLflow, as sinks of a run's metrics.
+
+A tracker has one run of its own for all attempts of a run here; trackers.json keeps its identity and the last
+step that it has received. It works in a thread: a slow or failing tracker delays no training and ends none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shlex
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, Protocol
+
+from nanoscale.config.schema import Config
+from nanoscale.runs import events, fence
+from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
+
+Record = dict[str, Any]
+CLOSE_S = {"completed": 60.0, "stopped": 10.0, "failed": 3.0}
+"""How long the end of a training waits for its trackers, by outcome, s: a failure is reported after this."""
+START_S = 60.0
+"""How long a tracker's server may take to answer at the start, s."""
+_FILE = Lock()
+"""Held while trackers.json changes: each tracker has a thread."""
+_WAITING = 100_000
+"""The most records that wait for a tracker."""
+_NOT_SENT = ("launcher.env", "launcher.pass_env", "launcher.slurm.setup")
+"""Keys whose values are the environment's, and may be secrets."""
+_MLFLOW_TEXT = 6000
+"""MLflow's limit of a parameter's characters."""
+_MLFLOW_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_MLFLOW_BATCH = 100
+"""MLflow's limit of the parameters in a request."""
+
+
+@dataclass
+class Known:
+    """What trackers.json holds of one tracker."""
+
+    id: str | None = None
+    """The tracker's own name of its run; None before there is one."""
+    step: int = 0
+    """The last step that it has received."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run that is tracked."""
+
+    run: RunDirectory
+    config: Config
+    workspace: Path
+    """The folder of the run's attempt."""
+    attempt: int
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """Tags by name: the run, its source and the user's own tags."""
+        about: dict[str, Any] = {}
+        with suppress(OSError, ValueError):
+            about = read_json(self.run.environment)
+        tags = {
+            "nanoscale.run": str(self.run.path),
+            "nanoscale.attempt": str(self.attempt),
+            "nanoscale.version": str(about.get("nanoscale", "")),
+            "torch.version": str(about.get("packages", {}).get("torch", "")),
+            "host": str(about.get("host", "")),
+        }
+        return {name: value for name, value in tags.items() if value}
+
+    def values(self) -> dict[str, Any]:
+        """Return the configuration as nested mappings, without values that may be secrets."""
+        values = asdict(self.config)
+        for key in _NOT_SENT:
+            *sections, leaf = key.split(".")
+            section = values
+            for name in sections:
+                section = section[name]
+            section.pop(leaf)
+        return values
+
+
+class Tracker(Protocol):
+    """A client of a tracker, used by one thread."""
+
+    def open(self, known: Known) -> int:
+        """Begin or continue the tracker's run, set `known.id`, and return the last step that it has."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self, outcome: str) -> None:
+        """End the tracker's run; the outcome is "completed", "stopped" or "failed"."""
+
+    def address(self) -> str:
+        """Return where people look at the run."""
+
+
+@dataclass
+class Background:
+    """A tracker in a thread of its own. Its first failure is an event of the run, and it receives no more.
+
+    Steps before the resumed one that the tracker has not received are sent from metrics.jsonl.
+    """
+
+    name: str
+    subject: Subject
+    tracker: Tracker
+    first: int
+    """The step from which the training continues; earlier ones are in metrics.jsonl."""
+    _queue: queue.Queue[Callable[[], None] | None] = field(
+        default_factory=lambda: queue.Queue(_WAITING)
+    )
+    _failed: bool = False
+    _outcome: str = "failed"
+    _sent: int = 0
+
+    def __post_init__(self) -> None:
+        self._thread = Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        self._put(lambda: self._send(record))
+
+    def flush(self) -> None:
+        """Note how far the tracker has come, without waiting for it: metrics.jsonl survives a crash."""
+        self._put(self._remember)
+
+    def close(self, outcome: str) -> None:
+        self._outcome = outcome
+        self._put(None)
+        self._thread.join(CLOSE_S[outcome])
+        if self._thread.is_alive():
+            self._report(
+                f"was still sending {CLOSE_S[outcome]:.0f} s after the training; "
+                "the steps that are missing there are in metrics.jsonl"
+            )
+
+    def _put(self, act: Callable[[], None] | None) -> None:
+        if self._failed:
+            return
+        try:
+            self._queue.put_nowait(act)
+        except queue.Full:
+            self._failed = True
+            self._report(
+                f"cannot keep up: {_WAITING:,} steps wait for it. It receives no more of this attempt"
+            )
+
+    def _run(self) -> None:
+        try:
+            self._known = _read(self.subject.run, self.name)
+            self._sent = self.tracker.open(self._known)
+            self._remember()
+            events.append(self.subject.run, "tracker", f"{self.name}: {self.tracker.address()}")
+            for record in _before(self.subject.run, self.first):
+                self._send(record)
+            while (act := self._queue.get()) is not None:
+                act()
+            self._remember()
+            self.tracker.close(self._outcome)
+        except fence.FencedError:
+            self._failed = True  # the ranks find out by themselves
+        except Exception as error:
+            self._failed = True
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._report(f"failed ({first}); the training continues without it")
+
+    def _send(self, record: Record) -> None:
+        if record["step"] > self._sent:
+            self.tracker.write(record)
+            self._sent = record["step"]
+
+    def _remember(self) -> None:
+        """Keep the identity and the position of the tracker's run in trackers.json."""
+        self._known.step = self._sent
+        fence.require(self.subject.workspace)
+        run = self.subject.run
+        with _FILE:
+            known = _read_all(run) | {self.name: asdict(self._known)}
+            write_atomically(
+                run.trackers, json.dumps(known, indent=2) + "\n", self.subject.workspace
+            )
+
+    def _report(self, problem: str) -> None:
+        with suppress(OSError):
+            events.append(self.subject.run, "tracker", f"{self.name} {problem}")
+
+
+def open_trackers(subject: Subject, step: int) -> list[Background]:
+    """Open the trackers of a run's configuration, for a training that continues after `step`."""
+    logger = subject.config.logger
+    found: list[Background] = []
+    if logger.wandb != "off":
+        found.append(Background("wandb", subject, Wandb(subject), step))
+    if logger.mlflow == "on":
+        found.append(Background("mlflow", subject, MLflow(subject), step))
+    return found
+
+
+class Wandb:
+    """Weights & Biases, online or offline; its files are in the run folder's `wandb/`."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def open(self, known: Known) -> int:
+        import wandb
+
+        run, logger = self._subject.run, self._subject.config.logger
+        known.id = known.id or uuid.uuid4().hex[:16]
+        self._run = wandb.init(
+            mode="offline" if logger.wandb == "offline" else "online",
+            dir=str(run.path),
+            project=logger.project,
+            entity=logger.wandb_entity,
+            id=known.id,
+            resume="allow",
+            name=run.name,
+            tags=list(self._subject.config.run.tags),
+            config=self._subject.values() | {"provenance": self._subject.tags},
+            allow_val_change=True,
+            settings=wandb.Settings(
+                console="off",  # the logs of the ranks are in the run folder
+                silent=True,
+                disable_git=True,  # the address of a remote may hold a password
+                disable_code=True,
+                x_save_requirements=False,
+                init_timeout=START_S,
+            ),
+        )
+        return max(known.step, self._run.step - 1)
+
+    def write(self, record: Record) -> None:
+        self._run.log(_figures(record), step=record["step"])
+
+    def close(self, outcome: str) -> None:
+        self._run.finish(exit_code=int(outcome == "failed"))
+
+    def address(self) -> str:
+        if self._subject.config.logger.wandb == "offline":
+            return (
+                f"offline; to upload it: wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+            )
+        return str(self._run.url)
+
+
+class MLflow:
+    """MLflow: a tracking server, or an SQLite file beside the runs."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+
+    def open(self, known: Known) -> int:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
+        subject = self._subject
+        self._uri = mlflow_uri(subject.config, subject.run)
+        self._client = MlflowClient(tracking_uri=self._uri)
+        if known.id is None:
+            known.id = self._client.create_run(
+                self._experiment(), run_name=subject.run.name
+            ).info.run_id
+        else:
+            self._client.update_run(known.id, status="RUNNING")
+        self._id = known.id
+        self._describe()
+        steps = [metric.step for metric in self._client.get_metric_history(self._id, "loss")]
+        return max([known.step, *steps])
+
+    def _experiment(self) -> str:
+        name = self._subject.config.logger.project
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(self._client.create_experiment(name))
+        except MlflowException:  # another run has just created it
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is None:
+                raise
+            return str(experiment.experiment_id)
+
+    def _describe(self) -> None:
+        """Send the configuration; a parameter that has changed since the first attempt becomes a tag."""
+        from mlflow.entities import Param, RunTag
+
+        now = dict(_flat(self._subject.values()))
+        before = self._client.get_run(self._id).data.params
+        new = [Param(name, value) for name, value in now.items() if name not in before]
+        tags = self._subject.tags | dict.fromkeys(self._subject.config.run.tags, "true")
+        tags |= {
+            f"resumed.{name}": value
+            for name, value in now.items()
+            if before.get(name, value) != value
+        }
+        for first in range(0, len(new), _MLFLOW_BATCH):
+            self._client.log_batch(self._id, params=new[first : first + _MLFLOW_BATCH])
+        self._client.log_batch(self._id, tags=[RunTag(*pair) for pair in tags.items()])
+
+    def write(self, record: Record) -> None:
+        from mlflow.entities import Metric
+
+        at = int(record.get("time", time.time()) * 1000)
+        figures = _figures(record).items()
+        self._client.log_batch(
+            self._id, metrics=[Metric(name, value, at, record["step"]) for name, value in figures]
+        )
+
+    def close(self, outcome: str) -> None:
+        self._client.set_terminated(self._id, _MLFLOW_STATUS[outcome])
+
+    def address(self) -> str:
+        return f"run {self._id} in {self._uri}"
+
+
+def mlflow_uri(config: Config, run: RunDirectory) -> str:
+    """Return where MLflow records: `logger.mlflow_uri`, MLFLOW_TRACKING_URI, or a file beside the runs."""
+    named = config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return named or f"sqlite:///{run.path.parent / 'mlflow.db'}"
+
+
+def _figures(record: Record) -> dict[str, float]:
+    """Return the figures of a record that trackers draw."""
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name not in ("step", "time") and isinstance(value, (int, float))
+    }
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", str(value)[:_MLFLOW_TEXT]
+
+
+def _before(run: RunDirectory, step: int) -> Iterator[Record]:
+    """Yield the records of metrics.jsonl up to a step."""
+    with suppress(FileNotFoundError), run.metrics.open(encoding="utf-8") as file:
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if record["step"] <= step:
+                    yield record
+
+
+def _read_all(run: RunDirectory) -> dict[str, Any]:
+    try:
+        found = read_json(run.trackers)
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(run: RunDirectory, name: str) -> Known:
+    return Known(**_read_all(run).get(name, {}))
