@@ -4,7 +4,6 @@
 import gc
 import os
 
-gc.disable()
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is loaded
 
 import deepspeed
@@ -21,5 +20,5 @@ import nanoscale.train.job
 import tests.support.jobs
 import tests.support.reference
 
-gc.enable()
+gc.collect()
 gc.freeze()  # objects made so far stay: no rank searches them for garbage, or writes to their pages
