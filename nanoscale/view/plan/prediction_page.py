@@ -1,39 +1,52 @@
-"""A plan as one self-contained page: no script, no other file."""
+"""The pages of a plan and of a search."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
-from nanoscale.common.units import byte_size, duration
+from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
-from nanoscale.view.page import page, table, wide
+from nanoscale.view.charts import Bar, Point, scatter, stacked_bars
+from nanoscale.view.page import render
 from nanoscale.view.plan.explain import how
-from nanoscale.view.plan.memory_svg import memory_svg
+from nanoscale.view.plan.memory_text import shown
 from nanoscale.view.plan.prediction_text import MEANINGS, head, outcome, verdict
-from nanoscale.view.plan.search_svg import name_of, search_svg
 from nanoscale.view.plan.timeline_svg import timeline_svg
+
+MOST_POINTS = 2000
+"""The most layouts in the chart of a search."""
+_COLOURS = {
+    "weights": "#4c78a8",
+    "compute copies": "#72b7b2",
+    "gradients": "#54a24b",
+    "optimizer": "#eeca3b",
+    "units in flight": "#9ecae9",
+    "activations": "#b279a2",
+    "logits and loss": "#e45756",
+    "communication buffers": "#f58518",
+    "fragmentation": "#bab0ac",
+    "context": "#79706e",
+}
+"""The colour of each part of memory."""
 
 
 def prediction_page(plan: Prediction) -> str:
     """Return the page of one layout: memory, the step and the pipeline's timeline, with the arithmetic."""
-    first, *rest = head(plan)
-    fits = "yes" if plan.fits else "no"
-    parts = [
-        f"<h1>{escape(first)}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in rest),
-        f'<p class="verdict {fits}">{escape(verdict(plan))}</p>',
-        "<h2>Memory</h2>",
-        wide(memory_svg(plan.memory, plan.capacity)),
-        _memory_table(plan),
-        "<h2>A step</h2>",
-        *(f"<p>{escape(line)}</p>" for line in outcome(plan)),
-        _time_table(plan),
-    ]
-    if plan.timeline is not None:
-        parts += ["<h2>The pipeline</h2>", wide(timeline_svg(plan.timeline))]
-    return page(first, parts)
+    title, *rest = head(plan)
+    parts = [part for part in plan.worst.parts if part.bytes]
+    return render(
+        "plan.html",
+        title=title,
+        head=rest,
+        fits=plan.fits,
+        verdict=verdict(plan),
+        memory_chart=memory_chart(plan),
+        memory=[(part.name, byte_size(part.bytes), part.how) for part in parts],
+        outcome=outcome(plan),
+        step=list(_step(plan)),
+        timeline=_timeline(plan),
+    )
 
 
 def search_page(result: SearchResult, why: Sequence[str]) -> str:
@@ -41,43 +54,81 @@ def search_page(result: SearchResult, why: Sequence[str]) -> str:
     best = result.best
     assert best is not None
     title = f"{best.config.model.name}: {result.considered:,} layouts looked at, {len(result.ranked):,} fit"
-    front = result.front()
-    rows = [
+    front = [
         (
             name_of(plan),
             byte_size(plan.worst.total),
             f"{plan.time.tokens_per_s_per_gpu:,.0f}",
             f"{plan.time.mfu:.1%}",
         )
-        for plan in reversed(front)
+        for plan in reversed(result.front())
     ]
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        wide(search_svg(result.ranked, front)),
-        "<h2>The Pareto front</h2>",
-        table(("layout", "memory", "tokens/s a device", "MFU"), rows),
-        "<h2>Why the fastest is the fastest</h2>",
-        "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in why) + "</ul>",
-        "<h2>Its memory</h2>",
-        wide(memory_svg(best.memory, best.capacity)),
+    return render(
+        "search.html",
+        title=title,
+        layouts_chart=layouts_chart(result.ranked, result.front()),
+        front=front,
+        why=why,
+        memory_chart=memory_chart(best),
+        timeline=_timeline(best),
+    )
+
+
+def memory_chart(plan: Prediction) -> str:
+    """Return a bar per pipeline rank; hovering over a part shows its size and arithmetic."""
+    bars = [
+        number
+        if number is None
+        else Bar(
+            f"rank {number}",
+            [
+                (part.name, part.bytes, f"{part.name}: {byte_size(part.bytes)} = {part.how}")
+                for part in plan.memory[number].parts
+            ],
+            byte_size(plan.memory[number].total),
+        )
+        for number in shown(plan.memory, plan.worst)
     ]
-    if best.timeline is not None:
-        parts += ["<h2>Its pipeline</h2>", wide(timeline_svg(best.timeline))]
-    return page(title, parts)
+    limit = plan.capacity, f"{byte_size(plan.capacity)} of the device"
+    return stacked_bars("Memory of every pipeline rank", bars, _COLOURS, limit)
 
 
-def _memory_table(plan: Prediction) -> str:
-    parts = [part for part in plan.worst.parts if part.bytes]
-    rows = [(part.name, byte_size(part.bytes), part.how) for part in parts]
-    return table(("part", "memory", "how"), rows)
+def layouts_chart(ranked: Sequence[Prediction], front: Sequence[Prediction]) -> str:
+    """Return memory to the right, speed upwards; hovering over a point shows its layout."""
+    some = ranked[:: max(1, len(ranked) // MOST_POINTS)]
+    names = ("GiB on the fullest device", "tokens/s a device")
+    points, best = list(map(_point, some)), list(map(_point, front))
+    return scatter("Layouts by memory and speed", names, points, best)
 
 
-def _time_table(plan: Prediction) -> str:
-    reasons, whole = how(plan.config, plan.hardware, plan.time, plan.software), plan.time.seconds
-    rows = []
+def _point(plan: Prediction) -> Point:
+    speed, size = plan.time.tokens_per_s_per_gpu, plan.worst.total
+    hint = f"{name_of(plan)}: {byte_size(size)}, {speed:,.0f} tokens/s a device"
+    return size / GIB, speed, hint
+
+
+def name_of(plan: Prediction) -> str:
+    """Describe a layout briefly."""
+    config = plan.config
+    layout = config.parallel
+    degrees = [f"{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp")]
+    if config.model.experts:
+        degrees.append(f"ep {layout.ep}")
+    words = [*degrees, f"ZeRO {config.zero.stage}"]
+    if layout.pp > 1:
+        words.append(f"{layout.schedule} ×{layout.virtual_stages}")
+    recomputed = layout.activation_checkpointing
+    return ", ".join([*words, f"micro batch {config.train.micro_batch}", f"recompute {recomputed}"])
+
+
+def _timeline(plan: Prediction) -> str | None:
+    return None if plan.timeline is None else timeline_svg(plan.timeline)
+
+
+def _step(plan: Prediction) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each part of the step that takes time, with its share and arithmetic."""
+    reasons, whole = how(plan.config, plan.hardware, plan.time), plan.time.seconds
     for name, meaning in MEANINGS.items():
         seconds = getattr(plan.time.parts, name)
         if seconds > 0:
-            share = f"{seconds / whole:.1%}"
-            rows.append((meaning, duration(seconds), share, reasons.get(name, "")))
-    return table(("part", "time", "share", "how"), rows)
+            yield meaning, duration(seconds), f"{seconds / whole:.1%}", reasons.get(name, "")

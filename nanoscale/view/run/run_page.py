@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from html import escape
 
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.runs.directory import RunDirectory, write_atomically
-from nanoscale.view.page import page, table
-from nanoscale.view.run.curve_svg import curve_svg
+from nanoscale.view.charts import curves
+from nanoscale.view.page import render
 from nanoscale.view.run.run_report import Document, document
-
-_GOOD, _BAD = ("completed",), ("failed",)
 
 
 def write_report(run: RunDirectory) -> None:
@@ -26,21 +23,20 @@ def write_report(run: RunDirectory) -> None:
 
 def report_page(about: Document) -> str:
     """Return the page: the configuration, the outcome, and prediction and measurement."""
-    state = about["state"]
-    colour = "yes" if state in _GOOD else "no" if state in _BAD else ""
-    parts = [
-        f"<h1>{escape(about['run'])}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in head(about)),
-        f'<p class="verdict {colour}">{escape(outcome(about))}</p>',
-        *_failure(about),
-        *_curves(about),
-        "<h2>Prediction and measurement</h2>",
-        *_against_plan(about),
-        *_attempts(about),
-        *_checkpoints(about),
-        f"<p>{escape(about['path'])}</p>",
-    ]
-    return page(f"{about['run']}: {state}", parts)
+    return render(
+        "run.html",
+        title=f"{about['run']}: {about['state']}",
+        run=about["run"],
+        head=head(about),
+        state=about["state"],
+        outcome=outcome(about),
+        failure=None if about["state"] == "completed" else about["failure"],
+        charts=list(_charts(about)),
+        against_plan=[compared(row) for row in about["against_plan"]],
+        attempts=list(map(_attempt, about["attempts"])),
+        checkpoints=list(map(_checkpoint, about["checkpoints"])),
+        path=about["path"],
+    )
 
 
 def head(about: Document) -> list[str]:
@@ -119,74 +115,37 @@ def clock(value: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if value else "?"
 
 
-def _failure(about: Document) -> Iterator[str]:
-    cause = about["failure"]
-    if cause is None or about["state"] == "completed":
+def _charts(about: Document) -> Iterator[str]:
+    metrics = about["curves"]
+    if not metrics["loss"]:
         return
-    yield f"<p>rank {cause['rank']} on {escape(str(cause['host']))}: {escape(cause['diagnosis'])}</p>"
-    if cause.get("remedy"):
-        yield f"<p>remedy: {escape(cause['remedy'])}</p>"
-    if cause.get("traceback"):
-        yield f"<pre>{escape(cause['traceback'].rstrip())}</pre>"
-
-
-def _curves(about: Document) -> Iterator[str]:
-    curves = about["curves"]
     starts = [attempt["after_step"] for attempt in about["attempts"] if attempt["after_step"]]
     planned = next((row for row in about["against_plan"] if row["what"] == "tokens/s"), None)
     level = ("predicted", planned["predicted"]) if planned else None
-    losses = [("", curves["loss"])]
-    if curves["eval_loss"]:
-        losses = [("training", curves["loss"]), ("evaluation", curves["eval_loss"])]
-    if not curves["loss"]:
-        return
-    yield '<div class="pictures">'
-    yield curve_svg("loss", losses, starts=starts)
-    yield curve_svg("gradient norm", [("", curves["grad_norm"])], logarithmic=True, starts=starts)
-    yield curve_svg("learning rate", [("", curves["lr"])], from_zero=True, starts=starts)
-    yield curve_svg(
-        "tokens/s", [("", curves["tokens_per_s"])], from_zero=True, level=level, starts=starts
+    losses = [("", metrics["loss"])]
+    if metrics["eval_loss"]:
+        losses = [("training", metrics["loss"]), ("evaluation", metrics["eval_loss"])]
+    speed = [("", metrics["tokens_per_s"])]
+    yield curves("loss", losses, starts=starts)
+    yield curves("gradient norm", [("", metrics["grad_norm"])], logarithmic=True, starts=starts)
+    yield curves("learning rate", [("", metrics["lr"])], from_zero=True, starts=starts)
+    yield curves("tokens/s", speed, from_zero=True, level=level, starts=starts)
+
+
+def _attempt(attempt: Document) -> tuple[str, ...]:
+    return (
+        clock(attempt["time"]),
+        str(attempt["attempt"]),
+        str(attempt["world_size"]),
+        f"{attempt['after_step'] + 1:,}",
+        attempt["end"] or "",
     )
-    yield "</div>"
 
 
-def _against_plan(about: Document) -> Iterator[str]:
-    if not about["against_plan"]:
-        yield "<p>There is no plan of this layout.</p>"
-        return
-    rows = [compared(row) for row in about["against_plan"]]
-    yield table(("", "predicted", "measured", "difference"), rows)
-    yield "<p>Measured is the median of the steps without the first of each start.</p>"
-
-
-def _attempts(about: Document) -> Iterator[str]:
-    if not about["attempts"]:
-        return
-    yield "<h2>Attempts</h2>"
-    rows = [
-        (
-            clock(attempt["time"]),
-            str(attempt["attempt"]),
-            str(attempt["world_size"]),
-            f"{attempt['after_step'] + 1:,}",
-            attempt["end"] or "",
-        )
-        for attempt in about["attempts"]
-    ]
-    yield table(("began", "attempt", "ranks", "from step", "how"), rows)
-
-
-def _checkpoints(about: Document) -> Iterator[str]:
-    yield "<h2>Checkpoints</h2>"
-    if not about["checkpoints"]:
-        yield "<p>none</p>"
-        return
-    rows = [
-        (
-            clock(checkpoint["time"]),
-            f"{checkpoint['step']:,}",
-            "" if checkpoint["seconds"] is None else duration(checkpoint["seconds"]),
-        )
-        for checkpoint in about["checkpoints"]
-    ]
-    yield table(("saved", "step", "took"), rows)
+def _checkpoint(checkpoint: Document) -> tuple[str, ...]:
+    seconds = checkpoint["seconds"]
+    return (
+        clock(checkpoint["time"]),
+        f"{checkpoint['step']:,}",
+        "" if seconds is None else duration(seconds),
+    )

@@ -16,6 +16,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
 from nanoscale.runs.jsonlines import Object
 from nanoscale.runs.steady import Steady, steady
+from nanoscale.view.charts import Curve
 
 CURVES = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s")
 MOST_POINTS = 600
@@ -175,10 +176,6 @@ def _checkpoints(run: RunDirectory, happened: list[Object]) -> list[Document]:
         }
         for step in run.checkpoint_steps()
     ]
-
-
-Curve = list[tuple[int, float | None]]
-"""Step and value; None if the value was not finite."""
 
 
 def curve(records: list[Object], name: str) -> Curve:

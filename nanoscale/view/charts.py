@@ -1,0 +1,330 @@
+"""Charts as SVG: curves, scatters and stacked bars. Colours are in the style of the page, `style.css`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Curve = list[tuple[int, float | None]]
+"""Steps and values; None is a value that was not finite."""
+Point = tuple[float, float, str]
+"""A point of a scatter, and its hover text."""
+
+_TICKS = 4
+"""The approximate number of ticks on an axis."""
+_ROW, _GAP = 22, 6
+_TOTAL = 64
+"""Pixels for a bar's size behind it."""
+
+
+# --- elements -------------------------------------------------------------------------------------
+
+
+def picture(width: int, height: int, title: str, parts: Iterable[str], kind: str = "") -> str:
+    """Return one `<svg>` element; `kind` is a further class of its style."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    look = f"picture {kind}".strip()
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="{look}" role="img" {size}>'
+    return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>"])
+
+
+def text(x: float, y: float, label: str, anchor: str = "start", kind: str = "") -> str:
+    """Return a text at a point; `anchor` is the end of the text that is at the point."""
+    look = f' class="{kind}"' if kind else f' text-anchor="{anchor}"'
+    return f'<text x="{number(x)}" y="{number(y)}"{look}>{escape(label)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
+    return f'<line {ends} class="{kind}"/>'
+
+
+def box(x: float, y: float, width: float, height: float, look: str, hint: str = "") -> str:
+    """Return a rectangle with a hover text; `look` is an attribute, `class` or `fill`."""
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    extent = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    return f"<rect {look} {extent}>{title}</rect>"
+
+
+def dot(x: float, y: float, radius: float, kind: str, hint: str) -> str:
+    centre = f'cx="{number(x)}" cy="{number(y)}" r="{radius:g}"'
+    return f'<circle {centre} class="{kind}"><title>{escape(hint)}</title></circle>'
+
+
+def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
+    joined = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+    return f'<polyline points="{joined}" class="{kind}"/>'
+
+
+def legend(
+    entries: Iterable[tuple[Sequence[str], str]], left: float, top: float, width: float
+) -> tuple[list[str], int]:
+    """Return the entries of a legend in rows, and its lower end.
+
+    Args:
+        entries: attributes of rectangles that are drawn one over the other, and their meaning.
+    """
+    parts, x = [], left
+    for looks, meaning in entries:
+        wide = 36 + 6 * len(meaning)
+        if x > left and x + wide > width:
+            x, top = left, top + 20
+        parts += [box(x, top, 14, 13, look) for look in looks]
+        parts.append(text(x + 19, top + 11, meaning))
+        x += wide
+    return parts, round(top) + 26
+
+
+def number(value: float) -> str:
+    """Format a coordinate to a hundredth of a pixel, without trailing zeros."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# --- axes -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale from values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    """Pixels of `low`."""
+    end: float
+    """Pixels of `high`."""
+    logarithmic: bool = False
+
+    def at(self, value: float) -> float:
+        low, high, value = (self._scaled(it) for it in (self.low, self.high, value))
+        return self.start + (value - low) / ((high - low) or 1.0) * (self.end - self.start)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self.logarithmic else value
+
+
+def _horizontal_grid(x: Axis, y: Axis, marks: Iterable[float]) -> Iterator[str]:
+    for mark in marks:
+        yield line(x.start, y.at(mark), x.end, y.at(mark), "grid")
+        yield text(x.start - 6, y.at(mark) + 4, label(mark), "end")
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return about four round values; the first is at most `low`, the last at least `high`."""
+    step = _round_step((high - low) or abs(high) or 1.0)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [step * place for place in range(first, max(last, first + 1) + 1)]
+
+
+def whole_ticks(first: int, last: int) -> list[int]:
+    """Return round steps in the range."""
+    step = max(1, round(_round_step(last - first)))
+    return list(range(-(-first // step) * step, last + 1, step))
+
+
+def decades(low: float, high: float) -> list[float]:
+    """Return powers of ten around the range, and if there are few, also their multiples by 2 and 5."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if last - first > 2:
+        skip = -(-(last - first) // _TICKS)
+        return [10.0**power for power in range(first, last + skip, skip)]
+    every = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
+    start = max(place for place, mark in enumerate(every) if mark <= low * 1.0001)
+    end = next((place for place, mark in enumerate(every) if mark >= high * 0.9999), len(every) - 1)
+    return every[start : max(end, start + 1) + 1]
+
+
+def _round_step(span: float) -> float:
+    """Return 1, 2 or 5 times a power of ten, about a quarter of the range."""
+    rough = span / _TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * digit for digit in (1, 2, 5, 10) if power * digit >= rough * 0.999)
+
+
+def label(value: float) -> str:
+    """Format a tick in few characters."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e6 or abs(value) < 1e-3:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def curves(
+    name: str,
+    series: Sequence[tuple[str, Curve]],
+    *,
+    logarithmic: bool = False,
+    from_zero: bool = False,
+    level: tuple[str, float] | None = None,
+    starts: Sequence[int] = (),
+    width: int = 470,
+    height: int = 220,
+) -> str:
+    """Return the chart of a metric over the steps of a run.
+
+    Args:
+        series: each with its name, "" if there is only one. Values that were not finite are red dots.
+        level: the name and the value of a level to compare with.
+        starts: steps after which an attempt began, drawn as vertical lines.
+    """
+    values = [value for _, points in series for _, value in points if value is not None]
+    if logarithmic:
+        values = [value for value in values if value > 0]
+    if not values:
+        return picture(width, height, name, [text(58, 16, f"{name}: nothing was logged")])
+    steps = [step for _, points in series for step, _ in points]
+    shown = [*values, *([level[1]] if level else []), *([0.0] if from_zero else [])]
+    marks = (decades if logarithmic else ticks)(min(shown), max(shown))
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+    x = Axis(first, last, 58, width - 14)
+    low, high = min(marks[0], min(shown)), max(marks[-1], max(shown))
+    y = Axis(low, high, height - 24, 26, logarithmic)
+
+    parts = [text(58, 15, name), *_horizontal_grid(x, y, marks)]
+    for step in whole_ticks(first, last):
+        anchor = "end" if x.at(step) > width - 40 else "middle"
+        parts.append(text(min(x.at(step), width - 4.0), height - 6, f"{step:,}", anchor))
+    parts += [
+        line(x.at(step), y.end, x.at(step), y.start, "start")
+        for step in starts
+        if first < step <= last
+    ]
+    if level is not None:
+        parts.append(line(x.start, y.at(level[1]), x.end, y.at(level[1]), "level"))
+    for place, (_, points) in enumerate(series):
+        parts += _curve(points, x, y, place)
+    names = [(f"curve curve-{place}", called) for place, (called, _) in enumerate(series) if called]
+    parts += _curve_names([*names, *([("level", level[0])] if level else [])], x.end)
+    return picture(width, height, f"{name} over steps", parts)
+
+
+def _curve(points: Curve, x: Axis, y: Axis, place: int) -> Iterator[str]:
+    for segment in _segments(points, positive=y.logarithmic):
+        if len(segment) > 1:
+            placed = ((x.at(step), y.at(known)) for step, known in segment)
+            yield polyline(placed, f"curve curve-{place}")
+        if len(segment) == 1 or len(points) <= 12:
+            for step, known in segment:
+                hint = f"step {step}: {known:.5g}"
+                yield dot(x.at(step), y.at(known), 2.5, f"point-{place}", hint)
+    for step, value in points:
+        if value is None:
+            yield dot(x.at(step), y.end, 3.5, "bad", f"step {step}: not finite")
+
+
+def _segments(points: Curve, positive: bool) -> Iterator[list[tuple[int, float]]]:
+    """Yield the segments between values that cannot be drawn."""
+    segment: list[tuple[int, float]] = []
+    for step, value in points:
+        if value is None or (positive and value <= 0):
+            if segment:
+                yield segment
+            segment = []
+        else:
+            segment.append((step, value))
+    if segment:
+        yield segment
+
+
+def _curve_names(entries: Sequence[tuple[str, str]], right: float) -> Iterator[str]:
+    """Yield the names of curves, to the right of the chart's name and above the curves."""
+    for kind, called in reversed(entries):
+        yield text(right, 15, called, "end")
+        right -= 6.2 * len(called) + 6
+        yield line(right - 16, 11, right, 11, kind)
+        right -= 28
+
+
+# --- scatter --------------------------------------------------------------------------------------
+
+
+def scatter(
+    title: str,
+    names: tuple[str, str],
+    points: Sequence[Point],
+    front: Sequence[Point],
+    width: int = 960,
+    height: int = 420,
+) -> str:
+    """Return the chart of points, with those of `front` joined and emphasised.
+
+    Args:
+        names: of the horizontal and of the vertical axis; both begin at zero.
+    """
+    marks_x = ticks(0.0, max(point[0] for point in [*points, *front]))
+    marks_y = ticks(0.0, max(point[1] for point in [*points, *front]))
+    x = Axis(0.0, marks_x[-1], 70, width - 20)
+    y = Axis(0.0, marks_y[-1], height - 44, 20)
+    parts = [*_horizontal_grid(x, y, marks_y)]
+    for mark in marks_x:
+        parts.append(line(x.at(mark), y.end, x.at(mark), y.start, "grid"))
+        parts.append(text(x.at(mark), y.start + 16, label(mark), "middle"))
+    parts.append(text((x.start + x.end) / 2, height - 8, names[0], "middle"))
+    parts.append(text(x.start, 11, names[1]))
+    parts.append(polyline(((x.at(a), y.at(b)) for a, b, _ in front), "front-line"))
+    parts += [dot(x.at(a), y.at(b), 2.5, "dot", hint) for a, b, hint in points]
+    parts += [dot(x.at(a), y.at(b), 5, "front", hint) for a, b, hint in front]
+    return picture(width, height, title, parts)
+
+
+# --- stacked bars ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of stacked parts."""
+
+    name: str
+    parts: Sequence[tuple[str, float, str]]
+    """The name of a part, which decides its colour; its size; its hover text."""
+    total: str
+    """The text behind the bar."""
+
+
+def stacked_bars(
+    title: str,
+    bars: Sequence[Bar | None],
+    colours: dict[str, str],
+    limit: tuple[float, str],
+    width: int = 960,
+) -> str:
+    """Return the chart of bars compared with a limit; None stands for bars that are left out.
+
+    Args:
+        colours: of the parts, in the order of the legend.
+        limit: a size, and the text of its mark.
+    """
+    shown = [bar for bar in bars if bar is not None]
+    longest = max(sum(size for _, size, _ in bar.parts) for bar in shown)
+    x = Axis(0.0, max(limit[0], longest), 62, width - 76)
+    parts: list[str] = []
+    top = _ROW
+    for bar in bars:
+        parts += [text(4, top + 16, "…")] if bar is None else _bar(bar, top, x, limit[0], colours)
+        top += _ROW + _GAP
+    edge = x.at(limit[0])
+    parts.append(line(edge, _ROW - 6, edge, top, "limit"))
+    parts.append(text(edge, _ROW - 9, limit[1], "end" if edge > 2 * x.start else "start"))
+    used = {name for bar in shown for name, size, _ in bar.parts if size}
+    entries = [((f'fill="{colours[name]}"',), name) for name in colours if name in used]
+    below, height = legend(entries, x.start, top + 12, width)
+    return picture(width, height, title, [*parts, *below])
+
+
+def _bar(bar: Bar, top: int, x: Axis, limit: float, colours: dict[str, str]) -> Iterator[str]:
+    yield text(4, top + 16, bar.name)
+    reached = 0.0
+    for name, size, hint in bar.parts:
+        left, right = x.at(reached), x.at(reached + size)
+        yield box(left, top, right - left, _ROW, f'fill="{colours[name]}"', hint)
+        reached += size
+    end, edge = x.at(reached), x.at(limit)
+    if end <= edge < end + _TOTAL:  # the total would overlap the limit's mark
+        end = edge
+    yield text(end + 6, top + 16, bar.total)
