@@ -26,9 +26,9 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
 
 Record = dict[str, Any]
 CLOSE_S = {"completed": 60.0, "stopped": 10.0, "failed": 3.0}
-"""How long the end of a training waits for its trackers, by outcome, s: a failure is reported after this."""
+"""The time that the end of a training waits for its trackers, by outcome, s: a failure is reported after it."""
 START_S = 60.0
-"""How long a tracker's server may take to answer at the start, s."""
+"""The time that a tracker's server may take to answer at the start, s."""
 _FILE = Lock()
 """Held while trackers.json changes: each tracker has a thread."""
 _WAITING = 100_000
@@ -44,7 +44,7 @@ _MLFLOW_BATCH = 100
 
 @dataclass
 class Known:
-    """What trackers.json holds of one tracker."""
+    """The content of trackers.json for one tracker."""
 
     id: str | None = None
     """The tracker's own name of its run; None before there is one."""
