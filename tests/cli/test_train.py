@@ -253,7 +253,7 @@ def test_nothing_is_left_where_the_launch_itself_breaks(folder, monkeypatch, cap
     def broken(*_):
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(Attempt, "go", broken)
+    monkeypatch.setattr(Attempt, "execute", broken)
     assert nanoscale(["train", *words(folder, "run.name=x")]) == 1
     assert "Too many open files" in capsys.readouterr().err
     assert status.read(RunDirectory(folder / "runs" / "x")).state == "failed"

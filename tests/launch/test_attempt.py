@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -55,15 +55,16 @@ def ended(attempt, host, outcome, *failures):
         "outcome": outcome,
         "failures": [asdict(failure) for failure in failures],
         "evidence": asdict(Evidence()),
+        "result": None,
     }
-    attempt._take(member, message)
+    attempt.execution._receive(member, message)
 
 
 def failing(attempt, host, *failures):
     member = next(member for member in attempt.members if member.name == host)
     found = [asdict(failure) for failure in failures]
-    attempt._take(member, {"kind": "failing", "attempt": 1, "failures": found})
-    attempt._mind_failures()
+    attempt.execution._receive(member, {"kind": "failing", "attempt": 1, "failures": found})
+    attempt.execution._end_after_failure()
 
 
 def raised(error, rank, host, time=None):
@@ -93,7 +94,7 @@ def kills(attempt):
 def test_what_the_ends_of_all_hosts_come_to(attempt, outcomes, asked, forced, state, exit_code):
     for host, outcome in zip(("a", "b"), outcomes, strict=True):
         ended(attempt, host, outcome)
-    assert attempt._is_over()
+    assert attempt.execution.is_over
     attempt.signals.first, attempt.forced = asked, forced
     outcome = attempt._judge()
     assert (outcome.state, outcome.exit_code) == (state, exit_code)
@@ -117,8 +118,7 @@ def test_what_runs_stop_ended_is_stopped_and_not_preempted(attempt, number):
 
 @pytest.mark.parametrize("name", ["local", "ssh", "pdsh", "slurm"])
 def test_only_the_ranks_of_this_machine_write_their_logs(attempt, name):
-    attempt.launcher = Launcher(name=name)
-    attempt._launch()
+    replace(attempt, launcher=Launcher(name=name)).execution._launch()
     orders = [content for kind, _, content in attempt.fleet.told if kind == "launch"]
     assert [order["writes_logs"] for order in orders] == [name == "local"] * 2
 
@@ -129,9 +129,9 @@ def test_output_is_written_unless_the_rank_has_written_it(attempt):
     attempt.run.attempt_logs(1).mkdir()
     output = {"kind": "output", "rank": 2, "stream": "out"}
     for message in (output, {**output, "carried": b"a"}, {**output, "carried": b"b"}, output):
-        attempt._take(attempt.members[1], message)
+        attempt.execution._receive(attempt.members[1], message)
     assert attempt.run.log(1, "b", 2, "out").read_bytes() == b"ab"
-    attempt._take(attempt.members[1], {**output, "stream": "err", "carried": b"c"})
+    attempt.execution._receive(attempt.members[1], {**output, "stream": "err", "carried": b"c"})
     assert attempt.run.log(1, "b", 2, "err").read_bytes() == b"c"
     assert wrote == [("b", 2)] * 4
 
@@ -151,15 +151,15 @@ def test_a_cause_ends_the_job_at_once_and_is_the_one_that_is_told(attempt):
 
 def test_consequences_alone_end_it_after_a_grace_with_stacks(attempt, monkeypatch):
     failing(attempt, "b", raised(LOST, 3, "b"))
-    attempt.failing_since -= 10
-    attempt._mind_failures()
+    attempt.execution.failing_since -= 10
+    attempt.execution._end_after_failure()
     assert kills(attempt) == [{"attempt": 1, "stacks": True}]
 
 
 def test_ranks_that_did_not_arrive_are_named(attempt):
     failing(attempt, "a", raised(LATE, 0, "a"), raised(LATE, 1, "a"))
     failing(attempt, "b", raised(LATE, 3, "b"))
-    attempt.outcomes = {"a": "killed", "b": "killed"}
+    attempt.execution.outcomes = {"a": "killed", "b": "killed"}
     cause = attempt._judge().failure
     assert (cause.rank, cause.host) == (2, "b")
     assert "rank 2 did not arrive" in cause.diagnosis
@@ -169,11 +169,11 @@ def test_ranks_that_did_not_arrive_are_named(attempt):
 def test_a_lost_host_is_a_cause(attempt):
     attempt.members[1].lost = agent_failure("b", "the host fell silent")
     failing(attempt, "a", raised(LOST, 0, "a"))
-    attempt._notice_lost()
-    attempt._mind_failures()
+    attempt.execution._note_lost()
+    attempt.execution._end_after_failure()
     assert kills(attempt)
     ended(attempt, "a", "killed", raised(LOST, 0, "a"))
-    assert attempt._is_over()
+    assert attempt.execution.is_over
     cause = attempt._judge().failure
     assert (cause.host, cause.rank, cause.diagnosis) == ("b", None, "the host fell silent")
 
@@ -182,7 +182,7 @@ def test_what_dies_by_our_own_hand_is_no_failure(attempt):
     failing(attempt, "a", raised(ValueError("x"), 0, "a"))
     killed = RankFailure(3, 1, "b", 1.0, exit_code=-9)
     ended(attempt, "b", "killed", killed)
-    assert [found.rank for found in attempt.failures.values()] == [0]
+    assert [found.rank for found in attempt.execution.failures.values()] == [0]
 
 
 def test_times_of_hosts_are_compared_on_the_launchers_clock(attempt):
@@ -195,11 +195,11 @@ def test_times_of_hosts_are_compared_on_the_launchers_clock(attempt):
 def test_a_host_that_does_not_end_its_ranks_is_given_up(attempt):
     given_up = []
     attempt.fleet.give_up = lambda member: given_up.append(member.name)
-    attempt._kill()
+    attempt.execution.kill()
     ended(attempt, "a", "killed")
-    attempt.killing_since -= 100
-    attempt._mind_stragglers()
-    assert given_up == ["b"] and attempt._is_over()
+    attempt.execution.killing_since -= 100
+    attempt.execution._give_up_stragglers()
+    assert given_up == ["b"] and attempt.execution.is_over
 
 
 def test_signals_are_remembered_and_handlers_put_back():
@@ -218,8 +218,8 @@ def test_ctrl_z_does_not_suspend_and_is_answered(attempt):
         os.kill(os.getpid(), signal.SIGTSTP)
         assert signals.first is None and signals.suspended
         attempt.signals = signals
-        attempt._mind_signals()
-        assert not signals.suspended and attempt.killing_since is None
+        attempt._handle_signals()
+        assert not signals.suspended and attempt.execution.killing_since is None
     assert "Ctrl-Z" in events.read(attempt.run)[-1]["message"]
 
 

@@ -52,7 +52,7 @@ def bench(
     checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
     """
     from nanoscale.launch.lifecycle.bench import compared, document, read_other, room_for_checkpoint
-    from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
+    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import BENCH
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
@@ -67,8 +67,8 @@ def bench(
         task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
         say("starting the ranks …")
         try:
-            found = run_errand(BENCH, measured, request.hosts, task, say)
-        except ErrandError as error:
+            found = run_one_shot_job(BENCH, measured, request.hosts, task, say)
+        except OneShotJobError as error:
             display.note(f"error: {error}")
             return FAILED
     told = {**document(request.config, found, request.plan), "warmup": warmup}

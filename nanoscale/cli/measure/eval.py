@@ -114,7 +114,7 @@ def _check(
 def _loss(
     name: str, line: CommandLine, step: int | None, samples: int | None, as_json: bool
 ) -> int:
-    from nanoscale.launch.lifecycle.one_shot_job import ErrandError, run_errand
+    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import EVALUATION
 
     folder = Path(name).expanduser()
@@ -132,8 +132,8 @@ def _loss(
     with saying() as say:
         say("starting the ranks …")
         try:
-            figures = run_errand(EVALUATION, config, hosts, task, say)
-        except ErrandError as error:
+            figures = run_one_shot_job(EVALUATION, config, hosts, task, say)
+        except OneShotJobError as error:
             display.note(f"error: {error}")
             return FAILED
     document = _document(config, task, figures)

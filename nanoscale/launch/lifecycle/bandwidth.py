@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from nanoscale.config.composing.frozen import dump
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
-from nanoscale.launch.lifecycle.one_shot_job import Errand
+from nanoscale.launch.lifecycle.execution import Execution
+from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute
 from nanoscale.launch.preflight.verdicts import Verdict, named
 from nanoscale.processes.messages import BANDWIDTH
-from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, diagnose, first_cause
 
 CHECK = "bandwidth"
@@ -97,11 +95,9 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
     if plan.world_size < 2:
         text = "one rank alone has nobody to talk to"
         return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
-    frozen = _frozen(config, plan.world_size)
+    ranks_config = _ranks_config(config, plan.world_size)
     limit_s = time_limit_s(plan.world_size)
-    test = Errand(fleet, members, plan, frozen, BANDWIDTH, meet_s=limit_s / 4, limit_s=limit_s)
-    test.run()
-    return judge(test)
+    return judge(execute(fleet, members, plan, ranks_config, BANDWIDTH, limit_s=limit_s))
 
 
 def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
@@ -112,18 +108,17 @@ def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
         hosts = [replace(host, slots=ranks) for host in hosts]
     world = sum(host.slots for host in hosts)
     facts = members[0].facts
-    nowhere = RunDirectory(Path("/"))
     port = facts["port"] if facts is not None else None
-    return plan_launch(_laid_out(config, world), nowhere, 1, world, hosts, port)
+    return plan_launch(_laid_out(config, world), NO_RUN, 1, world, hosts, port)
 
 
 def _laid_out(config: Config, world: int) -> Config:
     return replace(config, parallel=Parallel(dp=world))
 
 
-def _frozen(config: Config, world: int) -> str:
+def _ranks_config(config: Config, world: int) -> Config:
     launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world) / 2)
-    return dump(_laid_out(replace(config, launcher=launcher), world))
+    return _laid_out(replace(config, launcher=launcher), world)
 
 
 def time_limit_s(ranks: int) -> float:
@@ -135,7 +130,7 @@ def time_limit_s(ranks: int) -> float:
     return 120.0 + 0.2 * ranks
 
 
-def judge(test: Errand) -> Measured:
+def judge(test: Execution) -> Measured:
     """Return the result of the test."""
     if test.failures:
         return Measured(None, (_failed(test),))
@@ -150,7 +145,7 @@ def judge(test: Errand) -> Measured:
     return Measured(figures, tuple(judge_pairs(figures)))
 
 
-def _failed(test: Errand) -> Verdict:
+def _failed(test: Execution) -> Verdict:
     cause = first_cause(list(test.failures.values()))
     said = cause.message.strip().partition("\n")[0]
     if cause.rank is None and cause.type:  # of the agent: it did not find the others

@@ -93,7 +93,7 @@ class Supervisor:
             launcher=self.request.config.launcher,
             signals=self.signals,
             view=self.view,
-        ).go()
+        ).execute()
 
     # --- hosts of an attempt --------------------------------------------------------------------------
 

@@ -1,0 +1,167 @@
+"""The execution of a job on its hosts, of a run's attempt or of a one-shot job: one state machine for both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from nanoscale.launch.fleet.fleet import Fleet
+from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.lifecycle.command import LaunchPlan
+from nanoscale.launch.preflight.preflight import skew_s
+from nanoscale.processes.messages import Message
+from nanoscale.runs.failure import Evidence, RankFailure, is_consequence
+
+_LOOK_S = 0.1
+_CAUSE_GRACE_S = 1.5
+"""Seconds to wait for a better explanation while ranks only report that they lost another one."""
+_KILL_S = 10.0
+"""Seconds for an agent to end its ranks before it is ended itself."""
+
+
+@dataclass
+class Execution:
+    """The ranks of a job, from the order to start them until all have ended."""
+
+    fleet: Fleet
+    plan: LaunchPlan
+    members: Sequence[Member]
+    """The members in the order of the plan's hosts."""
+    order: Message
+    """The content of the order to launch besides the layout: the job, its folder and its limits."""
+    look: Callable[[], None] = lambda: None
+    """A function that is called after each wait for messages, before they are handled."""
+    hear: Callable[[Member, Message], None] = lambda _member, _message: None
+    """A function that is called with each message that is about output or a signal."""
+    limit_s: float | None = None
+    """Seconds for the whole job; None: any time."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """The results of each host's ranks, by host."""
+    failures: dict[tuple[str, int | None], RankFailure] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    result: Message | None = None
+    """The result that the first rank left; None if there is none."""
+    late: list[str] = field(default_factory=list)
+    """Hosts whose ranks were still running at the time limit."""
+    failing_since: float | None = None
+    killing_since: float | None = None
+
+    def run(self) -> None:
+        """Start the ranks and follow them until all have ended. One lost host prevents the start."""
+        self._note_lost()
+        if self.failures:
+            self.outcomes = {member.name: "never started" for member in self.members}
+        else:
+            self._launch()
+        began = time.monotonic()
+        while not self.is_over:
+            news = self.fleet.poll(_LOOK_S)
+            self.look()
+            for member, message in news:
+                self._receive(member, message)
+            self._note_lost()
+            self._end_at_limit(began)
+            self._end_after_failure()
+            self._give_up_stragglers()
+
+    def kill(self, *, stacks: bool = False) -> None:
+        """Order all agents to end their ranks at once."""
+        self.killing_since = time.monotonic()
+        self.fleet.tell(self.members, "kill", attempt=self.plan.attempt, stacks=stacks)
+
+    def abandon(self) -> None:
+        """Close the connections, upon which agents exit; in its rendezvous an agent follows no order."""
+        for member in self.members:
+            self.fleet.give_up(member)
+        deadline = time.monotonic() + _KILL_S
+        while any(map(_is_connected, self.members)) and time.monotonic() < deadline:
+            self.fleet.poll(_LOOK_S)
+
+    @property
+    def is_over(self) -> bool:
+        return not self._unfinished()
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        for number, (member, host) in enumerate(zip(self.members, self.plan.hosts, strict=True)):
+            self.fleet.tell(
+                [member],
+                "launch",
+                **self.order,
+                attempt=self.plan.attempt,
+                name=host.host,
+                node_rank=number,
+                nodes=len(self.plan.hosts),
+                ranks=host.ranks,
+                world_size=self.plan.world_size,
+                master_addr=self.plan.master_addr,
+                master_port=self.plan.master_port,
+            )
+
+    def _receive(self, member: Member, message: Message) -> None:
+        if message["kind"] in ("output", "signal"):
+            self.hear(member, message)
+        elif message.get("attempt") != self.plan.attempt:
+            pass  # belongs to an attempt that was given up
+        elif message["kind"] == "failing":
+            self._add(member, message["failures"])
+        elif message["kind"] == "ended":
+            self.outcomes[member.name] = message["outcome"]
+            self.evidence[member.name] = Evidence(**message["evidence"])
+            self.result = self.result or message["result"]
+            self._add(member, message["failures"])
+
+    def _add(self, member: Member, documents: Sequence[Message]) -> None:
+        skew = skew_s(member.facts) if member.facts is not None else 0.0
+        for document in documents:
+            failure = RankFailure(**document)
+            key = (failure.host, failure.rank)
+            known = self.failures.get(key)
+            after_kill = self.killing_since is not None and known is None and not failure.type
+            if not after_kill:
+                self.failures[key] = replace(failure, time=failure.time - skew)
+        if self.failures and self.failing_since is None:
+            self.failing_since = time.monotonic()
+
+    def _note_lost(self) -> None:
+        for member in self._unfinished():
+            if member.lost is not None:
+                self.outcomes[member.name] = "lost"
+                if self.killing_since is None:
+                    self.failures[member.name, None] = member.lost
+                    self.failing_since = self.failing_since or time.monotonic()
+
+    def _unfinished(self) -> list[Member]:
+        return [member for member in self.members if member.name not in self.outcomes]
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _end_at_limit(self, began: float) -> None:
+        if self.limit_s is None or self.failing_since is not None or self.killing_since is not None:
+            return
+        if time.monotonic() - began > self.limit_s:
+            self.late = [member.name for member in self._unfinished()]
+            self.kill()
+
+    def _end_after_failure(self) -> None:
+        """End the job once the first cause is known, or no better explanation can come."""
+        if self.failing_since is None or self.killing_since is not None:
+            return
+        failures = list(self.failures.values())
+        waited = time.monotonic() - self.failing_since > _CAUSE_GRACE_S
+        all_failed = len([f for f in failures if f.rank is not None]) == self.plan.world_size
+        if waited or all_failed or not all(map(is_consequence, failures)):
+            self.kill(stacks=waited)
+
+    def _give_up_stragglers(self) -> None:
+        if self.killing_since is None or time.monotonic() - self.killing_since < _KILL_S:
+            return
+        for member in self._unfinished():
+            self.outcomes[member.name] = "lost"
+            self.fleet.give_up(member)
+
+
+def _is_connected(member: Member) -> bool:
+    return member.process is not None and member.process.exit_code() is None
