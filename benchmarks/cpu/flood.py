@@ -54,7 +54,7 @@ def launch(root: str) -> int:
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
     from nanoscale.launch.request import Request
-    from nanoscale.launch.transport import transport
+    from nanoscale.launch.transport.transport import Local
 
     config = Config(
         run=Run(name="run", root=root),
@@ -63,7 +63,7 @@ def launch(root: str) -> int:
         train=Train(steps=5, micro_batch=1),
     )
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 1))
-    transport.commands = lambda config, hosts: [_command("agent") for _ in hosts]  # type: ignore[assignment]
+    Local.commands = lambda *_: [_command("agent")]  # type: ignore[method-assign]
     with Signals() as signals, cli.ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
 

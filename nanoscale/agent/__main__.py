@@ -1,7 +1,7 @@
 """The entry of `python -m nanoscale.agent`: serve the launcher over the standard streams.
 
 With `--connect HOST:PORT KEY_FILE`, connect to it instead, if the standard streams are not the agent's own.
-With `--sweep MARK`, end the processes that a lost agent has left here.
+With `--end-orphans MARK`, end the processes that a lost agent has left here.
 """
 
 import atexit
@@ -21,9 +21,9 @@ def _serve(arguments: list[str]) -> int:
             return main(Link.over_standard_streams())
         case ["--connect", address, key_file]:
             return main(_call(address, Path(key_file)))
-        case ["--sweep", mark]:
+        case ["--end-orphans", mark]:
             return 1 if sweep(mark) else 0
-    sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --sweep MARK]")
+    sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --end-orphans MARK]")
 
 
 def _call(address: str, key_file: Path) -> Link:

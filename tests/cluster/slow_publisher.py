@@ -92,7 +92,7 @@ def launch(words: list[str]) -> int:
     from nanoscale.cli.main import run
     from nanoscale.launch.transport import transport
 
-    transport._AGENT = ("-P", __file__, "agent")
+    transport.AGENT = ("-P", __file__, "agent")
     return run(words)
 
 

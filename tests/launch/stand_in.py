@@ -19,7 +19,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
     from nanoscale.launch.request import Request
-    from nanoscale.launch.transport import transport
+    from nanoscale.launch.transport.transport import Local
 
     config = Config(
         run=Run(name="run", root=root),
@@ -36,7 +36,7 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     )
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 2))
     command = (sys.executable, "-P", __file__, "agent", job)
-    transport.commands = lambda config, hosts: [command for _ in hosts]
+    Local.commands = lambda *_: [command]
     with Signals() as signals, cli.ready_fleet(request, signals) as fleet, new_run(request) as lock:
         return cli.attempt(lock, request, 1, fleet, signals, as_json=False)
 

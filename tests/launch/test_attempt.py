@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from nanoscale.config.rules import Host
-from nanoscale.config.schema import Launcher
+from nanoscale.config.schema import Config, Launcher
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
+from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs import events, failure
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, agent_failure
@@ -31,8 +32,9 @@ class Fleet:
 
     common_log = None
 
-    def __init__(self):
+    def __init__(self, name="ssh"):
         self.told = []
+        self.transport = transport_of(Config(launcher=Launcher(name=name)))
 
     def tell(self, members, kind, **content):
         self.told.append((kind, [member.name for member in members], content))
@@ -118,7 +120,8 @@ def test_what_runs_stop_ended_is_stopped_and_not_preempted(attempt, number):
 
 @pytest.mark.parametrize("name", ["local", "ssh", "pdsh", "slurm"])
 def test_only_the_ranks_of_this_machine_write_their_logs(attempt, name):
-    replace(attempt, launcher=Launcher(name=name)).execution._launch()
+    attempt = replace(attempt, fleet=Fleet(name))
+    attempt.execution._launch()
     orders = [content for kind, _, content in attempt.fleet.told if kind == "launch"]
     assert [order["writes_logs"] for order in orders] == [name == "local"] * 2
 

@@ -16,7 +16,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Cluster, Config, Launcher, Parallel
 from nanoscale.launch.lifecycle.command import passed_on, plan_launch, read_plan
-from nanoscale.launch.transport import transport
+from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory, write_json
 
 RUN = RunDirectory(Path("/runs/x"))
@@ -165,7 +165,7 @@ def test_an_interpreter_of_another_path_has_its_own_nanoscale(monkeypatch):
 def test_ranks_import_the_nanoscale_that_launched_them(monkeypatch, installed):
     root = str(Path(nanoscale.__file__).parent.parent)
     monkeypatch.setattr(site, "getsitepackages", lambda: [root] if installed else [])
-    environment = transport.environment(CONFIG, {"PYTHONPATH": "/mine"})
+    environment = transport_of(CONFIG).environment({"PYTHONPATH": "/mine"})
     assert environment.get("PYTHONPATH") == (None if installed else f"{root}:/mine")
 
 
@@ -192,7 +192,7 @@ def test_pdsh_says_to_each_host_what_is_its_own():
 
 def test_pdsh_fills_in_nothing():
     path = f"/runs {NASTY}"
-    (command,) = transport.commands(PDSH, HOSTS[:1], "here:1", path)
+    (command,) = transport_of(PDSH).commands(HOSTS[:1], "here:1", path)
     filled = command[-1].replace("%%", "\0").replace("%h", "n1").replace("\0", "%")  # as pdsh does
     assert shlex.split(filled)[-3:] == ["--connect", "here:1", path]
 
@@ -205,15 +205,15 @@ def test_an_ipv6_address_loses_its_brackets(config):
 
 
 def test_pdsh_hands_on_what_a_user_said_before_what_we_say():
-    environment = transport.environment(PDSH, {"PDSH_SSH_ARGS_APPEND": "-F mine"})
+    environment = transport_of(PDSH).environment({"PDSH_SSH_ARGS_APPEND": "-F mine"})
     words = environment["PDSH_SSH_ARGS_APPEND"].split()
     assert words[:2] == ["-F", "mine"] and "BatchMode=yes" in words
     assert environment["PDSH_RCMD_TYPE"] == "ssh"
 
 
-def test_a_sweep_goes_the_way_the_agent_went():
-    assert transport.sweep_command(CONFIG, HOSTS[0], "m") is None
+def test_an_orphan_cleanup_takes_the_transport_of_the_agent():
+    assert transport_of(CONFIG).cleanup_command(HOSTS[0], "m") is None
     for config, program in ((SSH, "ssh"), (PDSH, "pdsh")):
-        command = transport.sweep_command(config, HOSTS[0], "m")
+        command = transport_of(config).cleanup_command(HOSTS[0], "m")
         assert command[0] == program
-        assert shlex.split(command[-1])[-4:] == ["-m", "nanoscale.agent", "--sweep", "m"]
+        assert shlex.split(command[-1])[-4:] == ["-m", "nanoscale.agent", "--end-orphans", "m"]

@@ -37,6 +37,7 @@ from nanoscale.launch.preflight.preflight import (
 )
 from nanoscale.launch.request import Request
 from nanoscale.launch.transport.connection_errors import explain
+from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.failure import agent_failure
 
 SSH = Config(launcher=Launcher(name="ssh", device="cuda"))
@@ -110,7 +111,7 @@ def change(member: Member, path: str, value: object) -> None:
 
 def lose(member: Member, words: str, code: int | None = 255) -> None:
     member.facts = None
-    diagnosis, remedy = explain(member.host, SSH.launcher, code, words, 20)
+    diagnosis, remedy = explain(member.host, transport_of(SSH), code, words, 20)
     member.lost = agent_failure(member.name, diagnosis, remedy)
 
 

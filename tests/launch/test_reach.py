@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 
 from nanoscale.config.rules import Host
-from nanoscale.config.schema import Launcher
+from nanoscale.config.schema import Config, Launcher
 from nanoscale.launch.hosts.filters import exclude, read_filter
 from nanoscale.launch.transport.connection_errors import explain
+from nanoscale.launch.transport.transport import Transport, transport_of
 from tests.support.recipes import changed
 
 NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved.
 /usr/lib/python3/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 4 leaked objects
   warnings.warn('resource_tracker: There appear to be %d '
 """
+
+
+def by(launcher: Launcher) -> Transport:
+    return transport_of(Config(launcher=launcher))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ NOISE = """[W1121 21:45:03.8 socket.cpp:207] [c10d] The hostname of the client s
     ],
 )
 def test_the_last_words_of_an_agent_are_told_but_no_noise(words: str, said: str) -> None:
-    diagnosis, _ = explain(Host("me@n1", 1), Launcher(name="ssh"), 1, words, 20.0)
+    diagnosis, _ = explain(Host("me@n1", 1), by(Launcher(name="ssh")), 1, words, 20.0)
     assert diagnosis.endswith(f"it ended with {said}")
 
 
@@ -52,7 +57,7 @@ OVERRIDE = re.compile(r"'(?:[a-z]+\.[^'=]+=(?:[^']|'\"'\"')*)'|\b[a-z]+\.[\w.-]+
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
 @pytest.mark.parametrize("words", ERRORS)
 def test_the_override_that_a_remedy_names_is_typed_back(words: str, host: Host) -> None:
-    _, remedy = explain(host, Launcher(name="ssh"), 255, words, 20.0)
+    _, remedy = explain(host, by(Launcher(name="ssh")), 255, words, 20.0)
     assert ERRORS[words] in remedy
     for override in OVERRIDE.findall(remedy):
         (word,) = shlex.split(override)
@@ -79,7 +84,7 @@ def test_the_commands_for_a_changed_host_key_forget_it_and_lead_there(
     ssh_args: list[str], port: int, host: Host, tmp_path: Path
 ) -> None:
     launcher = Launcher(name="ssh", ssh_args=ssh_args)
-    _, remedy = explain(host, launcher, 255, "Host key verification failed", 20.0)
+    _, remedy = explain(host, by(launcher), 255, "Host key verification failed", 20.0)
     forget, ssh = (shlex.split(it) for it in remedy.split("`")[1::2])
     resolved = subprocess.run([ssh[0], "-G", *ssh[1:]], capture_output=True, text=True, check=True)
     leads_to = dict(line.split(" ", 1) for line in resolved.stdout.splitlines())
@@ -97,7 +102,7 @@ def test_the_commands_for_a_changed_host_key_forget_it_and_lead_there(
 @pytest.mark.parametrize("ssh_args", [[], ["-p", "2222"]], ids=str)
 def test_the_command_that_must_work_is_what_ssh_reads(ssh_args: list[str]) -> None:
     launcher = Launcher(name="ssh", ssh_args=ssh_args)
-    _, remedy = explain(HOSTS[0], launcher, 255, "Permission denied", 20.0)
+    _, remedy = explain(HOSTS[0], by(launcher), 255, "Permission denied", 20.0)
     ssh = shlex.split(remedy.split("`")[1])
     resolved = subprocess.run([ssh[0], "-G", *ssh[1:]], capture_output=True, text=True, check=True)
     assert "batchmode yes" in resolved.stdout and "hostname n1\n" in resolved.stdout
@@ -110,7 +115,7 @@ def test_the_filter_that_a_remedy_names_leaves_the_lost_host_out(
     host: Host, excluded: str | None
 ) -> None:
     launcher = Launcher(name="ssh", exclude=excluded)
-    _, remedy = explain(host, launcher, None, "", 20.0)
+    _, remedy = explain(host, by(launcher), None, "", 20.0)
     (text,) = shlex.split(remedy.partition("--exclude ")[2])
     chosen, problems, _ = read_filter(text, HOSTS, "hosts")
     left = {one.name: one.slots for one in exclude(HOSTS, chosen)}
@@ -121,13 +126,13 @@ def test_the_filter_that_a_remedy_names_leaves_the_lost_host_out(
 
 def test_a_lost_host_is_taken_out_of_the_filter_that_chose_it() -> None:
     """`--exclude` is refused beside `--include`."""
-    _, remedy = explain(HOSTS[0], Launcher(name="ssh", include="n1@fe80::4"), None, "", 20.0)
+    _, remedy = explain(HOSTS[0], by(Launcher(name="ssh", include="n1@fe80::4")), None, "", 20.0)
     assert "take n1 out of --include n1@fe80::4" in remedy
 
 
 @pytest.mark.parametrize(("name", "word"), [("slurm", "cluster.python="), ("local", "use another")])
 def test_only_what_the_launcher_takes_is_advised(name: Any, word: str) -> None:
-    _, remedy = explain(HOSTS[0], Launcher(name=name), 1, "No module named nanoscale", 20.0)
+    _, remedy = explain(HOSTS[0], by(Launcher(name=name)), 1, "No module named nanoscale", 20.0)
     assert word in remedy and "cluster.pythons" not in remedy
-    _, remedy = explain(HOSTS[0], Launcher(name=name), None, "", 20.0)
+    _, remedy = explain(HOSTS[0], by(Launcher(name=name)), None, "", 20.0)
     assert "--exclude" not in remedy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import threading
 import time
@@ -20,8 +19,8 @@ from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.orphan_cleanup import Sweeps
 from nanoscale.launch.fleet.processes import Process, adopt_orphans, end_all
 from nanoscale.launch.fleet.reverse_connection import Callbacks
-from nanoscale.launch.transport import transport
 from nanoscale.launch.transport.connection_errors import explain
+from nanoscale.launch.transport.transport import transport_of
 from nanoscale.processes import scratch
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BEAT, BEAT_S, MARK, TRAINING, Message, Sender, Unpacker
@@ -38,7 +37,6 @@ _LOOK_S = 0.1
 """Seconds between two checks of all hosts, however much output some of them send."""
 _STALL_S = 1.5
 _KEPT_BYTES = 1 << 16
-_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
 
 class Fleet:
@@ -52,6 +50,7 @@ class Fleet:
     def __init__(self, config: Config, hosts: Sequence[Host], root: Path) -> None:
         self._config = config
         self._launcher = config.launcher
+        self.transport = transport_of(config)
         self._root = existing(root)
         self._probe = f".nanoscale-{uuid.uuid4().hex}"
         self._key = os.urandom(32)
@@ -62,13 +61,13 @@ class Fleet:
         """The common request to all hosts."""
         self._processes: list[Process] = []
         """All processes that were ever started."""
-        self._sweeps = Sweeps(config, {MARK: self._mark})
+        self._sweeps = Sweeps(self.transport, {MARK: self._mark})
         self._logs: tuple[RunDirectory, int] | None = None
         self.left_behind: list[int] = []
         """Processes of this machine that could not be ended."""
         self._looked = time.monotonic()
         self._closing = threading.Event()
-        commands = transport.commands(config, hosts)
+        commands = self.transport.commands(hosts)
         self.members = [Member(h, c) for h, c in zip(hosts, commands, strict=True)]
 
     # --- beginning and end --------------------------------------------------------------------------
@@ -77,7 +76,7 @@ class Fleet:
         adopt_orphans()
         allow_open_files(_FILES_A_HOST * len(self.members) + 256)
         try:
-            if transport.starts_all_at_once(self._config):
+            if self.transport.is_reverse:
                 self._callbacks = Callbacks(self._key, len(self.members))
                 self._selector.register(self._callbacks, selectors.EVENT_READ, (None, "calls"))
             self.connect(self.members)
@@ -96,28 +95,20 @@ class Fleet:
         self._closing.set()
         self._take_leave()
         self._sweeps.finish()
-        if self._launcher.name in ("local", "pdsh"):  # pdsh's own processes have left its session
+        if self.transport.leaves_session:
             self.left_behind = end_all([process.pid for process in self._processes], self._mark)
         for process in self._processes:
             # srun's other process reports its end to SLURM, so that the tasks end.
-            process.kill(alone=self._calls_back)
+            process.kill(alone=self.transport.is_reverse)
         for process in self._processes:
             process.reap()
         if self._callbacks is not None:
             self._callbacks.close()
         self._selector.close()
-        if self._is_local:
+        if self.transport.is_local:
             scratch.remove_stale()  # an agent that was killed while it started has no process that would
         self._hide_probe()
         adopt_orphans(False)
-
-    @property
-    def _is_local(self) -> bool:
-        return self._launcher.name == "local"
-
-    @property
-    def _calls_back(self) -> bool:
-        return self._callbacks is not None
 
     def _take_leave(self) -> None:
         """Let idle agents exit by themselves: they remove their files."""
@@ -134,7 +125,7 @@ class Fleet:
 
     def _has_left(self, member: Member) -> bool:
         gone = member.process is not None and member.process.exit_code() is not None
-        if not self._calls_back:
+        if not self.transport.is_reverse:
             return not member.is_there or (gone and member.closed_at is not None)  # all is read
         # The command that started its agent may wait for another one that is lost.
         alone = any(not other.is_there for other in self.members)
@@ -155,7 +146,7 @@ class Fleet:
             member.lost, member.facts, member.closed_at, member.code = None, None, None, None
             member.said_bye, member.answered, member.words = False, False, b""
             member.unpacker, member.heard = Unpacker(), time.monotonic()
-            member.mark = self._mark if self._is_local else uuid.uuid4().hex
+            member.mark = self._mark if self.transport.is_local else uuid.uuid4().hex
         if self._callbacks is not None:
             self._start_all(members)
             return
@@ -166,10 +157,9 @@ class Fleet:
         if member.process is not None:
             self._hang_up(member)
             member.process.kill()
-        extra = {MARK: self._mark} if self._is_local else {}
-        words = {**transport.environment(self._config, os.environ), **extra}
+        environment = {**self.transport.environment(os.environ), MARK: self._mark}
         try:
-            member.process = Process(member.command, words)
+            member.process = Process(member.command, environment)
         except OSError as error:
             member.lost = agent_failure(
                 member.name, f"{member.command[0]} cannot be started: {error}", "install it"
@@ -184,7 +174,7 @@ class Fleet:
         assert self._callbacks is not None
         hosts, key_file = [member.host for member in members], str(self._root / self._probe)
         addresses = self._callbacks.addresses(hosts)
-        commands = transport.commands(self._config, hosts, addresses, key_file)
+        commands = self.transport.commands(hosts, addresses, key_file)
         groups: dict[tuple[str, ...], list[Member]] = {}
         for member, command in zip(members, commands, strict=True):
             groups.setdefault(command, []).append(member)
@@ -192,9 +182,9 @@ class Fleet:
             self._start_group(group, command)
 
     def _start_group(self, members: Sequence[Member], command: Sequence[str]) -> None:
-        words = transport.environment(self._config, os.environ)
+        environment = {**self.transport.environment(os.environ), MARK: self._mark}
         try:
-            process = Process(command, {**words, MARK: self._mark})
+            process = Process(command, environment)
         except OSError as error:
             for member in members:
                 member.lost = agent_failure(
@@ -239,7 +229,7 @@ class Fleet:
             "prepare",
             **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
             slots=member.host.slots,
-            silence_s=None if self._is_local else self._launcher.lost_after_s,
+            silence_s=None if self.transport.is_local else self._launcher.lost_after_s,
             root=str(self._root),
             probe=self._probe,
             master_port=None if port == "auto" else port,
@@ -251,7 +241,7 @@ class Fleet:
         """The address of the first host for the others."""
         given = self._launcher.master_addr
         first = next((m for m in self.members if m.is_there), self.members[0])
-        return given or ("127.0.0.1" if self._is_local else first.name)
+        return given or self.transport.address_of(first.host)
 
     def gather(
         self, limit_s: float | None = None, given_up: Callable[[], bool] = lambda: False
@@ -294,7 +284,7 @@ class Fleet:
     @property
     def common_log(self) -> str | None:
         """The name of the log that all agents share, if one command has started them."""
-        return self._launcher.name if self._calls_back else None
+        return self._launcher.name if self.transport.is_reverse else None
 
     def poll(self, timeout: float) -> list[tuple[Member, Message]]:
         """Return new messages, after at most this wait; lost members are marked."""
@@ -360,13 +350,17 @@ class Fleet:
             if not member.is_there or member.said_bye:
                 continue
             code = _code(member)
-            if self._calls_back and code is not None and member.sender is None:
+            if self.transport.is_reverse and code is not None and member.sender is None:
                 member.closed_at = member.closed_at or now  # it will not connect any more
             if member.closed_at is not None:
                 if code is not None or now - member.closed_at > _LAST_WORDS_S:
                     self._drain(member)
                     self._lose(member, *self._explain(member, code))
-            elif member.facts is not None and not self._is_local and now - member.heard > limit:
+            elif (
+                member.facts is not None
+                and not self.transport.is_local
+                and now - member.heard > limit
+            ):
                 self._lose(
                     member,
                     f"the host fell silent: nothing was heard of it for {limit:g} s (launcher.lost_after_s)",
@@ -375,7 +369,7 @@ class Fleet:
 
     def _drain(self, member: Member) -> None:
         """Read the rest of the standard error of a process that has ended."""
-        if member.process is None or self._calls_back:
+        if member.process is None or self.transport.is_reverse:
             return
         with suppress(KeyError, ValueError):
             self._selector.unregister(member.process.stderr)
@@ -403,7 +397,7 @@ class Fleet:
                 self._selector.unregister(member.socket)
             member.socket.close()
             member.socket = None
-        if member.process is None or self._calls_back:
+        if member.process is None or self.transport.is_reverse:
             return
         for stream in (member.process.stdout, member.process.stderr):
             with suppress(KeyError, ValueError):
@@ -413,7 +407,7 @@ class Fleet:
 
     def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
         words = member.words.decode(errors="replace")
-        return explain(member.host, self._launcher, code, words, limit_s)
+        return explain(member.host, self.transport, code, words, limit_s)
 
     def _note(self, member: Member | None, data: bytes) -> None:
         """Store the output of an agent, or of the command that started all of them."""
@@ -428,15 +422,14 @@ class Fleet:
         for line in data.splitlines(keepends=True):
             labels = line.split()[:2]
             for number, member in enumerate(self.members):
-                label = str(number) if self._launcher.name == "slurm" else member.name
-                prefix = f"{label}:".encode()
+                prefix = f"{self.transport.label(number, member.host)}:".encode()
                 if prefix in labels:
                     words = line.removeprefix(prefix + b" ")
                     member.words = (member.words + words)[-_KEPT_BYTES:]
-            ended = _PDSH_ENDED.match(line)
-            for member in self.members if ended else ():
-                if ended and ended[1].decode(errors="replace") == member.name:
-                    member.code = int(ended[2])
+            name, code = self.transport.exit_code(line) or (None, None)
+            for member in self.members:
+                if member.name == name:
+                    member.code = code
 
     def _write(self, log: str, data: bytes) -> None:
         if self._logs is None or not data:
@@ -447,7 +440,7 @@ class Fleet:
 
     def _show_probe(self) -> None:
         """Write a file by which hosts check that they see the folder of runs; only its owner may read it."""
-        if self._is_local:
+        if self.transport.is_local:
             return
         handle = os.open(self._root / self._probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:

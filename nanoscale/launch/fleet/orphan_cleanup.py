@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from nanoscale.config.machines import Host
-from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.processes import Process
-from nanoscale.launch.transport import transport
+from nanoscale.launch.transport.transport import Transport
 
 _LIMIT_S = 3.0
 """Seconds; a host that is off or unreachable would never answer, and its agent exits by itself."""
@@ -25,19 +24,19 @@ class Sweeps:
         environment: the commands' variables in addition to the launcher's.
     """
 
-    def __init__(self, config: Config, environment: Mapping[str, str]) -> None:
-        self._config = config
+    def __init__(self, transport: Transport, environment: Mapping[str, str]) -> None:
+        self._transport = transport
         self._environment = environment
         self._going_on: list[tuple[Process, float]] = []
 
     def begin(self, host: Host, mark: str) -> None:
         """End all processes with the mark on a host, if it answers."""
-        command = transport.sweep_command(self._config, host, mark)
+        command = self._transport.cleanup_command(host, mark)
         if command is None:
             return
-        words = {**transport.environment(self._config, os.environ), **self._environment}
+        environment = {**self._transport.environment(os.environ), **self._environment}
         with suppress(OSError):
-            self._going_on.append((Process(command, words), time.monotonic() + _LIMIT_S))
+            self._going_on.append((Process(command, environment), time.monotonic() + _LIMIT_S))
 
     def finish(self) -> None:
         """Wait for the running commands, and give up those that take too long."""

@@ -14,7 +14,7 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.command import LaunchPlan
-from nanoscale.launch.lifecycle.execution import Execution
+from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.processes.messages import Message
 from nanoscale.runs import events, failure, status
 from nanoscale.runs.directory import RunDirectory
@@ -83,9 +83,9 @@ class Attempt:
         order = {
             "run": str(self.run.path),
             "patience_s": self.launcher.lost_after_s,
-            "writes_logs": self.launcher.name == "local",  # elsewhere the run's folder may be slow
+            "writes_logs": self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
         }
-        self.execution = Execution(
+        self.execution = JobExecution(
             self.fleet, self.plan, self.members, order, self._look, self._hear
         )
 
@@ -151,6 +151,7 @@ class Attempt:
             self._force(f"it did not stop within {limit:g} s (launcher.stop_grace_s)")
 
     def _forward(self, number: signal.Signals) -> None:
+        self.view.poll()  # the ranks may have begun to train just now
         if not self.view.running:
             self.execution.kill()  # there is nothing to save
             return

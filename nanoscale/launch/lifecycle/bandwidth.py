@@ -12,7 +12,7 @@ from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
-from nanoscale.launch.lifecycle.execution import Execution
+from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute
 from nanoscale.launch.preflight.verdicts import Verdict, named
 from nanoscale.processes.messages import BANDWIDTH
@@ -130,7 +130,7 @@ def time_limit_s(ranks: int) -> float:
     return 120.0 + 0.2 * ranks
 
 
-def judge(test: Execution) -> Measured:
+def judge(test: JobExecution) -> Measured:
     """Return the result of the test."""
     if test.failures:
         return Measured(None, (_failed(test),))
@@ -145,7 +145,7 @@ def judge(test: Execution) -> Measured:
     return Measured(figures, tuple(judge_pairs(figures)))
 
 
-def _failed(test: Execution) -> Verdict:
+def _failed(test: JobExecution) -> Verdict:
     cause = first_cause(list(test.failures.values()))
     said = cause.message.strip().partition("\n")[0]
     if cause.rank is None and cause.type:  # of the agent: it did not find the others

@@ -12,7 +12,7 @@ from typing import Any
 from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch.hosts.mesh import Mesh, Place, arrange
-from nanoscale.launch.transport import transport
+from nanoscale.launch.transport.transport import transport_of
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged, read_document
 
@@ -127,9 +127,9 @@ def plan_launch(
         hosts: the hosts to use; none: this one alone.
         master_port: the port that the first host has reserved, once it has.
     """
-    local = config.launcher.name == "local"
+    transport = transport_of(config)
     hosts = hosts or (here(config),)
-    commands = transport.commands(config, hosts)
+    commands = transport.commands(hosts)
     ranks = _ranks(hosts)
     plans = tuple(
         HostPlan(host.address, host.slots, own, command, host.devices)
@@ -139,7 +139,7 @@ def plan_launch(
         attempt=attempt,
         world_size=world_size,
         hosts=plans,
-        master_addr=config.launcher.master_addr or ("127.0.0.1" if local else hosts[0].address),
+        master_addr=config.launcher.master_addr or transport.address_of(hosts[0]),
         master_port=master_port or wanted_port(config, run),
         environment=_environment(config, world_size, os.environ),
         inherited=tuple(sorted(name for name in os.environ if _is_passed_on(config, name))),
@@ -175,7 +175,7 @@ def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:
 
 
 def _is_passed_on(config: Config, name: str) -> bool:
-    if config.launcher.name == "local":
+    if transport_of(config).is_local:
         return name.startswith(_PASSED_ON + _LOCAL)
     if name in _NOT_PASSED_ON:
         return False

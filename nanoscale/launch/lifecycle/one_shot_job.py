@@ -14,7 +14,7 @@ from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan, here, passed_on, plan_launch
-from nanoscale.launch.lifecycle.execution import Execution
+from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.preflight.preflight import require_ready
 from nanoscale.processes.messages import Message
 from nanoscale.runs.directory import RunDirectory
@@ -73,7 +73,7 @@ def execute(
     task: dict[str, Any] | None = None,
     on_line: Callable[[str], None] = lambda _: None,
     limit_s: float | None = None,
-) -> Execution:
+) -> JobExecution:
     """Run a job on these hosts, whose agents have prepared it. If this raises, all of its processes have ended.
 
     Args:
@@ -96,7 +96,7 @@ def execute(
         "patience_s": limit_s or meet_s,
         "meet_s": meet_s,
     }
-    execution = Execution(fleet, plan, members, order, hear=hear, limit_s=limit_s)
+    execution = JobExecution(fleet, plan, members, order, hear=hear, limit_s=limit_s)
     try:
         execution.run()
     except BaseException:
@@ -105,7 +105,7 @@ def execute(
     return execution
 
 
-def _result(execution: Execution) -> dict[str, Any]:
+def _result(execution: JobExecution) -> dict[str, Any]:
     failures = list(execution.failures.values())
     if execution.result is not None and not failures:
         return execution.result

@@ -20,13 +20,8 @@ from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.preflight.gpu_verdicts import gpu_software
 from nanoscale.launch.preflight.verdicts import Group, Verdict, grouped, named
-from nanoscale.launch.transport.connection_errors import (
-    AGENT,
-    SHARED_ROOT,
-    another_python,
-    check_of,
-    leave_out,
-)
+from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
+from nanoscale.launch.transport.transport import Transport, transport_of
 from nanoscale.processes.messages import Message
 
 _MOST_SKEW_S = 5.0
@@ -104,6 +99,10 @@ class _Hosts:
     config: Config
 
     @cached_property
+    def transport(self) -> Transport:
+        return transport_of(self.config)
+
+    @cached_property
     def present(self) -> dict[str, Message]:
         """The facts of those that have answered."""
         return {m.name: m.facts for m in self.members if m.is_there and m.facts is not None}
@@ -178,7 +177,7 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
         _cache,
         _shared_memory,
     ]
-    if hosts.config.launcher.name != "local":
+    if not hosts.transport.is_local:
         looks.append(_clock)
     if len(hosts.members) > 1:
         looks += [_machine, _network, _sockets]
@@ -192,20 +191,16 @@ def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
 
 def _lost(hosts: _Hosts, member: Member, _facts: Message) -> Iterator[Verdict]:
     assert member.lost is not None
-    check = check_of(member.lost.diagnosis) or _way(hosts.config)
+    check = check_of(member.lost.diagnosis, hosts.transport)
     yield Verdict(member.name, check, False, member.lost.diagnosis, member.lost.remedy)
     if member.nanoscale not in (None, hosts.own["nanoscale"]):
         yield _nanoscale(hosts, member, member.nanoscale)  # it may not have understood us
 
 
 def _reached(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
-    if hosts.config.launcher.name != "local":
-        yield Verdict(member.name, _way(hosts.config), True, "answers")
+    if not hosts.transport.is_local:
+        yield Verdict(member.name, hosts.transport.check, True, "answers")
     yield Verdict(member.name, "interpreter", True, facts["executable"])
-
-
-def _way(config: Config) -> str:
-    return {"local": AGENT, "slurm": "srun"}.get(config.launcher.name, "ssh")
 
 
 def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -215,11 +210,11 @@ def _versions(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict
 
 
 def _nanoscale(hosts: _Hosts, member: Member, version: str | None) -> Verdict:
-    ours, launcher = hosts.own["nanoscale"], hosts.config.launcher
+    ours, another_python = hosts.own["nanoscale"], hosts.transport.another_python(member.host)
     good, text = version == ours, f"nanoscale {version}"
     if not good:
         text += f", and {ours} is the launcher's"
-    remedy = f"install the launcher's nanoscale there, or {another_python(member.host, launcher)}"
+    remedy = f"install the launcher's nanoscale there, or {another_python}"
     return Verdict(member.name, "nanoscale", good, text, remedy)
 
 
@@ -234,7 +229,7 @@ def _version(hosts: _Hosts, member: Member, name: str, version: str | None) -> V
     if name == "python":
         # The last number does not affect the exchange between ranks.
         matters = _minor(version) != _minor(usual)
-        remedy = another_python(member.host, hosts.config.launcher)
+        remedy = hosts.transport.another_python(member.host)
     else:
         remedy = f"install {label} {usual} there" if usual else f"install {label}"
     if usual is None and version is not None:
@@ -290,7 +285,7 @@ def _devices(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 
 def _fewer(hosts: _Hosts, member: Member, count: int) -> str:
     if not count:
-        without = leave_out(member.host, hosts.config.launcher)
+        without = hosts.transport.leave_out(member.host)
         return f"look at `nvidia-smi` there; or launcher.device=cpu, or {without}"
     if member.host.devices:
         return "choose others with --include or --exclude"
@@ -360,7 +355,7 @@ def _room(
 def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     root = facts["root"]
     folder = f"the folder of runs ({root['path']})"
-    local = hosts.config.launcher.name == "local"
+    local = hosts.transport.is_local
     if not root["visible"] and not local:
         text = f"does not see {folder} of the launcher"
         yield Verdict(member.name, "run.root", False, text, SHARED_ROOT)

@@ -6,13 +6,9 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from nanoscale.config import hostnames
 from nanoscale.config.machines import Host
-from nanoscale.config.schema import Launcher
+from nanoscale.launch.transport.transport import Local, Transport
 from nanoscale.runs.failure import signal_name
-
-AGENT = "agent"
-"""The check of a host whose connection works."""
 
 SHARED_ROOT = (
     "run.root=FOLDER on a file system that every host mounts at the same path; "
@@ -88,61 +84,38 @@ _NOISE = re.compile(r"warn|^\[W\d+", re.IGNORECASE)
 _LOST = "the agent, which minds the ranks, was lost"
 
 
-def check_of(diagnosis: str) -> str:
+def check_of(diagnosis: str, transport: Transport) -> str:
     """Return the check that a diagnosis of `explain` belongs to; the connection by default."""
-    known = ((check, beginning) for check, _, beginning, _ in _CAUSES)
-    labels = (
-        check for check, beginning in [*known, (AGENT, _LOST)] if diagnosis.startswith(beginning)
-    )
-    return next(labels, "ssh")
-
-
-def another_python(host: Host, launcher: Launcher) -> str:
-    """Return the remedy for a host whose interpreter does not suit the job."""
-    if launcher.name == "local":
-        return "use another interpreter"
-    every = "name another interpreter: cluster.python=/path/to/python"
-    if launcher.name == "slurm":
-        return every
-    return f"{every}, or {hostnames.own_python(host.address)} for this host"
-
-
-def leave_out(host: Host, launcher: Launcher) -> str:
-    """Return the remedy that excludes a host, in addition to the present filter."""
-    entry = hostnames.in_filter(host.name)
-    if launcher.name not in ("ssh", "pdsh"):
-        return f"do without {host.name}"
-    if launcher.include is not None:
-        return f"take {entry} out of --include {shlex.quote(launcher.include)}"
-    before = launcher.exclude.split("@") if launcher.exclude else []
-    slots_there = re.compile(rf"\s*{re.escape(entry)}\s*(:.*)?", re.IGNORECASE)
-    others = [one for one in before if not slots_there.fullmatch(one)]
-    return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
+    known = [(check, beginning) for check, _, beginning, _ in _CAUSES]
+    known.append((Local.check, _LOST))
+    labels = (check for check, beginning in known if diagnosis.startswith(beginning))
+    return next(labels, transport.check)
 
 
 def explain(
-    host: Host, launcher: Launcher, code: int | None, words: str, limit_s: float
+    host: Host, transport: Transport, code: int | None, output: str, limit_s: float
 ) -> tuple[str, str]:
     """Return diagnosis and remedy.
 
     Args:
-        launcher: the configuration of the launcher that lost the host.
+        transport: the one that lost the host.
         code: the exit code of the connecting command; None: it still runs, or there was none.
-        words: its output.
+        output: its output.
         limit_s: how long the launcher waited for an answer.
     """
     user, at, _ = host.name.rpartition("@")
+    ssh_args = transport.config.launcher.ssh_args
     names = {
-        "known_host": shlex.quote(_known_host(host, launcher.ssh_args)),
-        "ssh": shlex.join(["ssh", *launcher.ssh_args]),
+        "known_host": shlex.quote(_known_host(host, ssh_args)),
+        "ssh": shlex.join(["ssh", *ssh_args]),
         "name": shlex.quote(f"{user}{at}{host.address}"),
-        "leave_out": leave_out(host, launcher),
-        "another_python": another_python(host, launcher),
+        "leave_out": transport.leave_out(host),
+        "another_python": transport.another_python(host),
     }
     for _check, pattern, diagnosis, remedy in _CAUSES:
-        found = re.search(pattern, words, re.IGNORECASE)
+        found = re.search(pattern, output, re.IGNORECASE)
         if found:
-            line = _line_around(words, found.start())
+            line = _line_around(output, found.start())
             return f"{diagnosis} ({line})", remedy.format(**names)
     if code is None:
         return (
@@ -151,7 +124,7 @@ def explain(
         )
     name = signal_name(code)
     how = f"it was ended by {name}" if name else f"it ended with code {code}"
-    last = _last_line(words)
+    last = _last_line(output)
     return (
         f"{_LOST}: {how}" + (f" ({last})" if last else ""),
         "its log says what it did last; if memory ran out, ask for less of it",

@@ -1,89 +1,249 @@
-"""The commands that start a host's agent: this machine's own processes, ssh, pdsh or srun."""
+"""Transports: how the agents of hosts are started, one small class for each launcher."""
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import site
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import nanoscale
+from nanoscale.config import hostnames
 from nanoscale.config.composing.nodes import elastic
 from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.launch.slurm.allocation import cpus_a_node
 from nanoscale.launch.slurm.slurm import container_prefix, srun_options
 
-_AGENT = ("-P", "-m", "nanoscale.agent")
+Command = tuple[str, ...]
 
+AGENT = ("-P", "-m", "nanoscale.agent")
 _CONNECT_ADDRESS, _KEY_FILE = "LAUNCHER:PORT", "KEY_FILE"
 """Placeholders in a planned command for values that are known once the launcher listens."""
+_CLEANUP_CONNECT_S = 2
+_PDSH_ENDED = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
 
-_SWEEP_CONNECT_S = 2
 
+class Transport(ABC):
+    """The way from the launcher to the agents.
 
-def commands(
-    config: Config,
-    hosts: Sequence[Host],
-    addresses: str = _CONNECT_ADDRESS,
-    key_file: str = _KEY_FILE,
-) -> list[tuple[str, ...]]:
-    """Return the command for each host; one command of pdsh or srun serves many hosts.
-
-    Args:
-        addresses: the launcher's addresses for reverse connections.
-        key_file: the file of the key by which the agents authenticate.
+    Attributes:
+        check: the name of the check that a host is reached.
+        is_local: True if the only host is this machine, so that network and shared folders are of no concern.
+        is_reverse: True if one command starts the agents of many hosts, which then open reverse connections.
+        leaves_session: True if processes of the job on this machine may leave the session of its command.
     """
-    call = ("--connect", addresses, key_file)
-    match config.launcher.name:
-        case "local":
-            return [(sys.executable, *_AGENT) for _ in hosts]
-        case "ssh":
-            return [_ssh(config, host) for host in hosts]
-        case "pdsh":
-            return _pdsh_by_interpreter(config, hosts, call)
-        case "slurm":
-            return [_srun(config, hosts, call)] * len(hosts)
+
+    check = "ssh"
+    is_local = False
+    is_reverse = False
+    leaves_session = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        """Return the command that starts the agent of each host; several hosts may share one.
+
+        Args:
+            addresses: the launcher's addresses for reverse connections.
+            key_file: the file of the key by which the agents authenticate.
+        """
+
+    def cleanup_command(self, host: Host, mark: str) -> Command | None:
+        """Return the command that ends all processes with the mark on a host; None if only the agent could."""
+        return None
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the additional variables of the commands."""
+        path = source_path(inherited)
+        return {"PYTHONPATH": path} if path else {}
+
+    def address_of(self, host: Host) -> str:
+        """Return the address at which the ranks of other hosts reach a host."""
+        return host.address
+
+    def label(self, number: int, host: Host) -> str:
+        """Return the beginning of a host's lines in the output of a command for many, without the colon."""
+        return host.address
+
+    def exit_code(self, line: bytes) -> tuple[str, int] | None:
+        """Return the host whose agent has ended, and its exit code, if a line of the output reports that."""
+        return None
+
+    def another_python(self, host: Host) -> str:
+        """Return the remedy for a host whose interpreter does not suit the job."""
+        return "name another interpreter: cluster.python=/path/to/python"
+
+    def leave_out(self, host: Host) -> str:
+        """Return the remedy that excludes a host."""
+        return f"do without {host.name}"
 
 
-def sweep_command(config: Config, host: Host, mark: str) -> tuple[str, ...] | None:
-    """Return the command that ends all processes with the mark on a host; None if only the agent could."""
-    arguments = ("--sweep", mark)
-    limited = replace(config.launcher, connect_timeout_s=_SWEEP_CONNECT_S)
-    config = replace(config, launcher=limited)
-    match config.launcher.name:
-        case "ssh":
-            return _ssh(config, host, arguments)
-        case "pdsh":
-            return _pdsh(config, [host], arguments)
-    return None
+class Local(Transport):
+    """The agent of this machine, as a process of the launcher."""
+
+    check = "agent"
+    is_local = True
+    leaves_session = True
+
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        return [(sys.executable, *AGENT) for _ in hosts]
+
+    def address_of(self, host: Host) -> str:
+        return "127.0.0.1"
+
+    def another_python(self, host: Host) -> str:
+        return "use another interpreter"
 
 
-def starts_all_at_once(config: Config) -> bool:
-    """True if one command starts the agents of all hosts, which then open reverse connections."""
-    return config.launcher.name in ("pdsh", "slurm")
+class Ssh(Transport):
+    """A connection of ssh for each host of a hostfile."""
+
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        return [self._command(host) for host in hosts]
+
+    def cleanup_command(self, host: Host, mark: str) -> Command | None:
+        launcher = replace(self.config.launcher, connect_timeout_s=_CLEANUP_CONNECT_S)
+        impatient = type(self)(replace(self.config, launcher=launcher))
+        return impatient._command(host, "--end-orphans", mark)
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        return {}
+
+    def another_python(self, host: Host) -> str:
+        own = hostnames.own_python(host.address)
+        return f"{super().another_python(host)}, or {own} for this host"
+
+    def leave_out(self, host: Host) -> str:
+        """Return the remedy that excludes a host, in addition to the present filter."""
+        launcher, entry = self.config.launcher, hostnames.in_filter(host.name)
+        if launcher.include is not None:
+            return f"take {entry} out of --include {shlex.quote(launcher.include)}"
+        before = launcher.exclude.split("@") if launcher.exclude else []
+        slots_of_host = re.compile(rf"\s*{re.escape(entry)}\s*(:.*)?", re.IGNORECASE)
+        others = [one for one in before if not slots_of_host.fullmatch(one)]
+        return f"leave it out with --exclude {shlex.quote('@'.join([*others, entry]))}"
+
+    def _command(self, host: Host, *arguments: str) -> Command:
+        return ("ssh", *self._options(), _destination(host), self._remote(host, *arguments))
+
+    def _options(self) -> list[str]:
+        """Return the options of ssh; a user's own come first, since ssh uses the first value of each."""
+        launcher = self.config.launcher
+        options = {
+            "BatchMode": "yes",
+            "ControlMaster": "no",  # other sessions could share our connection, and would end with it
+            "ConnectTimeout": math.ceil(launcher.connect_timeout_s),
+            "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
+            "ServerAliveCountMax": 2,
+        }
+        added = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return [*launcher.ssh_args, *added]
+
+    def _remote(self, host: Host, *arguments: str) -> str:
+        """Return the agent's command line, quoted for the shell of another host."""
+        python = interpreter(self.config, host)
+        path = source_path(os.environ) if python == sys.executable else None
+        prefix = ["env", f"PYTHONPATH={path}"] if path else []
+        return shlex.join(["exec", *prefix, python, *AGENT, *arguments])
 
 
-def environment(config: Config, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the additional variables of the commands."""
-    match config.launcher.name:
-        case "pdsh":
-            # pdsh splits this at spaces and supports no quotes: the rules refuse arguments that would need
-            # them.
-            options = " ".join(_ssh_options(config)).replace("%", "%%")
-            before = inherited.get("PDSH_SSH_ARGS_APPEND", "")
-            return {
-                "PDSH_RCMD_TYPE": inherited.get("PDSH_RCMD_TYPE", "ssh"),
-                "PDSH_SSH_ARGS_APPEND": f"{before} {options}".strip(),
-            }
-        case "ssh":
-            return {}
-    path = source_path(inherited)
-    return {"PYTHONPATH": path} if path else {}
+class Pdsh(Ssh):
+    """One command of pdsh, which starts ssh, for all hosts of a hostfile with the same interpreter."""
+
+    is_reverse = True
+    leaves_session = True
+
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        groups: dict[str, list[Host]] = {}
+        for host in hosts:
+            groups.setdefault(interpreter(self.config, host), []).append(host)
+        call = ("--connect", addresses, key_file)
+        made = {python: self._pdsh(group, *call) for python, group in groups.items()}
+        return [made[interpreter(self.config, host)] for host in hosts]
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        # pdsh splits this at spaces and supports no quotes: the rules refuse arguments that would need them.
+        options = " ".join(self._options()).replace("%", "%%")
+        before = inherited.get("PDSH_SSH_ARGS_APPEND", "")
+        return {
+            "PDSH_RCMD_TYPE": inherited.get("PDSH_RCMD_TYPE", "ssh"),
+            "PDSH_SSH_ARGS_APPEND": f"{before} {options}".strip(),
+        }
+
+    def exit_code(self, line: bytes) -> tuple[str, int] | None:
+        ended = _PDSH_ENDED.match(line)
+        return (ended[1].decode(errors="replace"), int(ended[2])) if ended else None
+
+    def _command(self, host: Host, *arguments: str) -> Command:
+        return self._pdsh([host], *arguments)
+
+    def _pdsh(self, hosts: Sequence[Host], *arguments: str) -> Command:
+        names = ",".join(map(_destination, hosts))
+        remote = self._remote(hosts[0], *arguments).replace("%", "%%")  # pdsh replaces %h, %u, %n
+        timeout = str(math.ceil(self.config.launcher.connect_timeout_s))
+        return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
+
+
+class Srun(Transport):
+    """One command of srun for all nodes of a job, with one task per node, which gets all of its allocation."""
+
+    check = "srun"
+    is_reverse = True
+
+    def commands(
+        self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
+    ) -> list[Command]:
+        cpus = cpus_a_node(os.environ)
+        command = (
+            "srun",
+            f"--nodes={len(hosts)}",
+            f"--ntasks={len(hosts)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(host.name for host in hosts)}",
+            *([f"--cpus-per-task={cpus}"] if cpus else []),
+            "--cpu-bind=none",
+            "--mem=0",
+            "--overlap",  # another step, such as a monitor's, does not block
+            "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows the cause
+            *(["--no-kill"] if elastic(self.config.launcher.nodes) else []),
+            "--input=none",
+            "--label",
+            "--export=ALL",
+            *srun_options(self.config),
+            *container_prefix(self.config),
+            interpreter(self.config, hosts[0]),
+            *AGENT,
+            *("--connect", addresses, key_file),
+        )
+        return [command] * len(hosts)
+
+    def label(self, number: int, host: Host) -> str:
+        return str(number)
+
+
+_BY_LAUNCHER = {"local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun}
+
+
+def transport_of(config: Config) -> Transport:
+    """Return the transport of a resolved configuration, by launcher.name."""
+    return _BY_LAUNCHER[config.launcher.name](config)
 
 
 def source_path(inherited: Mapping[str, str]) -> str | None:
@@ -101,79 +261,7 @@ def interpreter(config: Config, host: Host) -> str:
     return str(named or sys.executable)
 
 
-def _ssh(config: Config, host: Host, arguments: Sequence[str] = ()) -> tuple[str, ...]:
-    return ("ssh", *_ssh_options(config), _destination(host), _remote(config, host, arguments))
-
-
 def _destination(host: Host) -> str:
     """Return the host with its user, and without the brackets of IPv6, which neither ssh nor pdsh supports."""
     user, at, _ = host.name.rpartition("@")
     return f"{user}{at}{host.address}"
-
-
-def _ssh_options(config: Config) -> list[str]:
-    """Return the options of ssh; a user's own come first, since ssh uses the first value of each."""
-    launcher = config.launcher
-    options = {
-        "BatchMode": "yes",
-        "ControlMaster": "no",  # other sessions could share our connection, and would end with it
-        "ConnectTimeout": math.ceil(launcher.connect_timeout_s),
-        "ServerAliveInterval": max(1, int(launcher.lost_after_s)),
-        "ServerAliveCountMax": 2,
-    }
-    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return [*launcher.ssh_args, *words]
-
-
-def _remote(config: Config, host: Host, arguments: Sequence[str]) -> str:
-    """Return the agent's command line, quoted for the shell of another host."""
-    python = interpreter(config, host)
-    path = source_path(os.environ) if python == sys.executable else None
-    prefix = ["env", f"PYTHONPATH={path}"] if path else []
-    return shlex.join(["exec", *prefix, python, *_AGENT, *arguments])
-
-
-def _pdsh_by_interpreter(
-    config: Config, hosts: Sequence[Host], arguments: Sequence[str]
-) -> list[tuple[str, ...]]:
-    """Return one command per interpreter: a command of pdsh is the same on all its hosts."""
-    groups: dict[str, list[Host]] = {}
-    for host in hosts:
-        groups.setdefault(interpreter(config, host), []).append(host)
-    made = {python: _pdsh(config, group, arguments) for python, group in groups.items()}
-    return [made[interpreter(config, host)] for host in hosts]
-
-
-def _pdsh(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
-    names = ",".join(map(_destination, hosts))
-    remote = _remote(config, hosts[0], arguments).replace("%", "%%")  # pdsh replaces %h, %u and %n
-    timeout = str(math.ceil(config.launcher.connect_timeout_s))
-    return ("pdsh", "-S", "-t", timeout, "-f", str(len(hosts)), "-w", names, remote)
-
-
-def _srun(config: Config, hosts: Sequence[Host], arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return a command with one task per node, which gets all of the node's allocation."""
-    count = len(hosts)
-    nodes = ",".join(host.name for host in hosts)
-    cpus = cpus_a_node(os.environ)
-    return (
-        "srun",
-        f"--nodes={count}",
-        f"--ntasks={count}",
-        "--ntasks-per-node=1",
-        f"--nodelist={nodes}",
-        *([f"--cpus-per-task={cpus}"] if cpus else []),
-        "--cpu-bind=none",
-        "--mem=0",
-        "--overlap",  # another step, such as a monitor's, does not block
-        "--kill-on-bad-exit=0",  # the launcher ends the others, once it knows the cause
-        *(["--no-kill"] if elastic(config.launcher.nodes) else []),
-        "--input=none",
-        "--label",
-        "--export=ALL",
-        *srun_options(config),
-        *container_prefix(config),
-        interpreter(config, hosts[0]),
-        *_AGENT,
-        *arguments,
-    )

@@ -21,7 +21,7 @@ _KILL_S = 10.0
 
 
 @dataclass
-class Execution:
+class JobExecution:
     """The ranks of a job, from the order to start them until all have ended."""
 
     fleet: Fleet
