@@ -40,7 +40,7 @@ def measure(count: int, folder: Path) -> tuple[float, float]:
     with Fleet(config, hosts, folder) as fleet:
         fleet.prepare({}, will_launch=True)
         fleet.gather()
-        assert all(member.is_there for member in fleet.members)
+        assert all(member.is_present for member in fleet.members)
         judge(fleet.members, config)
     return time.perf_counter() - began, _cpu_s() - cpu
 

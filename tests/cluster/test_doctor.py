@@ -348,7 +348,7 @@ def test_ctrl_c_leaves_nothing_on_any_host(doctor, ranks_run):
 PATIENT = """
 from nanoscale.cli.main import main
 from nanoscale.launch.fleet import fleet
-fleet._FAREWELL_S = 3600.0
+fleet._EXIT_S = 3600.0
 main()
 """
 """A launcher that waits for a dead agent, and that no test waits for."""

@@ -11,7 +11,7 @@ import pytest
 
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config, Launcher
-from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import Attempt
 from nanoscale.launch.lifecycle.command import HostPlan, LaunchPlan
@@ -30,7 +30,7 @@ LATE = RuntimeError("Timed out waiting 1000ms for recv operation to complete")
 class Fleet:
     """A fleet that records its orders."""
 
-    common_log = None
+    output = SimpleNamespace(common_log=None)
 
     def __init__(self, name="ssh"):
         self.told = []
@@ -43,7 +43,7 @@ class Fleet:
 @pytest.fixture
 def attempt(tmp_path):
     run = RunDirectory.create(tmp_path, "x")
-    members = [Member(Host(name, 2), ("x",)) for name in ("a", "b")]
+    members = [Member(Host(name, 2)) for name in ("a", "b")]
     view = SimpleNamespace(running=True)
     lock = SimpleNamespace(run=run, lost=False)
     return Attempt(lock, PLAN, members, Fleet(), Launcher(), Signals(), view)

@@ -26,7 +26,7 @@ from nanoscale.config.schema import (
     Run,
 )
 from nanoscale.config.values.composed import Composed
-from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.preflight.preflight import (
     can_compute,
@@ -94,7 +94,7 @@ def facts(number: int) -> dict:
 def members(count: int = 3) -> list[Member]:
     found = []
     for number in range(1, count + 1):
-        member = Member(Host(f"n{number}", 8, source=f"hosts:{number}"), ("ssh",))
+        member = Member(Host(f"n{number}", 8, source=f"hosts:{number}"))
         member.facts = facts(number)
         found.append(member)
     return found

@@ -10,7 +10,7 @@ import pytest
 from nanoscale.common.devices import Devices
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
-from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.preflight.preflight import judge
 from tests.launch.test_preflight import change, members
 from tests.support.recipes import changed

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PAUSE_S = 0.02
 _PIPE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
+_CLEANUP_S = 3.0
+"""Seconds; a host that is off or unreachable would never answer, and its agent exits by itself."""
 _TRACKER_S = 3.0
 """Seconds for Python's resource tracker to remove semaphores that are no longer used."""
 
@@ -86,6 +88,27 @@ class Process:
             with suppress(OSError):
                 pipe.close()
         self._popen.wait()
+
+
+class OrphanCleanup:
+    """Commands that end what a lost agent has left on its host: in parallel, and briefly."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[Process, float]] = []
+
+    def begin(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        with suppress(OSError):
+            deadline = time.monotonic() + _CLEANUP_S
+            self._running.append((Process(command, environment), deadline))
+
+    def finish(self) -> None:
+        """Wait for the running commands, and give up those that take too long."""
+        for process, deadline in self._running:
+            while process.exit_code() is None and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+            process.kill()
+            process.reap()
+        self._running.clear()
 
 
 def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[int]:

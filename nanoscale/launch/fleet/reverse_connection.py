@@ -14,14 +14,11 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoscale.config import hostnames
 from nanoscale.config.rules import Host
 from nanoscale.processes.handshake import HandshakeError, admit
-
-if TYPE_CHECKING:
-    from nanoscale.launch.fleet.member import Member
 
 _PATIENCE_S = 10.0
 """Seconds for a handshake."""
@@ -33,7 +30,7 @@ _NO_FILES_S = 0.1
 """Seconds before the next attempt to accept a connection when no file descriptor is left."""
 
 
-class Caller:
+class ReverseConnection:
     """An authenticated agent, and its own description."""
 
     def __init__(self, accepted: socket.socket, hello: dict[str, Any]) -> None:
@@ -41,15 +38,12 @@ class Caller:
         self._names = set(hello["names"])
         self._addresses = set(hello["addresses"])
 
-    def find(self, members: Sequence[Member]) -> Member | None:
-        """Return the member of this agent: by its name, or else by its address."""
-        for member in members:
-            if self._names & {member.name, member.name.partition(".")[0]}:
-                return member
-        for member in members:
-            if self._addresses & set(_resolve(member.name)):
-                return member
-        return None
+    def find(self, hosts: Sequence[str]) -> str | None:
+        """Return the host of this agent: by its name, or else by its address; None if it is none of them."""
+        for host in hosts:
+            if self._names & {host, host.partition(".")[0]}:
+                return host
+        return next((host for host in hosts if self._addresses & set(_resolve(host))), None)
 
     def close(self) -> None:
         self.socket.close()
@@ -68,7 +62,7 @@ class _Stranger:
     received: bytes = b""
 
 
-class Callbacks:
+class ReverseListener:
     """A listener on every interface until closed. It has a `fileno` to wait for, so `new` need not be polled.
 
     Args:
@@ -80,7 +74,7 @@ class Callbacks:
         self._most = hosts + _SPARE
         self._strangers: list[_Stranger] = []
         """The oldest first."""
-        self._callers: list[Caller] = []
+        self._agents: list[ReverseConnection] = []
         self._deaf_until = 0.0
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -103,7 +97,7 @@ class Callbacks:
         names = dict.fromkeys([towards, socket.gethostname(), *_own_addresses()])
         return ",".join(f"{name}:{port}" for name in names)
 
-    def new(self) -> list[Caller]:
+    def new(self) -> list[ReverseConnection]:
         """Serve all ready clients, without waiting; return the agents authenticated since the last call."""
         now = time.monotonic()
         ready = [key.data for key, _ in self._selector.select(0)]
@@ -118,8 +112,8 @@ class Callbacks:
             self._deaf_until = 0.0
         if None in ready:
             self._accept()
-        callers, self._callers = self._callers, []
-        return callers
+        agents, self._agents = self._agents, []
+        return agents
 
     def close(self) -> None:
         """Close all unauthenticated connections, and stop listening."""
@@ -176,7 +170,7 @@ class Callbacks:
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.connection)
         stranger.connection.setblocking(True)
-        self._callers.append(Caller(stranger.connection, hello))
+        self._agents.append(ReverseConnection(stranger.connection, hello))
 
     def _drop(self) -> bool:
         """Close the oldest untrusted connection from the address with the most; False if there is none."""

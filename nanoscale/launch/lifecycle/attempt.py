@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanoscale.config.schema import Launcher
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.lifecycle.job_execution import JobExecution
@@ -130,7 +130,7 @@ class Attempt:
     def _check_lock(self) -> None:
         """End the ranks and write nothing more if another launcher holds the run now."""
         if self.lock.lost:
-            self.fleet.write_no_logs()
+            self.fleet.output.write_nowhere()
             self.execution.kill()
             self.lock.require()
 
@@ -194,7 +194,7 @@ class Attempt:
         elif not failures:
             host = self.plan.hosts[0].host
             failures = [agent_failure(host, "the ranks ended without a reason", "look at the logs")]
-        evidence, log = self.execution.evidence, self.fleet.common_log
+        evidence, log = self.execution.evidence, self.fleet.output.common_log
         cause = failure.digest(self.run, self.plan.attempt, failures, evidence, log)
         with suppress(OSError):
             failure.write(self.run, cause)

@@ -9,8 +9,8 @@ from statistics import median
 from typing import Any
 
 from nanoscale.config.schema import Config, Parallel
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.lifecycle.one_shot_job import NO_RUN, execute

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.preflight.preflight import skew_s
 from nanoscale.processes.messages import Message

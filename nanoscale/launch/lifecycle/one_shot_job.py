@@ -11,8 +11,8 @@ from nanoscale.config.composing.frozen import dump
 from nanoscale.config.derive import derive
 from nanoscale.config.rules import Host
 from nanoscale.config.schema import Config
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.lifecycle.command import LaunchPlan, here, passed_on, plan_launch
 from nanoscale.launch.lifecycle.job_execution import JobExecution
 from nanoscale.launch.preflight.preflight import require_ready

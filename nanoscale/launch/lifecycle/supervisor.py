@@ -14,8 +14,8 @@ from nanoscale.config.derive import derive
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check
 from nanoscale.config.rules.resolution import counted
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import FAILED, Attempt, Outcome, View
 from nanoscale.launch.lifecycle.command import LaunchPlan, passed_on, plan_launch
@@ -101,11 +101,11 @@ class Supervisor:
         """Return the hosts of this attempt; an elastic job continues without lost ones."""
         nodes = self.request.config.launcher.nodes
         least, _ = node_range(nodes) or (0, 0)
-        there = [member for member in self.fleet.members if member.is_there]
-        if not elastic(nodes) or len(there) < least:
+        present = [member for member in self.fleet.members if member.is_present]
+        if not elastic(nodes) or len(present) < least:
             return self.fleet.members
-        for count in range(len(there), least - 1, -1):
-            members = there[:count]
+        for count in range(len(present), least - 1, -1):
+            members = present[:count]
             try:
                 self._fit([member.host for member in members], number)
             except UserError:
@@ -136,7 +136,7 @@ class Supervisor:
         )
 
     def _gather_again(self) -> None:
-        lost = [member for member in self.fleet.members if not member.is_there]
+        lost = [member for member in self.fleet.members if not member.is_present]
         if lost:
             self.fleet.connect(lost)
         launcher = self.request.config.launcher
@@ -168,7 +168,7 @@ class Supervisor:
             self.view.poll()
 
     def _begin(self, plan: LaunchPlan) -> None:
-        self.fleet.write_logs_to(self.run, plan.attempt)
+        self.fleet.output.write_to(self.run, plan.attempt)
         fence.begin(self.run, plan.attempt)
         self._make_logs(plan)
         status.write(self.run, status.read(self.run).starting(plan.attempt))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nanoscale.config.schema import Config
-from nanoscale.launch.fleet.member import Member
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.preflight.verdicts import Verdict
 from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import TORCH_BUILDS

@@ -16,8 +16,8 @@ from nanoscale.common.versions import versions
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.rules.resolution import counted, listed
 from nanoscale.config.schema import Config
+from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
-from nanoscale.launch.fleet.member import Member
 from nanoscale.launch.preflight.gpu_verdicts import gpu_software
 from nanoscale.launch.preflight.verdicts import Group, Verdict, grouped, named
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
@@ -39,7 +39,7 @@ def require_ready(fleet: Fleet, config: Config) -> None:
     them, or continues without them.
     """
     wrong = [v for v in judge(fleet.members, config) if not v.good and v.needed]
-    lost = {member.name for member in fleet.members if not member.is_there}
+    lost = {member.name for member in fleet.members if not member.is_present}
     if all(verdict.host in lost for verdict in wrong):
         return
     violations = [
@@ -105,7 +105,7 @@ class _Hosts:
     @cached_property
     def present(self) -> dict[str, Message]:
         """The facts of those that have answered."""
-        return {m.name: m.facts for m in self.members if m.is_there and m.facts is not None}
+        return {m.name: m.facts for m in self.members if m.is_present and m.facts is not None}
 
     @cached_property
     def alike(self) -> dict[str, Message]:
@@ -158,7 +158,7 @@ _Look = Callable[[_Hosts, Member, Message], Iterator[Verdict]]
 
 
 def _looks(hosts: _Hosts, member: Member) -> Sequence[_Look]:
-    if not member.is_there:
+    if not member.is_present:
         return [_lost]
     if member.facts is None:
         return []

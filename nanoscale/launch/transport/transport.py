@@ -238,7 +238,7 @@ class Srun(Transport):
         return str(number)
 
 
-_BY_LAUNCHER = {"local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun}
+_BY_LAUNCHER: dict[str, type[Transport]] = {"local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun}
 
 
 def transport_of(config: Config) -> Transport:

@@ -15,7 +15,7 @@ import pytest
 
 from nanoscale.agent.link import Link
 from nanoscale.launch.fleet import reverse_connection
-from nanoscale.launch.fleet.reverse_connection import Callbacks, Caller
+from nanoscale.launch.fleet.reverse_connection import ReverseConnection, ReverseListener
 from nanoscale.processes.handshake import HandshakeError, introduce
 
 KEY = b"k" * 32
@@ -24,24 +24,26 @@ LIMIT_S = 10.0
 
 
 @pytest.fixture
-def listener() -> Iterator[Callbacks]:
-    listener = Callbacks(KEY, hosts=1)
+def listener() -> Iterator[ReverseListener]:
+    listener = ReverseListener(KEY, hosts=1)
     yield listener
     listener.close()
 
 
-def connect(listener: Callbacks) -> socket.socket:
+def connect(listener: ReverseListener) -> socket.socket:
     return socket.create_connection(("127.0.0.1", listener._socket.getsockname()[1]), timeout=5)
 
 
-def serve(listener: Callbacks, until: Callable[[list[Caller]], bool]) -> list[Caller]:
+def serve(
+    listener: ReverseListener, until: Callable[[list[ReverseConnection]], bool]
+) -> list[ReverseConnection]:
     """Serve all clients like the launcher, until a condition holds; return the authenticated ones."""
-    callers: list[Caller] = []
+    agents: list[ReverseConnection] = []
     deadline = time.monotonic() + LIMIT_S
-    while not until(callers):
+    while not until(agents):
         assert time.monotonic() < deadline
-        callers += listener.new()
-    return callers
+        agents += listener.new()
+    return agents
 
 
 def open_files() -> list[int]:
@@ -49,7 +51,7 @@ def open_files() -> list[int]:
 
 
 @contextmanager
-def agent(listener: Callbacks, key: bytes = KEY) -> Iterator[list[BaseException | None]]:
+def agent(listener: ReverseListener, key: bytes = KEY) -> Iterator[list[BaseException | None]]:
     """Run an agent that connects from a thread of its own; the list gets its result."""
     ends: list[BaseException | None] = []
 
@@ -67,17 +69,17 @@ def agent(listener: Callbacks, key: bytes = KEY) -> Iterator[list[BaseException 
     thread.join()
 
 
-def test_an_agent_proves_itself_and_says_who_it_is(listener: Callbacks) -> None:
+def test_an_agent_proves_itself_and_says_who_it_is(listener: ReverseListener) -> None:
     with agent(listener) as ends:
-        (caller,) = serve(listener, lambda callers: len(callers) == 1)
+        (connection,) = serve(listener, lambda agents: len(agents) == 1)
     assert ends == [None]
-    assert caller._names == {"n1"} and caller.socket.getblocking()
-    caller.close()
+    assert connection._names == {"n1"} and connection.socket.getblocking()
+    connection.close()
 
 
-def test_who_has_another_key_is_refused_by_both_ends(listener: Callbacks) -> None:
+def test_who_has_another_key_is_refused_by_both_ends(listener: ReverseListener) -> None:
     with agent(listener, b"x" * 32) as ends:
-        assert serve(listener, lambda callers: bool(callers or ends)) == []
+        assert serve(listener, lambda agents: bool(agents or ends)) == []
     assert isinstance(ends[0], OSError)
 
     ours, peer = socket.socketpair()
@@ -87,7 +89,7 @@ def test_who_has_another_key_is_refused_by_both_ends(listener: Callbacks) -> Non
     ours.close(), peer.close()
 
 
-def test_no_stranger_lives_long(listener: Callbacks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stranger_lives_long(listener: ReverseListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reverse_connection, "_PATIENCE_S", 0.05)
     stranger = connect(listener)
     serve(listener, lambda _: len(listener._strangers) == 1)
@@ -95,7 +97,7 @@ def test_no_stranger_lives_long(listener: Callbacks, monkeypatch: pytest.MonkeyP
     assert len(stranger.recv(100)) == 32 and stranger.recv(100) == b""
 
 
-def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: Callbacks) -> None:
+def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: ReverseListener) -> None:
     """On the old listener, as many as there were file descriptors ended it for good."""
     threads = threading.active_count()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -114,16 +116,16 @@ def test_idle_strangers_starve_nobody_and_cost_no_thread(listener: Callbacks) ->
         assert len(listener._strangers) <= 65
         strangers.pop().close()
         with agent(listener) as ends:
-            (caller,) = serve(listener, lambda callers: len(callers) == 1)
+            (connection,) = serve(listener, lambda agents: len(agents) == 1)
         assert ends == [None]
-        caller.close()
+        connection.close()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for stranger in strangers:
             stranger.close()
 
 
-def test_it_survives_that_no_file_descriptor_is_left(listener: Callbacks) -> None:
+def test_it_survives_that_no_file_descriptor_is_left(listener: ReverseListener) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     stranger = connect(listener)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(open_files()), hard))
@@ -142,7 +144,9 @@ def test_it_survives_that_no_file_descriptor_is_left(listener: Callbacks) -> Non
     stranger.close()
 
 
-def test_strangers_from_one_address_drive_away_one_another_only(listener: Callbacks) -> None:
+def test_strangers_from_one_address_drive_away_one_another_only(
+    listener: ReverseListener,
+) -> None:
     first = connect(listener)
     serve(listener, lambda _: len(listener._strangers) == 1)
     listener._strangers[0].address = "10.0.0.1"
@@ -157,7 +161,7 @@ def test_strangers_from_one_address_drive_away_one_another_only(listener: Callba
 
 
 def test_an_agent_calls_again_when_the_launcher_hangs_up(
-    listener: Callbacks, tmp_path: Path
+    listener: ReverseListener, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_bytes(KEY)
     port = listener._socket.getsockname()[1]
@@ -168,7 +172,7 @@ def test_an_agent_calls_again_when_the_launcher_hangs_up(
     call.start()
     serve(listener, lambda _: bool(listener._strangers))
     listener._drop()
-    (caller,) = serve(listener, lambda callers: len(callers) == 1)
+    (connection,) = serve(listener, lambda agents: len(agents) == 1)
     call.join()
     links[0].close()
-    caller.close()
+    connection.close()

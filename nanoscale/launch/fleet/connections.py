@@ -1,0 +1,244 @@
+"""The connections to the agents of all hosts: the processes that start them, and their streams."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nanoscale.config.machines import Host
+from nanoscale.launch.fleet.processes import OrphanCleanup, Process, end_all
+from nanoscale.launch.fleet.reverse_connection import ReverseListener
+from nanoscale.launch.transport.transport import Command, Transport
+from nanoscale.processes.messages import MARK, Message, Sender, Unpacker
+from nanoscale.runs.failure import RankFailure, agent_failure
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass
+class Member:
+    """A host, its agent as the launcher sees it, and its connection."""
+
+    host: Host
+    process: Process | None = None
+    """The process that started the agent, and carries the channel unless the agent connected itself."""
+    code: int | None = None
+    """Its exit code for this host, if it started the agents of others too."""
+    mark: str = ""
+    """A mark in the environment of all processes that its agent starts."""
+    answered: bool = False
+    """True once the agent has sent anything."""
+    socket: socket.socket | None = None
+    """The connection that the agent opened."""
+    sender: Sender | None = None
+    unpacker: Unpacker = field(default_factory=Unpacker)
+    heard: float = field(default_factory=time.monotonic)
+    nanoscale: str | None = None
+    """The version of its agent."""
+    facts: Message | None = None
+    lost: RankFailure | None = None
+    said_bye: bool = False
+    closed_at: float | None = None
+    """The time when its stream ended."""
+    output: bytes = b""
+    """The end of what it printed besides messages."""
+
+    @property
+    def name(self) -> str:
+        return self.host.address
+
+    @property
+    def is_present(self) -> bool:
+        return self.lost is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the command that started the agent; None while it runs."""
+        if self.code is not None or self.process is None:
+            return self.code
+        return self.process.exit_code()
+
+    def reset(self, mark: str) -> None:
+        """Forget the former agent, before another one is started."""
+        self.lost, self.facts, self.closed_at, self.code = None, None, None, None
+        self.said_bye, self.answered, self.output = False, False, b""
+        self.unpacker, self.heard, self.mark = Unpacker(), time.monotonic(), mark
+
+
+class KeyFile:
+    """A file in the folder of runs, which only its owner may read: hosts that see it see the folder.
+
+    Its content is the key by which agents authenticate when they connect to the launcher.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.key = os.urandom(32)
+
+    def write(self) -> None:
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.write(handle, self.key)
+        finally:
+            os.close(handle)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Connections:
+    """Processes that start agents, with their streams, and reverse connections if the transport needs them.
+
+    Args:
+        hosts: how many agents may connect at the same time.
+        mark: the mark in the environment of all processes.
+    """
+
+    def __init__(self, transport: Transport, key_file: KeyFile, hosts: int, mark: str) -> None:
+        self._transport = transport
+        self._key_file = key_file
+        self._mark = mark
+        self._environment = {**transport.environment(os.environ), MARK: mark}
+        self._cleanup = OrphanCleanup()
+        self._processes: list[Process] = []
+        """All processes that were ever started."""
+        self._selector = selectors.DefaultSelector()
+        self._reverse: ReverseListener | None = None
+        if transport.is_reverse:
+            self._reverse = ReverseListener(key_file.key, hosts)
+            self._selector.register(self._reverse, selectors.EVENT_READ)
+
+    def start(self, members: Sequence[Member]) -> None:
+        """Start the agents of these hosts; those whose command cannot be started are lost."""
+        self._cleanup.finish()
+        hosts = [member.host for member in members]
+        if self._reverse is None:
+            commands = self._transport.commands(hosts)
+        else:
+            addresses = self._reverse.addresses(hosts)
+            commands = self._transport.commands(hosts, addresses, str(self._key_file.path))
+        groups: dict[Command, list[Member]] = {}
+        for member, command in zip(members, commands, strict=True):
+            groups.setdefault(command, []).append(member)
+        for command, group in groups.items():
+            self._start(command, group)
+
+    def _start(self, command: Command, members: Sequence[Member]) -> None:
+        for member in members:
+            self.hang_up(member)
+            if member.process is not None and not self._transport.is_reverse:
+                member.process.kill()
+        try:
+            process = Process(command, self._environment)
+        except OSError as error:
+            text = f"{command[0]} cannot be started: {error}"
+            for member in members:
+                member.lost = agent_failure(member.name, text, "install it")
+            return
+        self._processes.append(process)
+        for member in members:
+            member.process = process
+        owner = None
+        if not self._transport.is_reverse:
+            (owner,) = members
+            owner.sender = Sender(process.stdin.fileno())
+        self._register(process.stdout, owner, carries_messages=owner is not None)
+        self._register(process.stderr, owner, carries_messages=False)
+
+    def _register(self, stream: object, member: Member | None, *, carries_messages: bool) -> None:
+        self._selector.register(stream, selectors.EVENT_READ, (member, carries_messages))  # type: ignore[arg-type]
+
+    def poll(self, timeout: float) -> Iterator[tuple[Member | None, bool, bytes]]:
+        """Wait at most this long, and yield new bytes, none at the end of a stream.
+
+        Yields:
+            the member, None for a command that started several agents; True if the stream carries messages;
+            the bytes.
+        """
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._reverse:
+                continue  # `accept` serves them
+            data = _read(key.fd)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            yield *key.data, data
+
+    def accept(self, members: Sequence[Member]) -> Iterator[Member]:
+        """Yield the members whose agents have connected since the last call."""
+        for agent in self._reverse.new() if self._reverse is not None else ():
+            waiting = {m.name: m for m in members if m.sender is None and m.is_present}
+            host = agent.find(list(waiting))
+            if host is None:
+                agent.close()
+                continue
+            member = waiting[host]
+            member.socket = agent.socket
+            member.sender = Sender(agent.socket.fileno())
+            member.heard = time.monotonic()
+            self._register(agent.socket, member, carries_messages=True)
+            yield member
+
+    def drain(self, member: Member) -> bytes:
+        """Return the rest of the standard error of a process that has ended, if it is the member's alone."""
+        rest = b""
+        if member.process is None or self._transport.is_reverse:
+            return rest
+        self._forget(member.process.stderr)
+        os.set_blocking(member.process.stderr.fileno(), False)
+        with suppress(BlockingIOError):
+            while data := os.read(member.process.stderr.fileno(), _READ_BYTES):
+                rest += data
+        return rest
+
+    def hang_up(self, member: Member) -> None:
+        """Close the connection, upon which the agent ends everything on its host."""
+        if member.sender is not None:
+            member.sender.close()
+        member.sender = None
+        if member.socket is not None:
+            self._forget(member.socket)
+            member.socket.close()
+            member.socket = None
+        if member.process is None or self._transport.is_reverse:
+            return
+        for stream in (member.process.stdout, member.process.stderr):
+            self._forget(stream)
+        with suppress(OSError):
+            member.process.stdin.close()
+
+    def end_orphans(self, member: Member) -> None:
+        """Begin to end what a lost agent may have left on its host, if the transport can do that."""
+        command = self._transport.cleanup_command(member.host, member.mark)
+        if command is not None:
+            self._cleanup.begin(command, self._environment)
+
+    def _forget(self, stream: object) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(stream)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """End all processes, once the cleanups are done."""
+        self._cleanup.finish()
+        if self._transport.leaves_session:
+            end_all([process.pid for process in self._processes], self._mark)
+        for process in self._processes:
+            # srun's other process reports its end to SLURM, so that the tasks end.
+            process.kill(alone=self._transport.is_reverse)
+        for process in self._processes:
+            process.reap()
+        if self._reverse is not None:
+            self._reverse.close()
+        self._selector.close()
+
+
+def _read(descriptor: int) -> bytes:
+    """Read available bytes; empty if the connection has ended, in whatever way."""
+    with suppress(OSError):
+        return os.read(descriptor, _READ_BYTES)
+    return b""
