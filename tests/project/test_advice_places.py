@@ -64,6 +64,7 @@ TYPED_BACK = {
     "data/tokenizer.py": "cli/test_advice_on_files.py",
     "generate/harness.py": "generate/test_harness.py",
     "generate/weights.py": "cli/test_advice_on_files.py",
+    "launch/fleet/connections.py": "launch/test_reach.py",
     "launch/fleet/fleet.py": "launch/test_reach.py",
     "launch/hosts/filters.py": "cli/test_advice_on_files.py",
     "launch/hosts/hosts.py": "cli/test_advice_on_runs.py",
