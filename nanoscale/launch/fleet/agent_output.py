@@ -1,4 +1,4 @@
-"""What agents and the commands that start them print: kept for diagnoses, and written to logs."""
+"""Output of agents and of the commands that start them: kept for diagnoses, and written to logs."""
 
 from __future__ import annotations
 
