@@ -105,15 +105,17 @@ class Saver:
         if beside:
             self._staging.fill()
         path = sharded.save(self._workspace, state, about, self._group if beside else None)
-        undeleted = self._prune() if self._rank == 0 else {}
+        best = [step for _, step in about.get(store.BEST, [])[: self._settings.keep_best]]
+        undeleted = self._prune(best) if self._rank == 0 else {}
         seconds = time.perf_counter() - began
         stall_s = self._stall_s if beside else seconds
         return Saved(path, about["step"], seconds, stall_s, undeleted)
 
-    def _prune(self) -> dict[int, str]:
-        """Delete old checkpoints; return new failures to delete one."""
+    def _prune(self, best: list[int]) -> dict[int, str]:
+        """Delete old checkpoints, except those of the best steps; return new failures to delete one."""
         settings = self._settings
-        failed = store.prune(self._workspace, settings.keep_last, settings.keep_every).failed
+        pruned = store.prune(self._workspace, settings.keep_last, settings.keep_every, best)
+        failed = pruned.failed
         new = {step: why for step, why in failed.items() if step not in self._undeleted}
         self._undeleted |= new
         return new

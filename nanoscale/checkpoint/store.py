@@ -16,7 +16,7 @@ import shlex
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,10 @@ from nanoscale.runs import fence
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+EVAL_LOSS = "eval_loss"
+"""A key of a manifest: the loss of an evaluation at its step."""
+BEST = "best"
+"""A key of a manifest: the lowest evaluation losses until its step, each with its step, the lowest first."""
 BY_TIME = "by_time"
 """A key of a manifest; true in a checkpoint that was saved only because of checkpoint.every_minutes."""
 _NAME = re.compile(r"step-(\d{8,})")
@@ -173,8 +177,14 @@ class Pruned:
     """Checkpoints that could not be deleted, with the reason."""
 
 
-def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> Pruned:
-    """Delete checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every`.
+def prune(
+    workspace: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    best: Collection[int] = (),
+) -> Pruned:
+    """Delete checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every`, nor
+    of a step in `best`.
 
     `keep_last=None` deletes only checkpoints that were saved by time, once there is a newer one.
 
@@ -188,7 +198,7 @@ def prune(workspace: Path, keep_last: int | None, keep_every: int | None) -> Pru
         old = stored[:-keep_last]
     pruned = Pruned([], {})
     for checkpoint in old:
-        if keep_every and checkpoint.step % keep_every == 0:
+        if checkpoint.step in best or (keep_every and checkpoint.step % keep_every == 0):
             continue
         try:
             with fence.explained(workspace):

@@ -431,6 +431,12 @@ class Checkpoint:
     keep_every: int | None = key(
         None, "also keep every step that is a multiple of this", unit="steps", at_least=1
     )
+    keep_best: int = key(
+        0,
+        "also keep the checkpoints with the lowest evaluation losses, this many; an evaluation that is one of "
+        "them saves one. 0: none",
+        at_least=0,
+    )
     asynchronous: bool = key(
         False,
         "copy the state to host memory, and write it while the training goes on; a crash meanwhile leaves the "
@@ -673,6 +679,22 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class StopWhen:
+    """The end of a training before its last step, judged at each evaluation."""
+
+    patience: int = key(
+        0,
+        "evaluations in a row without a lower loss after which the training completes; 0: no limit",
+        unit="evaluations",
+        at_least=0,
+    )
+    min_delta: float = key(0.0, "a loss counts as lower if it is so by more than this", at_least=0)
+    eval_loss: float | None = key(
+        None, "the training completes when the evaluation loss is at most this; null: no limit"
+    )
+
+
+@dataclass(frozen=True)
 class Train:
     """The length, the batches and the intervals of the training."""
 
@@ -709,6 +731,7 @@ class Train:
     eval_samples: int = key(
         64, "validation samples an evaluation", unit="samples", at_least=1, scaled="decimal"
     )
+    stop_when: StopWhen = field(default_factory=StopWhen)
     sample_prompt: str = key("", "what the sample after the training continues")
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: none", unit="tokens", at_least=0

@@ -28,6 +28,8 @@ class SavingPlan:
     """Launcher.max_restarts."""
     steps: int
     """Steps of the whole training."""
+    evaluations: int
+    """Evaluations of the whole training."""
     minutes_in_steps: int | None
     """Checkpoint.every_minutes in steps, by the predicted time of one; None: unknown, or not saved by time."""
     bytes: int
@@ -42,17 +44,19 @@ class SavingPlan:
     @property
     def during(self) -> bool:
         """True if checkpoints are saved before the training ends."""
-        return bool(self.config.every or self.config.every_minutes)
+        return bool(self.config.every or self.config.every_minutes or self.config.keep_best)
 
     @property
     def most(self) -> int:
         """The most checkpoints of the run on the disk at the same time, including one that is being written."""
         saving = self.config
         by_number = self.steps // saving.every if saving.every else 0
+        by_number += self.evaluations if saving.keep_best else 0
         if saving.keep_last is None:
             kept = self.present + by_number + 1
         else:
             kept = saving.keep_last + (self.steps // saving.keep_every if saving.keep_every else 0)
+            kept += saving.keep_best
         if saving.every_minutes and self.minutes_in_steps is None:
             return max(self.present, kept + 1)
         by_time = self.steps // self.minutes_in_steps if self.minutes_in_steps else 0
@@ -74,6 +78,7 @@ class SavingPlan:
         saving = self.config
         when = [f"every {saving.every:,} steps"] if saving.every else []
         when += [self._by_time()] if saving.every_minutes else []
+        when += ["after the best evaluations"] if saving.keep_best else []
         when += ["at the end"] if saving.at_end else []
         when += ["when it is stopped"] if saving.at_stop else []
         if not when:
@@ -130,7 +135,11 @@ class SavingPlan:
             if saving.keep_last == 1
             else f"the newest {saving.keep_last} are kept"
         )
-        return newest + (f", and every {saving.keep_every:,}th step" if saving.keep_every else "")
+        every = f", every {saving.keep_every:,}th step" if saving.keep_every else ""
+        if not saving.keep_best:
+            return newest + every.replace(", ", ", and ", 1)
+        best = "the best" if saving.keep_best == 1 else f"the best {saving.keep_best}"
+        return f"{newest}{every}, and {best} by evaluation loss"
 
     def _free(self) -> str:
         return "" if self.free is None else f", {byte_size(self.free)} free in {self.root}"
@@ -168,6 +177,9 @@ def plan_saving(config: Config, step_s: float | None, present: int = 0) -> Savin
         config=config.checkpoint,
         restarts=config.launcher.max_restarts,
         steps=derive(config).steps,
+        evaluations=derive(config).steps // config.train.eval_every
+        if config.train.eval_every
+        else 0,
         minutes_in_steps=max(1, round(60 * minutes / step_s)) if minutes and step_s else None,
         bytes=checkpoint_bytes(config),
         root=str(root),

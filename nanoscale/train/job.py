@@ -27,6 +27,7 @@ from nanoscale.processes.affinity import ranges
 from nanoscale.runs import events, fence, lock
 from nanoscale.runs.directory import read_json, write_json
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.loop import Note, Progress, Training
 from nanoscale.train.profile import Recorder
 from nanoscale.train.sample import sample
@@ -125,7 +126,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
-    return Progress(step, consumed, base)
+    return Progress(step, consumed, base, Evaluations.from_manifest(manifest))
 
 
 def begin(engine: Engine, config: Config, note: Note) -> None:

@@ -25,6 +25,7 @@ from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
 from nanoscale.parallel import process_group
 from nanoscale.train.agreement import Agreement
+from nanoscale.train.evaluations import Evaluations
 from nanoscale.train.profile import Recorder
 from nanoscale.train.schedule import lr_factor
 from nanoscale.train.stability import require_finite
@@ -43,6 +44,7 @@ class Progress:
     consumed_samples: int = 0
     base: str | None = None
     """The fingerprint of the frozen weights with lora, which no checkpoint holds."""
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Training:
             raise
 
     def _train(self, agreement: Agreement) -> str:
-        while self.progress.step < self.sizes.steps:
+        while self.progress.step < self.sizes.steps and self.reason_to_stop() is None:
             if agreement.stops(self.saver.failed):
                 return self.leave_early()
             self.report_saved(self.saver.finished())
@@ -89,17 +91,20 @@ class Training:
                 result = self.advance()
             step = self.progress.step
             evaluating = is_due(step, self.config.train.eval_every)
-            every_step = is_due(step, self.config.checkpoint.every)
-            saving = every_step or agreement.save_is_due
+            by_step = is_due(step, self.config.checkpoint.every)
+            saving = by_step or agreement.save_is_due
             if is_due(step, self.config.train.log_every) or evaluating or step == self.sizes.steps:
-                self.log(result, evaluating)
+                if self.log(result, evaluating):
+                    by_step = saving = True
             else:
                 if saving:
                     result.grad_norm.item()  # so that queued work counts as the step's
                 self.meter.end()
             if saving:
-                self.save(self.saver.begin, by_time=not every_step)
+                self.save(self.saver.begin, by_time=not by_step)
                 agreement.saved()
+        if reason := self.reason_to_stop():
+            self.note("enough", f"the training ends at step {self.progress.step}: {reason}")
         self.recorder.end(self.progress.step + 1)
         self.report_saved(self.saver.finish())
         if self.config.checkpoint.at_end:
@@ -127,8 +132,13 @@ class Training:
         factor = lr_factor(self.config.scheduler, step, self.sizes.steps)
         return self.config.optimizer.lr * factor
 
-    def log(self, result: StepResult, evaluating: bool) -> None:
-        """Gather one step's metrics from all ranks and write them.
+    def reason_to_stop(self) -> str | None:
+        """Return why `train.stop_when` ends the training now; None: it continues."""
+        return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
+
+    def log(self, result: StepResult, evaluating: bool) -> bool:
+        """Gather one step's metrics from all ranks and write them; True if its checkpoint is to be kept as one
+        of the best.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
@@ -153,6 +163,14 @@ class Training:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
         self.require_finite_gradients(result)
+        if not evaluating:
+            return False
+        return self.progress.evaluations.add(
+            self.progress.step,
+            record["eval_loss"],
+            self.config.checkpoint.keep_best,
+            self.config.train.stop_when.min_delta,
+        )
 
     def require_finite_gradients(self, result: StepResult) -> None:
         """Raise a NonFiniteError, unless the step was skipped because of the loss scale."""
@@ -210,6 +228,7 @@ class Training:
             "consumed_samples": self.progress.consumed_samples,
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
             "data": self.data.fingerprint,
+            **self.progress.evaluations.in_manifest(self.progress.step),
             **({"base": self.progress.base} if self.progress.base else {}),
             "world_size": self.sizes.world_size,
             "time": time.time(),

@@ -49,6 +49,11 @@ ALWAYS = "at the end and when it is stopped"
             f"every 1,000 steps, {ALWAYS}",
         ),
         (("checkpoint=none",), 1.0, "none is saved"),
+        (
+            ("checkpoint.every_minutes=0", "checkpoint.keep_best=3", "train.eval_every=4"),
+            1.0,
+            "after the best evaluations, at the end and when it is stopped",
+        ),
     ],
 )
 def test_when_they_come(words: tuple[str, ...], step_s: float | None, expected: str) -> None:
@@ -70,6 +75,18 @@ def test_how_many_lie_on_the_disk(words: tuple[str, ...], step_s: float | None, 
     saving = plan_saving(job(*words), step_s)
     assert saving.most == most and saving.needed == most * saving.bytes
     assert plan_saving(job(*words), step_s, present=1).needed == max(1, most - 1) * saving.bytes
+
+
+def test_the_last_the_regular_and_the_best_are_one_policy() -> None:
+    words = ["train.steps=100", "train.eval_every=10", "checkpoint.keep_best=3"]
+    words += ["checkpoint.every=5", "checkpoint.keep_every=50", "checkpoint.keep_last=2"]
+    saving = plan_saving(job(*words), 1e-3)
+    assert saving.sentences()[0].endswith(
+        "the newest 2 are kept, every 50th step, and the best 3 by evaluation loss"
+    )
+    assert saving.most == 2 + 100 // 50 + 3 + 1
+    everything = plan_saving(job(*words[:3], "checkpoint.keep_last=null"), 1e-3)
+    assert everything.most == 100 // 10 + 1 + 1
 
 
 def test_all_are_kept_but_of_those_saved_by_time_only_the_newest() -> None:

@@ -15,8 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.nn import functional as F
 
 from nanoscale.checkpoint.store import find_damage, list_checkpoints
-from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer
+from nanoscale.config.schema import Checkpoint, Config, Data, Optimizer, StopWhen
 from nanoscale.models.transformer import Transformer
+from nanoscale.runs import events
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import (
     SEQ_LEN,
@@ -202,3 +203,46 @@ def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
     with pytest.raises(RuntimeError, match="NonFiniteError: .*grad_norm is nan at step 2"):
         train(run, config, StopBefore(stop) if stop else None)
     assert steps_kept(run) == [] and records(run) == []
+
+
+def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    """The data are noise, so the evaluation loss of a small model rises again; a resume changes nothing."""
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    kept = Checkpoint(every=0, keep_last=1, keep_best=2, at_end=True, at_stop=True)
+    config = config_for(tmp_path, every={"eval_every": 2}, checkpoint=kept, dp=2)
+    run = trained(config, "run")
+    losses = {r["step"]: r["eval_loss"] for r in records(run) if "eval_loss" in r}
+    best = sorted(losses, key=lambda step: (losses[step], step))[:2]
+    assert steps_kept(run) == sorted({*best, 10})
+    stored = {c.step: c.manifest for c in list_checkpoints(run.checkpoints)}
+    assert all(stored[step]["eval_loss"] == losses[step] for step in best)
+    assert [step for _, step in stored[10]["best"]] == best
+
+    interrupted = make_run(config, "interrupted")
+    assert train(interrupted, config, StopBefore(6)) == ["stopped"] * 2
+    assert train(interrupted, config) == ["completed"] * 2
+    assert steps_kept(interrupted) == steps_kept(run)
+    again = {c.step: c.manifest for c in list_checkpoints(interrupted.checkpoints)}
+    assert again[10]["best"] == stored[10]["best"]
+
+
+def test_a_training_ends_when_its_evaluations_say_so(tmp_path: Path) -> None:
+    write_tokens(tmp_path, samples=SPLIT["samples"])
+    config = config_for(tmp_path, every={"eval_every": 2}, checkpoint=Checkpoint(at_end=True))
+    every = trained(config, "every")
+    losses = {r["step"]: r["eval_loss"] for r in records(every) if "eval_loss" in r}
+
+    def limited(name: str, **limits: Any) -> RunDirectory:
+        settings = replace(config.train, stop_when=StopWhen(**limits))
+        return trained(replace(config, train=settings), name)
+
+    at = next(step for step, loss in losses.items() if loss <= losses[4])
+    ended = limited("ended", eval_loss=losses[4])
+    assert steps_kept(ended) == [at] and records(ended)[-1]["step"] == at
+    (event,) = [event for event in events.read(ended) if event["kind"] == "enough"]
+    assert f"the training ends at step {at}" in event["message"]
+    patient = limited(
+        "patient", patience=2, min_delta=100.0
+    )  # the first evaluation counts as lower
+    assert records(patient)[-1]["step"] == 6
+    assert records(limited("on", patience=9))[-1]["step"] == STEPS

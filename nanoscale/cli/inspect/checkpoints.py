@@ -270,9 +270,8 @@ def _summary(stored: StoredCheckpoint) -> dict[str, Any]:
     except DamagedCheckpointError as error:
         return row | {"error": str(error)}
     size = sum(file["bytes"] for file in manifest["files"].values())
-    kept = {
-        name: manifest.get(name) for name in ("consumed_samples", "tokens", "world_size", "time")
-    }
+    names = ("consumed_samples", "tokens", "world_size", "time", "eval_loss")
+    kept = {name: manifest.get(name) for name in names}
     return row | kept | {"bytes": size, "files": len(manifest["files"])}
 
 
@@ -284,7 +283,8 @@ def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['name']}  damaged: {row['error']}"
     size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
-    return f"{row['name']}  {_when(row['time'])}  {row['tokens'] or 0:,} tokens  {size}"
+    loss = "" if row["eval_loss"] is None else f"  eval loss {row['eval_loss']:.4f}"
+    return f"{row['name']}  {_when(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
 
 
 def _print_tensors(tensors: dict[str, Any]) -> None:

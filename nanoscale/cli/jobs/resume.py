@@ -257,13 +257,30 @@ def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
 
     if status.read(run).state != "completed":
         return False
+    if _ended_early(run, previous) and config.train.stop_when != previous.train.stop_when:
+        return False
     return derive(config).steps <= derive(previous).steps
+
+
+def _ended_early(run: RunDirectory, config: Config) -> int | None:
+    """Return the last step of a completed run that `train.stop_when` ended; None if it trained all steps."""
+    from nanoscale.config.derive import derive
+    from nanoscale.runs import metrics
+
+    last = metrics.last(run)
+    return last["step"] if last and last["step"] < derive(config).steps else None
 
 
 def _complete(run: RunDirectory, config: Config) -> str:
     from nanoscale.config.derive import derive
 
     steps = derive(config).steps
+    if step := _ended_early(run, config):
+        off = "train.stop_when.patience=0 train.stop_when.eval_loss=null"
+        return (
+            f"the run is complete: train.stop_when ended it at step {step} of {steps}; to continue, type\n"
+            f"  nanoscale resume {shlex.quote(run.reference)} {off}"
+        )
     return (
         f"the run is complete: it trained all {steps} steps; to train longer, type\n"
         f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"

@@ -168,8 +168,9 @@ def _wandb_key_exists() -> bool:
 
 
 def check_saving(resolution: Resolution) -> None:
-    """Check that kept checkpoints are saved."""
+    """Check that kept checkpoints are saved, and that what judges an evaluation has one."""
     saving = resolution.config.checkpoint
+    _require_evaluations(resolution)
     if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
         return
     if saving.every:
@@ -182,6 +183,23 @@ def check_saving(resolution: Resolution) -> None:
         message = "needs checkpoint.every: what is saved by time or at the end has no fixed step"
         proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
     resolution.refuse("config", "checkpoint.keep_every", message, *proposals)
+
+
+def _require_evaluations(resolution: Resolution) -> None:
+    """Refuse keys that need evaluations of a training without any."""
+    train, ends = resolution.config.train, resolution.config.train.stop_when
+    if train.eval_every:
+        return
+    judges = {
+        "checkpoint.keep_best": (resolution.config.checkpoint.keep_best, 0),
+        "train.stop_when.patience": (ends.patience, 0),
+        "train.stop_when.eval_loss": (ends.eval_loss, None),
+    }
+    every = f"train.eval_every={min(100, train.steps or 100)}"
+    for key, (value, off) in judges.items():
+        if value != off:
+            message = "needs evaluations, and train.eval_every=0 has none"
+            resolution.refuse("config", key, message, every, override(key, off))
 
 
 def resolve_run(resolution: Resolution) -> Run:

@@ -1,0 +1,73 @@
+"""The evaluation losses that decide which checkpoints are kept and when a training ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoscale.checkpoint import store
+from nanoscale.config.schema import StopWhen
+
+
+@dataclass
+class Evaluations:
+    """A record of the evaluation losses of a run, which every rank has and every checkpoint holds."""
+
+    best: list[tuple[float, int]] = field(default_factory=list)
+    """The lowest losses with their steps, the lowest first; of equal ones the earliest."""
+    last: tuple[float, int] | None = None
+    """The loss and the step of the last evaluation with a finite loss."""
+    lowest: float | None = None
+    """The loss that the next one must be below, by `min_delta`, to count as lower."""
+    in_vain: int = 0
+    """Evaluations in a row without a lower loss."""
+
+    def add(self, step: int, loss: float, keep: int, min_delta: float) -> bool:
+        """Add the loss of a step; True if it is one of the `keep` lowest. One that is not finite is none."""
+        if not math.isfinite(loss):
+            self.in_vain += 1
+            return False
+        self.last = (loss, step)
+        if self.lowest is None or loss < self.lowest - min_delta:
+            self.lowest, self.in_vain = loss, 0
+        else:
+            self.in_vain += 1
+        others = [entry for entry in self.best if entry[1] != step]
+        self.best = sorted([*others, (loss, step)])[:keep]
+        return (loss, step) in self.best
+
+    def reason_to_stop(self, limits: StopWhen) -> str | None:
+        """Return why the training ends after the last evaluation; None: it continues."""
+        if self.last is None:
+            return None
+        loss = self.last[0]
+        if limits.eval_loss is not None and loss <= limits.eval_loss:
+            limit = f"train.stop_when.eval_loss={limits.eval_loss:g}"
+            return f"the evaluation loss of {loss:.4f} is at most {limit}"
+        if limits.patience and self.in_vain >= limits.patience:
+            return (
+                f"{self.in_vain} evaluations in a row were not below {self.lowest:.4f} "
+                f"(train.stop_when.patience={limits.patience})"
+            )
+        return None
+
+    def in_manifest(self, step: int) -> dict[str, Any]:
+        """Return the record as the manifest of this step's checkpoint holds it; empty before the first one."""
+        if self.last is None:
+            return {}
+        own = {store.EVAL_LOSS: self.last[0]} if self.last[1] == step else {}
+        return {
+            **own,
+            store.BEST: self.best,
+            "evaluations": {"last": self.last, "lowest": self.lowest, "in_vain": self.in_vain},
+        }
+
+    @classmethod
+    def from_manifest(cls, manifest: dict[str, Any]) -> Evaluations:
+        """Return the record at the step of a checkpoint."""
+        if "evaluations" not in manifest:
+            return cls()
+        known = manifest["evaluations"]
+        best = [(loss, step) for loss, step in manifest[store.BEST]]
+        return cls(best, tuple(known["last"]), known["lowest"], known["in_vain"])
