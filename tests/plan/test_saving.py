@@ -86,7 +86,7 @@ def test_the_last_the_regular_and_the_best_are_one_policy() -> None:
     )
     assert saving.most == 2 + 100 // 50 + 3 + 1
     everything = plan_saving(job(*words[:3], "checkpoint.keep_last=null"), 1e-3)
-    assert everything.most == 100 // 10 + 1 + 1
+    assert everything.most == 100 // 10 + 1
 
 
 def test_all_are_kept_but_of_those_saved_by_time_only_the_newest() -> None:
