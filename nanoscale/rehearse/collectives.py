@@ -1,0 +1,113 @@
+"""Collectives as PyTorch dispatches them: what they are, and the answer of a world that is not there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_iter
+
+_REDUCTIONS = {"sum", "avg", "max", "min", "product"}
+_MESSAGES = {"send", "recv_", "recv_any_source_"}
+NAMESPACES = ("c10d", "_c10d_functional")
+
+
+class Collective(NamedTuple):
+    """One collective of one rank."""
+
+    kind: str
+    group: dist.ProcessGroup | None
+    bytes: int
+    dtype: str
+    peer: int | None
+    tensors: list[Tensor]
+
+
+def described(func: Any, args: Any) -> Collective | None:
+    """Return what an operation of one of NAMESPACES communicates; None if nothing, as a wait."""
+    kind = func.__name__.partition(".")[0]
+    if kind == "wait_tensor":
+        return None
+    tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+    if func.namespace == "_c10d_functional":
+        name = next(
+            arg for arg in reversed(args) if isinstance(arg, str) and arg not in _REDUCTIONS
+        )
+        group, size = _resolve_process_group(name), _functional_bytes(kind, args)
+    else:
+        group = _unboxed(args)
+        size = max((_bytes(arg) for arg in args), default=0)
+    peer = None
+    if kind in _MESSAGES or kind == "broadcast_":
+        peer = next(arg for arg in args if type(arg) is int)
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+    return Collective(kind, group, size, dtype, peer, tensors)
+
+
+def _bytes(argument: Any) -> int:
+    if not isinstance(argument, (Tensor, list, tuple)):
+        return 0
+    return sum(leaf.nbytes for leaf in tree_iter(argument) if isinstance(leaf, Tensor))
+
+
+def _functional_bytes(kind: str, args: Any) -> int:
+    x = args[0]
+    if isinstance(x, (list, tuple)):
+        return _bytes(x)
+    if kind == "all_gather_into_tensor":
+        return int(x.nbytes * args[1])
+    if kind == "all_to_all_single":
+        row = x.nbytes // max(1, x.shape[0])
+        return int(row * max(sum(args[1]), sum(args[2])))
+    return int(x.nbytes)
+
+
+def _unboxed(args: Any) -> dist.ProcessGroup | None:
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    return None
+
+
+def answer(func: Any, args: Any) -> Any:
+    """Return the result of a collective: tensors of the right shapes, as if all members had the same values."""
+    kind = func.__name__.partition(".")[0]
+    if func.namespace == "_c10d_functional":
+        return _functional_answer(kind, args)
+    if kind in ("allgather_", "_allgather_base_"):
+        _copy_to_all(args[0], args[1])
+    first = next((leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)), None)
+    results: list[Any] = []
+    for returned in (str(it.type) for it in func._schema.returns):
+        if "Work" in returned:
+            results.append(torch._C._distributed_c10d.FakeWork().boxed())
+        else:
+            results.append(args[0] if "List" in returned or "[]" in returned else first)
+    return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _copy_to_all(outputs: Any, inputs: Any) -> None:
+    """Gather real tensors of the host, which the callers read."""
+    if not isinstance(outputs, (list, tuple)):
+        return
+    for several, own in zip(outputs, inputs, strict=False):
+        for output in several:
+            if type(own) is Tensor and type(output) is Tensor:
+                output.copy_(own)
+
+
+def _functional_answer(kind: str, args: Any) -> Any:
+    x = args[0]
+    if kind == "wait_tensor" or kind.endswith("_"):
+        return x
+    if kind in ("all_reduce", "broadcast"):
+        return torch.empty_like(x)
+    rows = {
+        "all_gather_into_tensor": lambda: x.shape[0] * args[1],
+        "reduce_scatter_tensor": lambda: x.shape[0] // args[2],
+        "all_to_all_single": lambda: sum(args[1]),
+    }[kind]()
+    return x.new_empty((rows, *x.shape[1:]))

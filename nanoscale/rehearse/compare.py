@@ -1,0 +1,152 @@
+"""The comparison of what ranks do together: a collective that differs between its members hangs. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations, zip_longest
+
+from nanoscale.common.units import byte_size
+from nanoscale.rehearse.record import Call, RankRecord
+
+MESSAGES = ("send", "recv_")
+_ALL_PAIRS = 64
+"""The most ranks of which every pair is compared."""
+
+
+def mismatches(records: Sequence[RankRecord]) -> list[str]:
+    """Return every difference between ranks that would hang or corrupt the job, as sentences.
+
+    Two ranks must ask for the collectives of all groups that they share in the same order, with the same kind,
+    size and dtype; and every message must be awaited by its receiver.
+    """
+    good = [record for record in records if not record.error]
+    pairs: Iterable[tuple[RankRecord, RankRecord]] = combinations(good, 2)
+    if len(good) > _ALL_PAIRS:
+        pairs = _neighbours(good)
+    together = [found for first, second in pairs if (found := _first_difference(first, second))]
+    return [*dict.fromkeys(together), *_lost_messages(good)]
+
+
+def _neighbours(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
+    """Yield each rank with the first rank of each of its groups that was played."""
+    by_rank = {record.rank: record for record in records}
+    for record in records:
+        firsts = {
+            next((member for member in group if member in by_rank), record.rank)
+            for group in record.groups
+        }
+        yield from ((by_rank[first], record) for first in sorted(firsts) if first < record.rank)
+
+
+def _first_difference(first: RankRecord, second: RankRecord) -> str | None:
+    groups = {tuple(group) for group in first.groups} & {tuple(group) for group in second.groups}
+    shared = {group for group in groups if {first.rank, second.rank} <= {*group}}
+    if not shared:
+        return None
+    both = zip_longest(_collectives(first, shared), _collectives(second, shared))
+    for number, (one, other) in enumerate(both, 1):
+        if _meaning(first, one) != _meaning(second, other):
+            return (
+                f"collective {number} that ranks {first.rank} and {second.rank} share differs: rank "
+                f"{first.rank} {_said(first, one)}, rank {second.rank} {_said(second, other)}"
+            )
+    return None
+
+
+def _collectives(record: RankRecord, groups: set[tuple[int, ...]]) -> list[Call]:
+    numbers = {at for at, group in enumerate(record.groups) if tuple(group) in groups}
+    return [call for call in record.calls if call.group in numbers and call.kind not in MESSAGES]
+
+
+def _meaning(record: RankRecord, call: Call | None) -> object:
+    return call and (tuple(record.groups[call.group]), call.signature, call.repeat)
+
+
+def _said(record: RankRecord, call: Call | None) -> str:
+    if call is None:
+        return "asks for no more"
+    members = record.groups[call.group]
+    return (
+        f"asks for {call.kind.strip('_')} of {byte_size(call.bytes)} {call.dtype} among {len(members)} ranks "
+        f"({_shortened(members)}) in {call.phase} at {call.line}"
+    )
+
+
+def _shortened(members: Sequence[int]) -> str:
+    shown = ", ".join(map(str, members[:4]))
+    return shown if len(members) <= 4 else f"{shown}, …"
+
+
+Letter = tuple[int, str]
+"""Bytes and dtype of a message."""
+
+
+def _lost_messages(records: Sequence[RankRecord]) -> Iterator[str]:
+    played = {record.rank for record in records}
+    sent: dict[tuple[int, int, tuple[int, ...]], list[Letter]] = defaultdict(list)
+    awaited: dict[tuple[int, int, tuple[int, ...]], list[Letter]] = defaultdict(list)
+    for record in records:
+        for call in record.calls:
+            if call.kind in MESSAGES:
+                members = tuple(record.groups[call.group])
+                assert call.peer is not None
+                peer = members[call.peer]
+                way = (record.rank, peer) if call.kind == "send" else (peer, record.rank)
+                letters = sent if call.kind == "send" else awaited
+                letters[(*way, members)] += [(call.bytes, call.dtype)] * call.repeat
+    for sender, receiver, members in sorted({*sent, *awaited}):
+        way = (sender, receiver, members)
+        if {sender, receiver} <= played:
+            others = awaited[way]
+        else:  # in a ring each rank receives from the one before what it sends to the one after
+            others = _ring_of(way, sent if way in awaited else awaited, played)
+        mine = sent[way] if way in sent else awaited[way]
+        if {sender, receiver} <= played and sent[way] != others or mine != others:
+            yield _difference(sender, receiver, sent[way], awaited[way])
+
+
+def _ring_of(
+    way: tuple[int, int, tuple[int, ...]],
+    letters: dict[tuple[int, int, tuple[int, ...]], list[Letter]],
+    played: set[int],
+) -> list[Letter]:
+    """Return the messages of the played end of a way, in the other direction round the ring."""
+    sender, receiver, members = way
+    own = sender if sender in played else receiver
+    ranks, at = len(members), members.index(own)
+    offset = members.index(receiver) - members.index(sender)
+    if own == sender:
+        return letters.get((members[(at - offset) % ranks], own, members), [])
+    return letters.get((own, members[(at + offset) % ranks], members), [])
+
+
+def _difference(sender: int, receiver: int, sent: list[Letter], awaited: list[Letter]) -> str:
+    if len(sent) != len(awaited):
+        return (
+            f"rank {sender} sends {len(sent)} messages to rank {receiver}, which awaits {len(awaited)}"
+        )
+    number, (one, other) = next(
+        (n, pair) for n, pair in enumerate(zip(sent, awaited, strict=True), 1) if pair[0] != pair[1]
+    )
+    return (
+        f"message {number} from rank {sender} to rank {receiver}: {byte_size(one[0])} {one[1]} are sent and "
+        f"{byte_size(other[0])} {other[1]} awaited"
+    )
+
+
+def axis_of(members: Sequence[int], degrees: dict[str, int]) -> str:
+    """Return the axes along which the members of a group differ, such as `tp` or `dp·cp`.
+
+    `degrees`: pp, dp, cp and tp, from the slowest to the fastest.
+    """
+    places = []
+    for rank in members:
+        place, rest = {}, rank
+        for axis in reversed(degrees):
+            rest, place[axis] = divmod(rest, degrees[axis])
+        places.append(place)
+    axes = [axis for axis in degrees if len({place[axis] for place in places}) > 1]
+    if len(axes) == sum(degree > 1 for degree in degrees.values()) > 1:
+        return "all ranks"
+    return "·".join(axes) or "one rank"

@@ -1,0 +1,78 @@
+"""Fused kernels of GPUs, for tensors without numbers: a build of PyTorch for CPUs composes them of operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from nanoscale.rehearse.patches import Patches
+
+aten = torch.ops.aten
+
+
+def use_fused_kernels(patches: Patches) -> None:
+    """Replace what C++ would choose by the device of the tensors."""
+    patches.wrap(F, "scaled_dot_product_attention", _attention)
+    patches.wrap(F, "rms_norm", _rms_norm)
+    patches.wrap(F, "softmax", _softmax)
+    with suppress(ImportError):  # compiled, the update of 8-bit AdamW works in place
+        patches.replace(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
+
+
+def show_ring(patches: Patches) -> None:
+    """Let ring attention run its operations one by one, so that its messages are seen."""
+    ring: Any = import_module("nanoscale.parallel.ring")
+    patches.replace(ring, "_forward", ring._forward._init_fn)
+    patches.replace(ring, "_backward", ring._backward._init_fn)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """A norm with the inputs and saved tensors of CUDA's fused kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _attention(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace attention by a fused kernel's, which keeps no scores."""
+
+    def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
+        half = q.dtype in (torch.bfloat16, torch.float16)
+        if q.device.type != "cuda" or not half or attn_mask is not None:
+            return plain(q, k, v, attn_mask, **options)
+        causal, scale = options.get("is_causal", False), options.get("scale")
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[0]
+
+    return attention
+
+
+def _rms_norm(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def rms_norm(x: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        fused = x.device.type == "cuda" and weight is not None and not isinstance(weight, DTensor)
+        return _RmsNorm.apply(x, weight) if fused else plain(x, shape, weight, eps)
+
+    return rms_norm
+
+
+def _softmax(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace softmax by a GPU's, in which the cast is a part of the kernel."""
+
+    def softmax(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if x.device.type == "cuda" and dtype is torch.float32 and x.dtype != dtype:
+            return aten._softmax(x, dim, True)
+        return plain(x, dim=dim, _stacklevel=_stacklevel, dtype=dtype)
+
+    return softmax

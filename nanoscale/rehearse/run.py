@@ -1,0 +1,117 @@
+"""Rehearsals as the launcher starts them: a process that plays ranks, its records, and the cache. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import nanoscale
+from nanoscale.common.cache import cache_path
+from nanoscale.common.devices import cores
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.schema import Config, Logger, Run
+from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.tasks import Task, record_file
+from nanoscale.runs.directory import read_json, write_json
+
+_SHARE = 0.8
+"""The share of this machine's free memory that ranks may use."""
+_END_S = 10.0
+
+
+def digest(config: Config, gpu: dict[str, Any] | None, steps: int) -> str:
+    """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
+    same = replace(config, run=Run(), logger=Logger())
+    names = [json.dumps([asdict(same), gpu, steps], sort_keys=True, default=str), sys.version]
+    names.append(importlib.metadata.version("torch"))
+    found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
+    for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def cached(name: str) -> Path:
+    """Return the file of a rehearsal in the cache."""
+    return cache_path(None) / "rehearsals" / f"{name}.json"
+
+
+def known(name: str) -> dict[str, Any] | None:
+    """Return the document of a rehearsal in the cache; None if there is none."""
+    with suppress(OSError, ValueError):
+        return read_json(cached(name))
+    return None
+
+
+def keep(name: str, document: dict[str, Any]) -> None:
+    """Write the document of a rehearsal into the cache; a full or read-only disk is no error."""
+    with suppress(OSError):
+        cached(name).parent.mkdir(parents=True, exist_ok=True)
+        write_json(cached(name), document)
+
+
+def rehearse(
+    config: Config,
+    gpu: dict[str, Any] | None,
+    ranks: list[int],
+    steps: int,
+    progress: Callable[[str], None],
+) -> list[RankRecord]:
+    """Play ranks in processes of their own, and return their records in this order.
+
+    Raises:
+        UserError: the process that plays them could not do so.
+    """
+    with tempfile.TemporaryDirectory(prefix="nanoscale-rehearse-") as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+        free = int(_SHARE * psutil.virtual_memory().available)
+        Task(ranks, steps, gpu, min(cores(), len(ranks)), free).write(folder)
+        progress("loading torch …")
+        with _process(folder) as process:
+            assert process.stdout is not None
+            for number, _ in enumerate(process.stdout, 1):
+                progress(f"{number} of {len(ranks)} ranks rehearsed …")
+            code = process.wait()
+        if code != 0:
+            lines = (folder / "errors").read_text(errors="replace").strip().splitlines()
+            raise UserError("rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}")
+        return [RankRecord.of_json(read_json(record_file(folder, rank))) for rank in ranks]
+
+
+@contextmanager
+def _process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the process that plays ranks, in a group of its own; none of the group outlives the block."""
+    command = [sys.executable, "-m", "nanoscale.rehearse", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

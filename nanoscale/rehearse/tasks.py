@@ -1,0 +1,35 @@
+"""The task of the process that plays ranks, and its files. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from nanoscale.runs.directory import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be played."""
+
+    ranks: list[int]
+    steps: int
+    gpu: dict[str, Any] | None
+    """The fields of `rehearse.cuda.Gpu`; None for a job on CPUs."""
+    processes: int
+    """The most ranks that are played at once."""
+    memory: int
+    """The most bytes of memory that one of them may use."""
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "task.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        return cls(**read_json(folder / "task.json"))
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's record."""
+    return folder / f"rank-{rank}.json"

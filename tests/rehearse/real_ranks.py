@@ -1,0 +1,103 @@
+"""Real ranks over gloo on the CPU that record what a rehearsal predicts: memory and collectives."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config
+from nanoscale.parallel import process_group
+from nanoscale.rehearse import collectives
+from nanoscale.rehearse.kernels import show_ring
+from nanoscale.rehearse.life import micro_batches, play
+from nanoscale.rehearse.live_memory import LiveMemory
+from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.record import RankRecord
+from nanoscale.train.job import make_engine
+
+Sequence = list[tuple[list[int], tuple[str, int, str, int | None]]]
+"""The members of the group, and what the members of a group have in common, of each collective in order."""
+
+
+@dataclass
+class Measured:
+    """What a rank did."""
+
+    peak: int
+    sequence: Sequence
+
+
+class Recorder(LiveMemory):
+    """Live memory that also keeps the collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence: Sequence = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in collectives.NAMESPACES:
+            call = collectives.described(func, args)
+            if call is not None:
+                assert call.group is not None
+                members = dist.get_process_group_ranks(call.group)
+                self.sequence.append((members, (call.kind, call.bytes, call.dtype, call.peer)))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def measured(rank: int, configs: list[Config], steps: int = 2) -> list[Measured]:
+    """Train each configuration for some steps, evaluate, and take the state, as a rehearsal does."""
+    sizes = derive(configs[0])
+    process_group.join(sizes.world_size, torch.device("cpu"), 60.0)
+    with Patches() as patches:
+        show_ring(patches)
+        patches.wrap(torch.Tensor, "topk", _evenly)
+        return [_measured(config, steps) for config in configs]
+
+
+def _measured(config: Config, steps: int) -> Measured:
+    sizes = derive(config)
+    gc.collect()
+    with Recorder() as recorder:
+        engine = make_engine(config, torch.device("cpu"))
+        for _ in range(steps):
+            engine.train_step(micro_batches(config, sizes), config.optimizer.lr)
+        if config.train.eval_every:
+            engine.evaluate([(micro_batches(config, sizes)[0], sizes.micro_batch)])
+        engine.state()
+        return Measured(recorder.peak, recorder.sequence)
+
+
+def _evenly(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Give every expert as many tokens: a rehearsal makes up such loads."""
+
+    def topk(scores: torch.Tensor, taken: int) -> Any:
+        best = plain(scores, taken)
+        with _disable_current_modes():
+            numbers = torch.arange(best.indices.numel()) % scores.shape[-1]
+            best.indices.copy_(numbers.view_as(best.indices))
+        return best
+
+    return topk
+
+
+def played(_: int, configs: list[Config], ranks: list[int]) -> list[list[RankRecord]]:
+    """Play these ranks of each configuration, on CPUs; in a process of its own."""
+    return [[play(config, rank, 2, None) for rank in ranks] for config in configs]
+
+
+def sequence_of(record: RankRecord) -> Sequence:
+    """Return a record's collectives in the form of `Measured.sequence`."""
+    return [
+        (record.groups[call.group], call.signature)
+        for call in record.calls
+        for _ in range(call.repeat)
+    ]
