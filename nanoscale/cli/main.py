@@ -30,6 +30,7 @@ VERBS = {
     "resume": "jobs",
     "submit": "jobs",
     "plan": "inspect",
+    "rehearse": "inspect",
     "doctor": "measure",
     "data": "jobs",
     "generate": "jobs",
@@ -42,7 +43,7 @@ VERBS = {
 }
 """The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""
 
-_CONFIGURED = ("train", "resume", "submit", "plan", "doctor", "eval", "bench", "config")
+_CONFIGURED = ("train", "resume", "submit", "plan", "rehearse", "doctor", "eval", "bench", "config")
 """Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

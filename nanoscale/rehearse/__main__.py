@@ -17,7 +17,6 @@ import traceback
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import psutil
 

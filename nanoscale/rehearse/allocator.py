@@ -82,7 +82,9 @@ class Allocator:
     def _reserve(self, pool: tuple[int, bool], size: int) -> _Block:
         segment = _SMALL_SEGMENT
         if size > _SMALL:
-            segment = _MIDDLE_SEGMENT if size < _MIDDLE else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            segment = (
+                _MIDDLE_SEGMENT if size < _MIDDLE else -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            )
         block = _Block(pool, self._next, segment)
         self._at[block.address] = block
         self._next += segment + _SMALL_SEGMENT

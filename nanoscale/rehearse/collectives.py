@@ -32,8 +32,9 @@ def described(func: Any, args: Any) -> Collective | None:
     if kind == "wait_tensor":
         return None
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+    group: dist.ProcessGroup | None
     if func.namespace == "_c10d_functional":
-        name = next(
+        name: Any = next(
             arg for arg in reversed(args) if isinstance(arg, str) and arg not in _REDUCTIONS
         )
         group, size = _resolve_process_group(name), _functional_bytes(kind, args)

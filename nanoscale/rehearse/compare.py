@@ -92,9 +92,9 @@ def _lost_messages(records: Sequence[RankRecord]) -> Iterator[str]:
                 members = tuple(record.groups[call.group])
                 assert call.peer is not None
                 peer = members[call.peer]
-                way = (record.rank, peer) if call.kind == "send" else (peer, record.rank)
+                ends = (record.rank, peer) if call.kind == "send" else (peer, record.rank)
                 letters = sent if call.kind == "send" else awaited
-                letters[(*way, members)] += [(call.bytes, call.dtype)] * call.repeat
+                letters[(*ends, members)] += [(call.bytes, call.dtype)] * call.repeat
     for sender, receiver, members in sorted({*sent, *awaited}):
         way = (sender, receiver, members)
         if {sender, receiver} <= played:
@@ -102,7 +102,7 @@ def _lost_messages(records: Sequence[RankRecord]) -> Iterator[str]:
         else:  # in a ring each rank receives from the one before what it sends to the one after
             others = _ring_of(way, sent if way in awaited else awaited, played)
         mine = sent[way] if way in sent else awaited[way]
-        if {sender, receiver} <= played and sent[way] != others or mine != others:
+        if ({sender, receiver} <= played and sent[way] != others) or mine != others:
             yield _difference(sender, receiver, sent[way], awaited[way])
 
 
@@ -123,9 +123,7 @@ def _ring_of(
 
 def _difference(sender: int, receiver: int, sent: list[Letter], awaited: list[Letter]) -> str:
     if len(sent) != len(awaited):
-        return (
-            f"rank {sender} sends {len(sent)} messages to rank {receiver}, which awaits {len(awaited)}"
-        )
+        return f"rank {sender} sends {len(sent)} messages to rank {receiver}, which awaits {len(awaited)}"
     number, (one, other) = next(
         (n, pair) for n, pair in enumerate(zip(sent, awaited, strict=True), 1) if pair[0] != pair[1]
     )

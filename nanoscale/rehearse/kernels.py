@@ -1,4 +1,4 @@
-"""Fused kernels of GPUs, for tensors without numbers: a build of PyTorch for CPUs composes them of operations."""
+"""Fused kernels of GPUs, for tensors without numbers. PyTorch for CPUs composes them of operations."""
 
 from __future__ import annotations
 

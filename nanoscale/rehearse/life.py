@@ -138,7 +138,7 @@ def _parts(tensor: Any) -> list[Tensor]:
     """Return the plain tensors of this rank that make up a tensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
-    if hasattr(tensor, "__tensor_flatten__") and not type(tensor).__name__ == "FakeTensor":
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor).__name__ != "FakeTensor":
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     return [tensor]
 

@@ -29,7 +29,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __enter__(self) -> LiveMemory:
         torch.UntypedStorage.resize_ = _resizing(self)  # type: ignore[method-assign]
-        return super().__enter__()  # type: ignore[return-value]
+        return super().__enter__()
 
     def __exit__(self, *about: Any) -> None:
         torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ class Call(NamedTuple):
     phase: str
     """The phase of the rank's life, such as `step 2`."""
     repeat: int
-    """How often it happens, since equal micro batches are played once."""
+    """The times that it happens: equal micro batches are played once."""
     block: str
     """The block of the model that asked, as far as it is known."""
     line: str
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, int, str, int | None]:
-        """What the members of a group must have in common."""
+        """The properties that the members of a group must have in common."""
         return self.kind, self.bytes, self.dtype, self.peer
 
 
@@ -40,7 +40,7 @@ class Wait(NamedTuple):
     what: str
     """The operation, such as `item`."""
     line: str
-    count: int
+    times: int
 
 
 @dataclass
@@ -55,7 +55,7 @@ class PhaseMemory:
 
 @dataclass
 class RankRecord:
-    """What one rank did."""
+    """The memory, the collectives and the waits of one rank."""
 
     rank: int
     groups: list[list[int]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class RankRecord:
     findings: list[str] = field(default_factory=list)
     """Mistakes of the code that this rank alone shows."""
     notes: list[str] = field(default_factory=list)
-    """What was made up or played otherwise than on a device."""
+    """Facts that were made up, or played otherwise than on a device."""
     error: str = ""
     """The traceback, if the code failed."""
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Rehearsals as the launcher starts them: a process that plays ranks, its records, and the cache. Torch-free."""
+"""Rehearsals as the launcher starts them: the process that plays ranks, and the cache. Torch-free."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ _SHARE = 0.8
 _END_S = 10.0
 
 
-def digest(config: Config, gpu: dict[str, Any] | None, steps: int) -> str:
+def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int) -> str:
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
     same = replace(config, run=Run(), logger=Logger())
-    names = [json.dumps([asdict(same), gpu, steps], sort_keys=True, default=str), sys.version]
+    names = [
+        json.dumps([asdict(same), gpu, ranks, steps], sort_keys=True, default=str),
+        sys.version,
+    ]
     names.append(importlib.metadata.version("torch"))
     found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
     for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
@@ -52,7 +55,8 @@ def cached(name: str) -> Path:
 def known(name: str) -> dict[str, Any] | None:
     """Return the document of a rehearsal in the cache; None if there is none."""
     with suppress(OSError, ValueError):
-        return read_json(cached(name))
+        document: dict[str, Any] = read_json(cached(name))
+        return document
     return None
 
 
@@ -88,7 +92,9 @@ def rehearse(
             code = process.wait()
         if code != 0:
             lines = (folder / "errors").read_text(errors="replace").strip().splitlines()
-            raise UserError("rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}")
+            raise UserError(
+                "rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}"
+            )
         return [RankRecord.of_json(read_json(record_file(folder, rank))) for rank in ranks]
 
 

@@ -11,7 +11,7 @@ from nanoscale.runs.directory import read_json, write_json
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be played."""
+    """The ranks to play, and the means."""
 
     ranks: list[int]
     steps: int

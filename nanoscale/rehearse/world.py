@@ -70,7 +70,7 @@ class World(LiveMemory):
         self.updating = False
         """True during the optimizer's update."""
         self.repeat = 1
-        """How many equal micro batches the present one stands for."""
+        """The number of equal micro batches for which the present one stands."""
         self.block = ""
         """The block of the model whose forward pass began last."""
         self.allocator = Allocator()
@@ -153,7 +153,7 @@ class World(LiveMemory):
 
     def _device_in_cpp(self, tensor: Any) -> torch.device:
         if not isinstance(tensor, FakeTensor):
-            return _DEVICE_OF(tensor)  # type: ignore[no-any-return]
+            return _DEVICE_OF(tensor)
         return _device_in_cpp(tensor)
 
     def _is_of_the_host(self, tensors: list[Tensor], device: Any) -> bool:

@@ -1,6 +1,9 @@
-"""The engine's memory on a GPU, counted by `tests.support.fake_gpu`, compared with the plan's."""
+"""The engine's memory on a GPU, counted by a rehearsal, compared with the plan's."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -9,11 +12,14 @@ from nanoscale.backends import gradients
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
-from tests.support.fake_gpu import FakeGpu, with_engine
+from nanoscale.rehearse.cuda import Gpu
+from nanoscale.rehearse.life import build, micro_batches, world_of
+from nanoscale.rehearse.world import World
 from tests.support.ranks import run_ranks
 
 SHAPE = (
@@ -55,6 +61,23 @@ def job(overrides: str) -> Config:
     return check_request(composed, devices=planned_devices(composed)).config
 
 
+H200 = Gpu("NVIDIA H200", 141 * 10**9, 8)
+T = TypeVar("T")
+
+
+def with_engine(config: Config, act: Callable[[Any, World], T]) -> T:
+    """Take two steps on rank 0 of a job, and return what `act` makes of its engine and its GPU.
+
+    `gpu.peak` is that of the last step then, bytes.
+    """
+    with world_of(config, 0, H200) as gpu:
+        engine = build(config, gpu)
+        for _ in range(2):
+            gpu.reset_peak()
+            engine.train_step(micro_batches(config, derive(config)), 1e-4)
+        return act(engine, gpu)
+
+
 def peaks(_: int) -> dict[str, int]:
     """Return bytes by layout; in a process of its own, since parts of PyTorch are replaced."""
     return {layout: with_engine(job(layout), lambda _, gpu: gpu.peak) for layout, _ in ROWS}
@@ -79,7 +102,7 @@ def test_the_plan_knows_what_the_engine_takes(
 def checkpointed(_: int, layout: str) -> dict[str, int]:
     """Return the bytes on the GPU before and during a copy for a checkpoint, and in host memory after it."""
 
-    def act(engine: NativeEngine, gpu: FakeGpu) -> dict[str, int]:
+    def act(engine: NativeEngine, gpu: World) -> dict[str, int]:
         gpu.reset_peak()
         before = gpu.live
         staging = Staging()

@@ -30,8 +30,8 @@ from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
+from nanoscale.rehearse.live_memory import LiveMemory
 from tests.support.jobs import make_config
-from tests.support.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 
 SIZES = {"wide": (128, 256), "uneven": (67, 48), "vector": (96,)}

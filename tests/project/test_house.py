@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 # Each room imports only rooms after it; docs/architecture.md shows the same house.
 ROOMS = (
     *("__main__", "cli", "view", "launch", "plan"),
-    *("agent", "worker", "measure", "train", "backends", "generate", "checkpoint"),
+    *("agent", "worker", "rehearse", "measure", "train", "backends", "generate", "checkpoint"),
     *("parallel", "models", "data", "metrics"),
     *("runs", "config", "processes", "common"),
 )

@@ -28,7 +28,7 @@ Sequence = list[tuple[list[int], tuple[str, int, str, int | None]]]
 
 @dataclass
 class Measured:
-    """What a rank did."""
+    """The memory and the collectives of a rank."""
 
     peak: int
     sequence: Sequence
@@ -66,7 +66,8 @@ def measured(rank: int, configs: list[Config], steps: int = 2) -> list[Measured]
 def _measured(config: Config, steps: int) -> Measured:
     sizes = derive(config)
     gc.collect()
-    with Recorder() as recorder:
+    recorder = Recorder()
+    with recorder:
         engine = make_engine(config, torch.device("cpu"))
         for _ in range(steps):
             engine.train_step(micro_batches(config, sizes), config.optimizer.lr)

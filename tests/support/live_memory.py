@@ -1,97 +1,9 @@
-"""PyTorch's memory on a CPU, counted as torch.cuda counts it on a GPU: bytes of all storages that are held."""
+"""PyTorch's memory on a CPU as its profiler records it."""
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
-from typing import Any
-
 import numpy as np
-import torch
-from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-
-_resize = torch.UntypedStorage.resize_
-
-
-class LiveMemory(TorchDispatchMode):
-    """While it is entered, `live` and `peak` follow every storage that an operation makes, fills or resizes.
-
-    What an operation needs only within itself is not seen, nor what gloo holds.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-
-    def __enter__(self) -> LiveMemory:
-        torch.UntypedStorage.resize_ = partial_method(self)  # type: ignore[method-assign]
-        return super().__enter__()  # type: ignore[return-value]
-
-    def __exit__(self, *about: Any) -> None:
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
-        super().__exit__(*about)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # they call operations on plain tensors, which come back here
-        result = func(*args, **(kwargs or {}))
-        tree_map_only(Tensor, self._see, result)
-        return result
-
-    def reset_peak(self) -> None:
-        self.peak = self.live
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != "meta":
-            self.see_storage(storage)
-
-    def see_storage(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, self._size(storage)
-        known = self._held.get(key)
-        if known is not None and known[0]() is storage:
-            self._count(size - known[1])
-            self._held[key] = known[0], size
-            return
-        self._held[key] = weakref.ref(storage, partial(self._drop, key)), size
-        self._count(size)
-
-    def _size(self, storage: torch.UntypedStorage) -> int:
-        return storage.nbytes()
-
-    def _see(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
-        if isinstance(tensor, AsyncCollectiveTensor):
-            tensor = tensor.elem
-        if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta":
-            self.see_storage(tensor.untyped_storage())
-
-    def _drop(self, key: int, gone: Any) -> None:
-        known = self._held.get(key)
-        if known is not None and known[0] is gone:
-            self._count(-known[1])
-            del self._held[key]
-
-    def _count(self, more: int) -> None:
-        self.live += more
-        self.peak = max(self.peak, self.live)
-
-
-def partial_method(memory: LiveMemory) -> Any:
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = _resize(storage, size)
-        memory.resized(storage)
-        return result
-
-    return resize_
 
 
 def peak_bytes(recorded: profile) -> int:

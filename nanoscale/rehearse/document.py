@@ -1,0 +1,123 @@
+"""The result of a rehearsal as one JSON document, for people, programs and program.json. Torch-free."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from nanoscale.config.derive import derive
+from nanoscale.config.schema import Config
+from nanoscale.rehearse.compare import axis_of, mismatches
+from nanoscale.rehearse.record import RankRecord
+
+
+def document(
+    config: Config,
+    records: Sequence[RankRecord],
+    stands_for: dict[int, int],
+    steps: int,
+    gpu: dict[str, Any] | None,
+    context: int,
+) -> dict[str, Any]:
+    """Return the document.
+
+    Args:
+        stands_for: the number of ranks that each played rank stands for.
+        gpu: the fields of `rehearse.cuda.Gpu`; None for CPUs.
+        context: bytes of a GPU that are not PyTorch's.
+    """
+    sizes, parallel = derive(config), config.parallel
+    degrees = {"pp": parallel.pp, "dp": sizes.dp, "cp": parallel.cp, "tp": parallel.tp}
+    ranks = [_rank(record, stands_for[record.rank], context) for record in records]
+    capacity = gpu["memory"] if gpu is not None else None
+    worst = max(ranks, key=lambda rank: int(rank["total"]))
+    return {
+        "model": config.model.name,
+        "world_size": sizes.world_size,
+        "degrees": {**degrees, "ep": parallel.ep},
+        "schedule": parallel.schedule if parallel.pp > 1 else None,
+        "zero": config.zero.stage,
+        "device": gpu["name"] if gpu is not None else "cpu",
+        "steps": steps,
+        "micro_batches": sizes.accumulation,
+        "capacity": capacity,
+        "worst_rank": worst["rank"],
+        "fits": None if capacity is None else worst["total"] <= capacity,
+        "mismatches": mismatches(records),
+        "notes": _notes(config, records),
+        "collectives": _totals(records, degrees, steps),
+        "ranks": ranks,
+        "program": {str(record.rank): _program(record) for record in records},
+    }
+
+
+def failed(result: dict[str, Any]) -> bool:
+    """True if the code of a rank failed, ranks disagree, or a rank made a mistake."""
+    ranks = result["ranks"]
+    return bool(result["mismatches"]) or any(rank["error"] or rank["findings"] for rank in ranks)
+
+
+def _notes(config: Config, records: Sequence[RankRecord]) -> list[str]:
+    notes = list(dict.fromkeys(note for record in records for note in record.notes))
+    if config.model.experts:
+        notes.append("loads of experts are made up: every expert gets as many tokens")
+    if config.backend.compile == "on":
+        notes.append("compiled blocks played eagerly: an upper bound of the memory")
+    return notes
+
+
+def _rank(record: RankRecord, stands_for: int, context: int) -> dict[str, Any]:
+    waits = [wait._asdict() for wait in record.waits]
+    return {
+        "rank": record.rank,
+        "stands_for": stands_for,
+        "allocated": record.peak,
+        "reserved": max(record.reserved, record.peak),
+        "context": context,
+        "total": max(record.reserved, record.peak) + context,
+        "peak_phase": record.peak_phase,
+        "phases": {
+            name: {"peak": phase.peak, "kinds": phase.kinds}
+            for name, phase in record.phases.items()
+        },
+        "after_steps": record.after,
+        "host": record.host_peak,
+        "checkpoint": record.checkpoint,
+        "waits": waits,
+        "findings": record.findings,
+        "error": record.error,
+        "seconds": record.seconds,
+        "timeline": record.timeline,
+    }
+
+
+def _totals(
+    records: Sequence[RankRecord], degrees: dict[str, int], steps: int
+) -> list[dict[str, Any]]:
+    """Return, for each axis and kind, the collectives of the last step of the rank with most of them."""
+    most: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in records:
+        counted: dict[tuple[str, str], dict[str, Any]] = defaultdict(
+            lambda: {"count": 0, "bytes": 0}
+        )
+        axes = [axis_of(group, degrees) for group in record.groups]
+        for call in record.calls:
+            if call.phase == f"step {steps}":
+                total = counted[axes[call.group], call.kind.strip("_")]
+                total["ranks"] = len(record.groups[call.group])
+                total["count"] += call.repeat
+                total["bytes"] += call.repeat * call.bytes
+        for key, total in counted.items():
+            if key not in most or total["bytes"] > most[key]["bytes"]:
+                most[key] = {**total, "rank": record.rank}
+    return [{"axis": axis, "kind": kind, **total} for (axis, kind), total in sorted(most.items())]
+
+
+def _program(record: RankRecord) -> dict[str, Any]:
+    """Return the collectives of a rank in order, column by column."""
+    names = ("kind", "group", "bytes", "dtype", "peer", "phase", "repeat", "block", "line")
+    return {
+        "groups": record.groups,
+        **{name: [getattr(call, name) for call in record.calls] for name in names},
+    }

@@ -1,0 +1,106 @@
+"""A rehearsal for the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from nanoscale.common.units import byte_size, duration, share
+
+
+def lines(result: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a rehearsal's result."""
+    yield head(result)
+    yield ""
+    yield from _memory(result)
+    yield ""
+    yield verdict(result)
+    yield from _communication(result)
+    yield from _waits(result)
+    for note in result["notes"]:
+        yield f"note: {note}"
+    yield from mistakes(result)
+
+
+def head(result: dict[str, Any]) -> str:
+    """Return what was rehearsed, in one line."""
+    played = len(result["ranks"])
+    degrees = " · ".join(f"{axis} {n}" for axis, n in result["degrees"].items() if n > 1)
+    ranks = f"{played} of {result['world_size']:,} ranks played"
+    seconds = duration(sum(rank["seconds"] for rank in result["ranks"]))
+    layout = degrees or "one process"
+    return f"{result['model']}, {layout}, on {result['device']}: {ranks} in {seconds} of processor time"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Return whether the job fits."""
+    worst = _worst(result)
+    if result["fits"] is None:
+        return f"rank {worst['rank']} holds most: {byte_size(worst['allocated'])} in {worst['peak_phase']}"
+    used = share(worst["total"], result["capacity"])
+    fits = "fits" if result["fits"] else "does not fit"
+    return f"{fits}: {used} on rank {worst['rank']} (most in {worst['peak_phase']})"
+
+
+def mistakes(result: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong: errors, differences between ranks, and mistakes of single ranks."""
+    for rank in result["ranks"]:
+        if rank["error"]:
+            yield f"error: rank {rank['rank']} failed:"
+            yield from (f"  {line}" for line in rank["error"].rstrip().splitlines()[-12:])
+        for finding in rank["findings"]:
+            yield f"error: rank {rank['rank']}: {finding}"
+    for mismatch in result["mismatches"]:
+        yield f"error: {mismatch}"
+
+
+def _worst(result: dict[str, Any]) -> dict[str, Any]:
+    ranks: list[dict[str, Any]] = result["ranks"]
+    return next(rank for rank in ranks if rank["rank"] == result["worst_rank"])
+
+
+def _memory(result: dict[str, Any]) -> Iterator[str]:
+    yield f"{'rank':>6} {'for':>6} {'allocated':>10} {'reserved':>10} {'host':>10}  highest in"
+    for rank in result["ranks"]:
+        sizes = " ".join(
+            f"{byte_size(rank[name]):>10}" for name in ("allocated", "reserved", "host")
+        )
+        yield f"{rank['rank']:>6} {rank['stands_for']:>6,} {sizes}  {rank['peak_phase']}"
+    yield ""
+    worst = _worst(result)
+    yield f"rank {worst['rank']} by phase and purpose"
+    for name, phase in worst["phases"].items():
+        kinds = sorted(phase["kinds"].items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {byte_size(size)}" for kind, size in kinds if size)
+        yield f"  {name:<10} {byte_size(phase['peak']):>10}  {parts}"
+    held = worst["checkpoint"]
+    if held:
+        yield f"  a checkpoint writes {byte_size(held['bytes'])} of this rank in {held['tensors']:,} tensors"
+
+
+def _communication(result: dict[str, Any]) -> Iterator[str]:
+    if not result["collectives"]:
+        return
+    yield ""
+    yield f"{'collectives of a step':<34} {'ranks':>6} {'calls':>8} {'bytes':>10}"
+    for row in result["collectives"]:
+        name = f"{row['axis']}: {row['kind']}"
+        yield f"{name:<34} {row['ranks']:>6,} {row['count']:>8,} {byte_size(row['bytes']):>10}"
+    if not result["mismatches"]:
+        yield "all members of every group agree on kind, size, type and order"
+
+
+def _waits(result: dict[str, Any]) -> Iterator[str]:
+    last = f"step {result['steps']}"
+    found: Counter[tuple[str, str]] = Counter()
+    for rank in result["ranks"]:
+        for wait in rank["waits"]:
+            if wait["phase"] == last:
+                place = wait["what"], wait["line"]
+                found[place] = max(found[place], wait["times"])
+    yield ""
+    if not found:
+        yield "the host waits for the device nowhere in a step"
+    for (what, line), count in found.items():
+        yield f"the host waits for the device {count} times a step: {what} at {line}"
