@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, zip_longest
 
 from nanoscale.common.units import byte_size
@@ -14,18 +14,23 @@ _ALL_PAIRS = 64
 """The most ranks of which every pair is compared."""
 
 
-def mismatches(records: Sequence[RankRecord]) -> list[str]:
+def mismatches(
+    records: Sequence[RankRecord], is_ring: Callable[[Sequence[int]], bool] = lambda _: False
+) -> list[str]:
     """Return every difference between ranks that would hang or corrupt the job, as sentences.
 
     Two ranks must ask for the collectives of all groups that they share in the same order, with the same kind,
     size and dtype; and every message must be awaited by its receiver.
+
+    Args:
+        is_ring: returns True for the members of a group in which every rank passes on what it receives.
     """
     good = [record for record in records if not record.error]
     pairs: Iterable[tuple[RankRecord, RankRecord]] = combinations(good, 2)
     if len(good) > _ALL_PAIRS:
         pairs = _neighbours(good)
     together = [found for first, second in pairs if (found := _first_difference(first, second))]
-    return [*dict.fromkeys(together), *_lost_messages(good)]
+    return [*dict.fromkeys(together), *_lost_messages(good, is_ring)]
 
 
 def _neighbours(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, RankRecord]]:
@@ -80,45 +85,61 @@ def _shortened(members: Sequence[int]) -> str:
 
 Letter = tuple[int, str]
 """Bytes and dtype of a message."""
+Members = tuple[int, ...]
+Way = tuple[int, int, Members]
+"""Sender, receiver and their group."""
 
 
-def _lost_messages(records: Sequence[RankRecord]) -> Iterator[str]:
+def _lost_messages(
+    records: Sequence[RankRecord], is_ring: Callable[[Sequence[int]], bool]
+) -> Iterator[str]:
     played = {record.rank for record in records}
-    sent: dict[tuple[int, int, tuple[int, ...]], list[Letter]] = defaultdict(list)
-    awaited: dict[tuple[int, int, tuple[int, ...]], list[Letter]] = defaultdict(list)
+    sent, awaited = _messages(records)
+    for sender, receiver, members in sorted({*sent, *awaited}):
+        way = (sender, receiver, members)
+        if {sender, receiver} <= played and sent[way] != awaited[way]:
+            yield _difference(sender, receiver, sent[way], awaited[way])
+    for members in sorted({way[2] for way in (*sent, *awaited)}):
+        here = [rank for rank in members if rank in played]
+        if len(here) < len(members) and is_ring(members):
+            yield from _broken_ring(members, here, sent, awaited)
+
+
+def _messages(
+    records: Sequence[RankRecord],
+) -> tuple[dict[Way, list[Letter]], dict[Way, list[Letter]]]:
+    sent: dict[Way, list[Letter]] = defaultdict(list)
+    awaited: dict[Way, list[Letter]] = defaultdict(list)
     for record in records:
         for call in record.calls:
             if call.kind in MESSAGES:
                 members = tuple(record.groups[call.group])
                 assert call.peer is not None
-                peer = members[call.peer]
-                ends = (record.rank, peer) if call.kind == "send" else (peer, record.rank)
-                letters = sent if call.kind == "send" else awaited
-                letters[(*ends, members)] += [(call.bytes, call.dtype)] * call.repeat
-    for sender, receiver, members in sorted({*sent, *awaited}):
-        way = (sender, receiver, members)
-        if {sender, receiver} <= played:
-            others = awaited[way]
-        else:  # in a ring each rank receives from the one before what it sends to the one after
-            others = _ring_of(way, sent if way in awaited else awaited, played)
-        mine = sent[way] if way in sent else awaited[way]
-        if ({sender, receiver} <= played and sent[way] != others) or mine != others:
-            yield _difference(sender, receiver, sent[way], awaited[way])
+                peer, letters = members[call.peer], [(call.bytes, call.dtype)] * call.repeat
+                if call.kind == "send":
+                    sent[record.rank, peer, members] += letters
+                else:
+                    awaited[peer, record.rank, members] += letters
+    return sent, awaited
 
 
-def _ring_of(
-    way: tuple[int, int, tuple[int, ...]],
-    letters: dict[tuple[int, int, tuple[int, ...]], list[Letter]],
-    played: set[int],
-) -> list[Letter]:
-    """Return the messages of the played end of a way, in the other direction round the ring."""
-    sender, receiver, members = way
-    own = sender if sender in played else receiver
-    ranks, at = len(members), members.index(own)
-    offset = members.index(receiver) - members.index(sender)
-    if own == sender:
-        return letters.get((members[(at - offset) % ranks], own, members), [])
-    return letters.get((own, members[(at + offset) % ranks], members), [])
+def _broken_ring(
+    members: Members,
+    played: Sequence[int],
+    sent: dict[Way, list[Letter]],
+    awaited: dict[Way, list[Letter]],
+) -> Iterator[str]:
+    """Yield differences in a ring of which some ranks are played: each passes on what it receives."""
+    usual: list[Letter] | None = None
+    for rank in played:
+        at = members.index(rank)
+        after, before = members[(at + 1) % len(members)], members[at - 1]
+        out, into = sent[rank, after, members], awaited[before, rank, members]
+        usual = out if usual is None else usual
+        if out != usual:
+            yield _difference(rank, after, out, usual)
+        elif into != usual:
+            yield _difference(before, rank, usual, into)
 
 
 def _difference(sender: int, receiver: int, sent: list[Letter], awaited: list[Letter]) -> str:

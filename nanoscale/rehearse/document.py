@@ -44,7 +44,7 @@ def document(
         "capacity": capacity,
         "worst_rank": worst["rank"],
         "fits": None if capacity is None else worst["total"] <= capacity,
-        "mismatches": mismatches(records),
+        "mismatches": mismatches(records, lambda group: axis_of(group, degrees) == "cp"),
         "notes": _notes(config, records),
         "collectives": _totals(records, degrees, steps),
         "ranks": ranks,

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from nanoscale.backends.base import Engine
+from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.parallel.kernels import set_kernels
+from nanoscale.rehearse import findings
 from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.record import RankRecord
 from nanoscale.rehearse.world import World, identity, played
-from nanoscale.train.job import make_engine
 
 _POINTS = 1500
 """Points of a timeline."""
@@ -57,9 +57,9 @@ def world_of(config: Config, rank: int, gpu: Gpu | None) -> Iterator[World]:
         yield world
 
 
-def build(config: Config, world: World) -> Engine:
+def build(config: Config, world: World) -> NativeEngine:
     """Build the engine of the rank, and watch its phases."""
-    engine = make_engine(config, world.device)
+    engine = NativeEngine(config, world.device)
     world.built = True
     _watch(engine, world)
     return engine
@@ -67,19 +67,41 @@ def build(config: Config, world: World) -> Engine:
 
 def _live(config: Config, world: World, steps: int, record: RankRecord) -> None:
     engine = build(config, world)
-    sizes = derive(config)
+    record.findings += findings.of_optimizer(engine)
+    record.notes += findings.of_shards(engine)
     for step in range(1, steps + 1):
-        last = step == steps
-        world.keeps_timeline = last
-        with world.part(f"step {step}"):
-            engine.train_step(micro_batches(config, sizes), config.optimizer.lr)
+        world.keeps_timeline = step == steps
+        with world.part(f"step {step}"), _played_batches(config, world, engine) as batches:
+            engine.train_step(batches, config.optimizer.lr)
         world.keeps_timeline = False
         record.after.append(world.live)
+    record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
+    sizes = derive(config)
     if config.train.eval_every:
         with world.part("evaluation"):
             engine.evaluate([(micro_batches(config, sizes)[0], sizes.micro_batch)])
     with world.part("checkpoint"):
         record.checkpoint = _checkpointed(engine.state())
+
+
+@contextmanager
+def _played_batches(config: Config, world: World, engine: NativeEngine) -> Iterator[list[Batch]]:
+    """Provide the micro batches of a step: the first, one for all in the middle, and the last.
+
+    A pipeline runs several at once, so all of its micro batches are played.
+    """
+    whole = micro_batches(config, derive(config))
+    if config.parallel.pp > 1 or len(whole) <= 3:
+        yield whole
+        return
+    (part,) = engine.parts.values()
+    repeats = iter([1, len(whole) - 2, 1])
+    hook = part.register_forward_pre_hook(lambda *_: setattr(world, "repeat", next(repeats)))
+    try:
+        yield whole[:3]
+    finally:
+        hook.remove()
+        world.repeat = 1
 
 
 def micro_batches(config: Config, sizes: Derived) -> list[Batch]:
@@ -91,7 +113,7 @@ def micro_batches(config: Config, sizes: Derived) -> list[Batch]:
     return [one] * sizes.accumulation
 
 
-def _watch(engine: Engine, world: World) -> None:
+def _watch(engine: NativeEngine, world: World) -> None:
     """Tell the world when the update begins and ends, which block runs, and what its tensors are for."""
     optimizer = engine._stepped_optimizer()
 

@@ -1,0 +1,50 @@
+"""Mistakes of the code that one rank shows, and shards that users should know of."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor, Shard
+
+from nanoscale.backends.native import NativeEngine
+
+_SHOWN = 3
+
+
+def of_optimizer(engine: NativeEngine) -> list[str]:
+    """Return the parameters that are trained and in no optimizer."""
+    groups = engine._stepped_optimizer().param_groups
+    updated = {id(parameter) for group in groups for parameter in group["params"]}
+    left = [name for name, p in engine.parameters() if id(p) not in updated]
+    return [f"no optimizer updates {_shown(left)}"] if left else []
+
+
+def of_gradients(engine: NativeEngine) -> list[str]:
+    """Return the parameters that keep their gradients after a step."""
+    kept = [name for name, p in engine.parameters() if p.grad is not None]
+    return [f"gradients are kept after the step: {_shown(kept)}"] if kept else []
+
+
+def of_growth(after: list[int]) -> list[str]:
+    """Return by how much memory grows with every step; the first one makes the optimizer's states."""
+    if len(after) < 2 or after[-1] <= after[-2]:
+        return []
+    more = after[-1] - after[-2]
+    return [f"a step leaves {more:,} bytes more than it found on the device: memory leaks"]
+
+
+def of_shards(engine: NativeEngine) -> list[str]:
+    """Return the parameters whose rows do not divide evenly over the ranks that shard them."""
+    uneven = []
+    for name, parameter in engine.parameters():
+        if isinstance(parameter, DTensor):
+            size = parameter.shape
+            for ranks, placement in zip(
+                parameter.device_mesh.shape, parameter.placements, strict=True
+            ):
+                if isinstance(placement, Shard) and size[placement.dim] % ranks:
+                    uneven.append(f"{name} ({size[placement.dim]} rows over {ranks} ranks)")
+    return [f"uneven shards, so some ranks hold more: {_shown(uneven)}"] if uneven else []
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
