@@ -31,7 +31,7 @@ _POINTS = 1500
 
 def play(config: Config, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
     """Live through one rank of a job; an error of the code is in the record."""
-    record, began = RankRecord(rank), time.perf_counter()
+    record, began = RankRecord(rank), time.process_time()
     try:
         with world_of(config, rank, gpu) as world:
             try:
@@ -40,7 +40,7 @@ def play(config: Config, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
                 _write_down(world, record)
     except Exception:
         record.error = traceback.format_exc()
-    record.seconds = time.perf_counter() - began
+    record.seconds = time.process_time() - began
     return record
 
 

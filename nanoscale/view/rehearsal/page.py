@@ -1,74 +1,93 @@
-"""A rehearsal as one self-contained page: no script, no other file."""
+"""The page of a rehearsal."""
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Iterator
 from typing import Any
 
-from nanoscale.common.units import byte_size
-from nanoscale.view.page import page, table, wide
-from nanoscale.view.rehearsal.memory_svg import phases_svg, timeline_svg
+from nanoscale.common.units import GIB, byte_size
+from nanoscale.view.charts import Bar, curves, stacked_bars
+from nanoscale.view.page import render
 from nanoscale.view.rehearsal.text import head, mistakes, verdict
+
+_COLOURS = {
+    "weights": "#4c78a8",
+    "gathered weights": "#9ecae9",
+    "gradients": "#54a24b",
+    "optimizer": "#eeca3b",
+    "activations": "#b279a2",
+    "communication": "#f58518",
+    "temporary": "#bab0ac",
+}
+"""The colour of each purpose of memory."""
 
 
 def rehearsal_page(result: dict[str, Any]) -> str:
-    """Return the page: memory in time and by phase, ranks, collectives, waits and mistakes."""
-    title = head(result)
+    """Return the page: memory by phase and in time, ranks, collectives, waits and mistakes."""
     worst = next(rank for rank in result["ranks"] if rank["rank"] == result["worst_rank"])
     wrong = list(mistakes(result))
-    good = result["fits"] is not False and not wrong
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="verdict {"yes" if good else "no"}">{escape(verdict(result))}</p>',
-        *([f"<pre>{escape(chr(10).join(wrong))}</pre>"] if wrong else []),
-        *(f"<p>{escape(note)}</p>" for note in result["notes"]),
-        f"<h2>Memory of rank {worst['rank']} in the last step</h2>",
-        wide(timeline_svg(worst["timeline"], result["capacity"])),
-        f"<h2>Peaks of rank {worst['rank']} by phase</h2>",
-        wide(phases_svg(worst["phases"])),
-        "<h2>Ranks</h2>",
-        _ranks(result),
-        "<h2>Collectives of a step</h2>",
-        _collectives(result),
-        "<h2>Waits for the device</h2>",
-        _waits(result),
+    return render(
+        "rehearsal.html",
+        title=head(result),
+        good=result["fits"] is not False and not wrong,
+        verdict=verdict(result),
+        mistakes=wrong,
+        notes=result["notes"],
+        worst=worst["rank"],
+        phases_chart=phases_chart(worst, result["capacity"]),
+        timeline_chart=timeline_chart(worst["timeline"]),
+        mesh=_mesh(result["degrees"]),
+        ranks=list(_ranks(result)),
+        collectives=[
+            (
+                f"{row['axis']}: {row['kind']}",
+                f"{row['ranks']:,}",
+                f"{row['count']:,}",
+                byte_size(row["bytes"]),
+            )
+            for row in result["collectives"]
+        ],
+        waits=[
+            (wait["line"], wait["what"], wait["phase"], f"{wait['times']:,}", rank["rank"])
+            for rank in result["ranks"]
+            for wait in rank["waits"]
+        ],
+    )
+
+
+def phases_chart(rank: dict[str, Any], capacity: int | None) -> str:
+    """Return a bar for each phase's peak; hovering over a part shows its size."""
+    bars = [
+        Bar(
+            name,
+            [(kind, size, f"{kind}: {byte_size(size)}") for kind, size in phase["kinds"].items()],
+            byte_size(phase["peak"]),
+        )
+        for name, phase in rank["phases"].items()
     ]
-    return page(title, parts)
+    limit = max([1, *(phase["peak"] for phase in rank["phases"].values())])
+    mark = (capacity, f"{byte_size(capacity)} of the device") if capacity else (limit, "the peak")
+    return stacked_bars("Peaks of memory by phase and purpose", bars, _COLOURS, mark)
 
 
-def _ranks(result: dict[str, Any]) -> str:
-    names = ("rank", "stands for", "allocated", "reserved", "host", "checkpoint", "highest in")
-    rows = [
-        (
+def timeline_chart(values: list[int]) -> str:
+    """Return the memory that tensors hold in the course of a step, GiB."""
+    points: list[tuple[int, float | None]] = [(at, size / GIB) for at, size in enumerate(values)]
+    return curves("GiB of tensors", [("", points)], from_zero=True, width=960, height=260)
+
+
+def _mesh(degrees: dict[str, int]) -> str:
+    """Describe the order of ranks."""
+    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    return "mesh " + " × ".join(axes) if axes else "one process"
+
+
+def _ranks(result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for rank in result["ranks"]:
+        yield (
             str(rank["rank"]),
             f"{rank['stands_for']:,}",
             *(byte_size(rank[name]) for name in ("allocated", "reserved", "host")),
             byte_size(rank["checkpoint"].get("bytes", 0)),
             rank["peak_phase"],
         )
-        for rank in result["ranks"]
-    ]
-    return table(names, rows)
-
-
-def _collectives(result: dict[str, Any]) -> str:
-    rows = [
-        (
-            f"{row['axis']}: {row['kind']}",
-            f"{row['ranks']:,}",
-            f"{row['count']:,}",
-            byte_size(row["bytes"]),
-        )
-        for row in result["collectives"]
-    ]
-    return table(("axis and kind", "ranks", "calls", "bytes"), rows) if rows else "<p>None.</p>"
-
-
-def _waits(result: dict[str, Any]) -> str:
-    rows = [
-        (wait["line"], wait["what"], wait["phase"], f"{wait['times']:,}", str(rank["rank"]))
-        for rank in result["ranks"]
-        for wait in rank["waits"]
-    ]
-    names = ("line", "what", "phase", "count", "rank")
-    return table(names, rows) if rows else "<p>None.</p>"
