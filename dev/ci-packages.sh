@@ -33,7 +33,7 @@ log=$(mktemp)
 apt() {
     timeout 600 apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=2 "$@" >> "$log" 2>&1
 }
-apt update || echo "apt-get update failed; going on with the lists that are here" >&2
+apt update || echo "apt-get update failed; continuing with the existing lists" >&2
 if ! apt install --yes --no-install-recommends "${packages[@]}"; then
     tail -n 5 "$log" >&2
     give_up "apt-get install failed"

@@ -5,8 +5,8 @@ saves. At each instant the launcher, the agent, a worker or all of them get SIGK
 
 - no process of the job may be left, nor any temporary folder of it,
 - every checkpoint that was announced must be there, and no more steps may be lost than between two checkpoints,
-- `nanoscale resume` must go on, and the run must end with the weights, the optimizer states and the metrics of
-  an undisturbed run, bit for bit.
+- `nanoscale resume` must continue, and the run must end with the weights, the optimizer states and the metrics
+  of an undisturbed run, bit for bit.
 
 Prints a line for each instant and exits with 1 if anything else was seen. Takes about ten minutes on two idle
 cores.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-gc.disable()  # until the tests are collected: what is imported is no garbage
+gc.disable()  # until the tests are collected: what is imported is not garbage
 pytest.register_assert_rewrite("tests.support")
 TESTS = Path(__file__).parent
 LONGEST_FIRST = ("cluster", "train", "backends", "parallel", "checkpoint", "cli", "launch")

@@ -19,7 +19,7 @@ ACCUMULATION = 4
 SURE = 0.9
 """The least probability that a layout fits: running out of memory costs a minute."""
 PEER_SHARE = 0.9
-"""Most of the device's memory that a peer may need by `Layout.peer_gib`, which is no more than an estimate."""
+"""Most of the device's memory that a peer may need by `Layout.peer_gib`, which is only an estimate."""
 VOCABULARIES = (128256, 50257)
 """Vocabularies of Llama 3 and GPT-2: random tokens read as many rows of the embedding as a real training."""
 SAME = (

@@ -3,7 +3,7 @@
     python -m benchmarks.plan.published_memory [PUBLISHED_MEASUREMENTS.CSV]
 
 A row is another software's: its record describes its differences from ours, and no row has a constant of its
-own. The records were written with these rows in sight, so they are no blind test. nanotron's rows state no
+own. The records were written with these rows in sight, so they are not blind tests. nanotron's rows state no
 widths and are left out.
 """
 

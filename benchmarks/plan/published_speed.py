@@ -49,7 +49,7 @@ How rows were read:
               ours has no asynchronous tp, and no 8-bit products with tp, which are computed here all the same
   nanotron    states neither layers nor widths: skipped
 The shares of conf/cluster are others' measurements of single operations, chosen among (8192³ or the mean of two
-sizes, which of two attention kernels) with this table in view: it is no blind test.
+sizes, which of two attention kernels) with this table in view: it is not a blind test.
 """
 _FIRST_FLASH = {"a100-80": 0.62 / 1.8, "a100-40": 0.62 / 1.8, "h100-sxm": 0.35 / 1.8}
 """Shares of the peak: FlashAttention-2's over the middle of "1.3 to 2.5 times" (its paper, arXiv:2307.08691,

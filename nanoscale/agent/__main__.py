@@ -30,7 +30,7 @@ def _call(address: str, key_file: Path) -> Link:
     try:
         return Link.over_network(address, key_file)
     except OSError as error:
-        sys.exit(f"nanoscale.agent: cannot call the launcher at {address} back: {error}")
+        sys.exit(f"nanoscale.agent: cannot connect back to the launcher at {address}: {error}")
 
 
 def end(code: int) -> NoReturn:

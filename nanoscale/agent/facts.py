@@ -98,7 +98,7 @@ def _network(master_addr: str) -> dict[str, Any]:
 
 
 def _stale_locks() -> list[str]:
-    """List locks that compilations of PyTorch extensions have left; the next one waits for them for ever.
+    """List locks that compilations of PyTorch extensions have left; the next one waits for them forever.
 
     DeepSpeed compiles its operations in this way. A lock is a file that the compiling process removes in the
     end.

@@ -90,7 +90,7 @@ def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
     if path is None:
         return {
             "path": None,
-            "problem": f"CC={named} is no program" if named else "no gcc or clang",
+            "problem": f"CC={named} is not a program" if named else "no gcc or clang",
         }
     include = sysconfig.get_paths()["include"]
     command = [path, "-fsyntax-only", "-x", "c", f"-I{include}", "-"]

@@ -126,7 +126,7 @@ class Link:
                     if isinstance(message, dict):
                         self._take(message)
             elif self._silence_s is not None and time.monotonic() - heard > self._silence_s:
-                self._end(f"the launcher has been silent for {self._silence_s:g} s")
+                self._end(f"no heartbeat from the launcher for {self._silence_s:g} s")
 
     def _read(self) -> bytes:
         """Read available bytes; empty if the connection has ended, in whatever way."""
@@ -179,7 +179,7 @@ def _call(addresses: Sequence[str], key: bytes) -> socket.socket:
         if not hung_up:
             break
         time.sleep(random.uniform(0, _CALL_PAUSE_S))
-    sys.exit(f"nanoscale.agent: no answer of the launcher at {', '.join(addresses)}")
+    sys.exit(f"nanoscale.agent: no answer from the launcher at {', '.join(addresses)}")
 
 
 def _connected(host: str, port: int) -> socket.socket:

@@ -53,7 +53,7 @@ class RankLogs:
         """Skip all output but the end of each stream, with a line that says so."""
         for (rank, stream), tail in self._tails.items():
             if count := tail.skip(_END_BYTES):
-                note = f"\n[nanoscale: {count:,} bytes are left out here, for the job to end]\n"
+                note = f"\n[nanoscale: {count:,} bytes are omitted here so that the job can end]\n"
                 self._link.send("output", note.encode(), rank=rank, stream=stream)
 
     def _send_growth(self, rank: int, stream: Stream) -> bool:

@@ -110,7 +110,7 @@ def require_model(run: RunDirectory, stored: StoredCheckpoint) -> None:
         if key.startswith(_OF_THE_MODEL)
     ]
     if violations:
-        message = f"{run.config} describes another model than {stored.path.name} was saved with"
+        message = f"{run.config} describes another model than the one in {stored.path.name}"
         raise UserError("checkpoint", message, violations)
 
 

@@ -114,7 +114,7 @@ class FlatShard(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"a shard of a checkpoint takes no part in {func}")
+        raise NotImplementedError(f"a shard of a checkpoint does not support {func}")
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Return the boxes in the whole tensor, and this shard's memory of each."""

@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name, without running code of the file.
 
     Raises:
-        MetadataError: the file contains a name that torch does not write there, or is no such index.
+        MetadataError: the file contains a name that torch does not write there, or is not such an index.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
         except (OSError, MetadataError):
             raise
         except Exception as error:  # a damaged pickle raises nearly anything
-            raise MetadataError(f"is no index of a checkpoint ({error!r})") from error
+            raise MetadataError(f"is not the index of a checkpoint ({error!r})") from error
 
 
 class _Record:
@@ -129,7 +129,7 @@ class _Unpickler(pickle.Unpickler):
         admitted = _ADMITTED.get((module, name))
         if admitted is None:
             raise MetadataError(
-                f"names {module}.{name}, which no checkpoint of nanoscale does; nothing of it was run"
+                f"names {module}.{name}, which no checkpoint of nanoscale does; nothing from it was executed"
             )
         return admitted
 
@@ -157,7 +157,7 @@ def _tensor(
         offsets = _numbers(chunk["offsets"])
         location = locations[name, offsets]
         if location.get("transform_descriptors"):
-            _refuse("stores tensors in a coded form, which no checkpoint of nanoscale does")
+            _refuse("stores encoded tensors, which no checkpoint of nanoscale does")
         start, length = _number(location["offset"]), _number(location["length"])
         file, sizes = _text(location["relative_path"]), _numbers(chunk["sizes"])
         shards.append(StoredShard(offsets, sizes, file, start, length))
@@ -166,27 +166,27 @@ def _tensor(
 
 def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
     if type(record) is not kind or type(record.state) is not dict:
-        _refuse("is no index of a checkpoint")
+        _refuse("is not the index of a checkpoint")
     return record.state
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
     """Return the numbers of a torch.Size."""
     if type(size) is not _Size:
-        _refuse("is no index of a checkpoint")
+        _refuse("is not the index of a checkpoint")
     (numbers,) = size.arguments
     return tuple(map(_number, numbers))
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        _refuse(f"holds {value!r:.40} where a number must be")
+        _refuse(f"holds {value!r:.40} instead of a number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        _refuse(f"holds {value!r:.40} where a name must be")
+        _refuse(f"holds {value!r:.40} instead of a name")
     return value
 
 

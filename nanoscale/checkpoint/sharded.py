@@ -169,7 +169,7 @@ def _none_is_whole(workspace: Path, damaged: list[tuple[StoredCheckpoint, list[s
     each = " · ".join(f"{it.path.name}: {'; '.join(why)}" for it, why in damaged)
     begin = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
     return UserError(
-        "checkpoint", f"no checkpoint in {folder} is whole: {each}. To begin anew: {begin}"
+        "checkpoint", f"no checkpoint in {folder} is complete: {each}. To start again: {begin}"
     )
 
 
@@ -272,7 +272,7 @@ def _may_be_left(name: str) -> bool:
 
 
 def _drop_absent(state: State, stored: Description) -> State:
-    """Return the state without tensors that a checkpoint of another precision lacks; these start anew."""
+    """Return the state without tensors that the checkpoint may lack; they keep their initial values."""
     return {
         name: value for name, value in state.items() if name in stored or not _may_be_left(name)
     }
@@ -294,7 +294,7 @@ def _require_same_tensors(
         if stored.get(name, {}).get("shape") != wanted.get(name, {}).get("shape")
     ]
     if violations:
-        message = f"{candidate.path} holds another model or optimizer than the configuration"
+        message = f"{candidate.path} was saved with another model or optimizer than that of the configuration"
         raise UserError("checkpoint", message, violations[:8])
 
 

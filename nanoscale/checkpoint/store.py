@@ -316,7 +316,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, AttributeError, TypeError):
         whole = False
     if not whole:
-        raise DamagedCheckpointError(f"{MANIFEST}: its sum differs from its content")
+        raise DamagedCheckpointError(f"{MANIFEST}: its checksum does not match its content")
     if manifest.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{MANIFEST}: format {manifest.get('format')} is not {FORMAT}")
     return dict(manifest)
@@ -330,7 +330,7 @@ def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
         return str(error)
     for shard in (shard for tensor in tensors for shard in tensor.shards):
         if shard.start + shard.length > files.get(shard.file, {"bytes": -1})["bytes"]:
-            return f"names bytes of {shard.file!r} that are not there"
+            return f"names bytes beyond the end of {shard.file!r}"
     return None
 
 
@@ -359,11 +359,11 @@ def _problem(file: Path, files: dict[str, Any], sums: bool) -> str | None:
     """Return a problem of a file, which is read if `sums` is true; the index of tensors always is."""
     recorded, status = files[file.name], file.stat()
     if not stat.S_ISREG(status.st_mode):
-        return "is no regular file"
+        return "is not a regular file"
     if status.st_size != recorded["bytes"]:
-        return f"{status.st_size} bytes, written were {recorded['bytes']}"
+        return f"{status.st_size} bytes instead of the written {recorded['bytes']}"
     if sums and file_sum(file) != recorded["xxh3_128"]:
-        return "its sum differs from the one recorded when it was written"
+        return "its checksum differs from the recorded one"
     return _index_problem(file, files) if file.name == metadata.FILE else None
 
 

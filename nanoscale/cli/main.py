@@ -51,7 +51,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with its code."""
     display.prepare_streams()
-    gc.set_threshold(100_000)  # imported and composed objects are no garbage: search rarely
+    gc.set_threshold(100_000)  # imported and composed objects are not garbage: search rarely
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = run(arguments)
     gc.freeze()  # no search for garbage when the process ends
@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
         return DONE
     except OSError as error:
         if error.errno in _DISK_ERRORS:
-            display.note(f"error: the disk does not take what is written: {error}")
+            display.note(f"error: writing to the disk failed: {error}")
             return FAILED
         if error.filename is not None:  # an unsuitable file of the user's
             file = UserError("usage", f"{error.filename}: {error.strerror}")
@@ -144,7 +144,7 @@ def _usage_error(error: typer.TyperException, arguments: Sequence[str]) -> UserE
     overrides, note = ((), "") if dashed in possible else _as_overrides(option, value, arguments)
     if not options and not overrides:
         return UserError("usage", message)
-    what = "is no option of this command" + (f"; it {note}" if note else "")
+    what = "unknown option of this command" + (f"; it {note}" if note else "")
     violation = Violation(option, None, "command line", what, (*options, *overrides))
     return UserError("usage", f"{option}: {what}", [violation])
 
@@ -198,4 +198,4 @@ def _show_fault() -> None:
     import traceback
 
     display.note(traceback.format_exc(limit=-6), end="")
-    display.note("error: this is a fault in nanoscale; please report it with these lines")
+    display.note("error: internal error of nanoscale; please report it with these lines")

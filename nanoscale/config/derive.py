@@ -53,5 +53,5 @@ def derive(config: Config) -> Derived:
 
 
 def _unresolved(key: str, value: object) -> UserError:
-    why = "is open, and the configuration of a run has a number there"
+    why = "is not resolved, and the configuration of a run needs a number"
     return UserError("run", f"{key}={shown(value)} {why}", [Violation(key, value, "", why)])

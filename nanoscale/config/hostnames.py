@@ -34,9 +34,9 @@ def problem(name: str) -> str:
     """Return a problem of a name, as a sentence without it; empty if there is none."""
     user, at, host = name.rpartition("@")
     if name.startswith("-") or host.startswith("-"):
-        return "begins with `-`, as an option of ssh does"
+        return "starts with `-`, like an option of ssh"
     if at and (not user or _FOREIGN.search(user) or user.startswith("-")):
-        return "has no user before its `@` that a shell could not misread"
+        return "has a user before its `@` that a shell could misread"
     plain = address(name)
     if not plain or len(plain) > _LONGEST:
         return f"must have 1 to {_LONGEST} characters"
@@ -96,7 +96,7 @@ def _ipv6_problem(host: str) -> str:
         ipaddress.IPv6Address(plain)
     except ValueError:
         return (
-            "is no IPv6 address, and no other name holds a colon or brackets; a port belongs in "
+            "is not an IPv6 address, and no other name has a colon or brackets; set a port in "
             "~/.ssh/config or launcher.ssh_args"
         )
     if percent and (not zone or _FOREIGN.search(zone)):

@@ -61,12 +61,14 @@ class Run:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary frequencies beyond the original context."""
+    """Llama 3.1's scaling of the rotary frequencies beyond the original context."""
 
-    factor: float = key(8.0, "how much longer the context has become", at_least=1)
-    low_freq_factor: float = key(1.0, "wavelengths above original/low are stretched in full")
-    high_freq_factor: float = key(4.0, "wavelengths below original/high are left alone")
-    original_seq_len: int = key(8192, "context before the stretching", unit="tokens", at_least=1)
+    factor: float = key(8.0, "ratio of the extended context to the original one", at_least=1)
+    low_freq_factor: float = key(
+        1.0, "wavelengths above original/low are scaled by the whole factor"
+    )
+    high_freq_factor: float = key(4.0, "wavelengths below original/high are not scaled")
+    original_seq_len: int = key(8192, "context before the scaling", unit="tokens", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,12 @@ class Model:
 
     source: Literal["own", "hf"] = key(
         "own",
-        "whose code it is; own: the transformer that the other keys shape · hf: transformers', by config.json",
+        "which code runs; own: nanoscale's transformer, shaped by the other keys · hf: that of "
+        "transformers, by its config.json",
     )
     name: str = key(
         "custom",
-        "what to call it in tables and logs; hf: folder of a model, or its name at Hugging Face",
+        "name in tables and logs; hf: folder of a model, or its name at Hugging Face",
         executes="model.trust_remote_code",
         path=True,
     )
@@ -88,41 +91,43 @@ class Model:
     heads: int = key(8, "query heads", at_least=1)
     kv_heads: int | None = key(None, "key and value heads; null: as many as heads", at_least=1)
     head_dim: int | None = key(None, "width of a head; null: hidden / heads", at_least=1)
-    ffn: int = key(128, "width inside the feed-forward block, of each expert", at_least=1)
+    ffn: int = key(
+        128, "inner width of the feed-forward block; with experts, of each expert", at_least=1
+    )
     experts: int = key(
         0,
-        "feed-forward blocks of which each token takes some (mixture of experts); 0: one for all",
+        "number of experts (MoE); 0: a dense feed-forward block",
         at_least=0,
     )
-    experts_per_token: int = key(2, "with experts: how many of them a token takes", at_least=1)
+    experts_per_token: int = key(2, "with experts: number of experts per token", at_least=1)
     balance: Literal["none", "bias", "aux"] = key(
         "none",
-        "with experts: what keeps their loads alike; bias: after every step, those with less than the "
-        "mean are preferred a little more; aux: a further loss of each sequence",
+        "with experts: method that balances their loads; bias: after every step, experts with "
+        "less than the mean load get a higher routing bias; aux: an auxiliary loss per sequence",
     )
     balance_rate: float = key(
         1e-3,
-        "bias: how far a step moves a preference, in units of the router's softmax; aux: weight of the loss",
+        "bias: change of a routing bias per step, in units of the router's softmax; aux: weight of the loss",
         at_least=0,
     )
     vocab: int = key(320, "rows of the embedding", unit="tokens", at_least=2)
     max_seq_len: int = key(
-        2048, "longest sequence the model admits", unit="tokens", at_least=1, scaled="binary"
+        2048, "longest sequence that the model allows", unit="tokens", at_least=1, scaled="binary"
     )
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "normalisation before each block")
     norm_eps: float = key(1e-5, "added to the variance", at_least=0)
     mlp: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward block: gated, or two matrices")
-    position: Literal["rope", "learned"] = key("rope", "how positions enter")
+    position: Literal["rope", "learned"] = key("rope", "encoding of positions")
     rope_theta: float = key(500000.0, "base of the rotary frequencies", at_least=1)
     rope_scaling: RopeScaling | None = key(None, "Llama 3.1's long-context scaling; null: none")
     bias: bool = key(False, "biases in the linear layers")
-    qkv_bias: bool = key(False, "biases of queries, keys and values alone, as in Qwen2")
+    qkv_bias: bool = key(False, "biases of queries, keys and values only, as in Qwen2")
     qk_norm: bool = key(
         False, "RMSNorm of each head's queries and keys before they are rotated, as in Qwen3"
     )
     sliding_window: int | None = key(
         None,
-        "tokens that attention looks back, itself among them; null: all. Longer sequences are refused",
+        "tokens that attention covers, the current one included; null: all. Longer sequences are refused",
         unit="tokens",
         at_least=1,
     )
@@ -130,7 +135,7 @@ class Model:
     init_std: float = key(0.02, "standard deviation of initial weights", at_least=0)
     init_from: str | None = key(
         None,
-        "folder of a Hugging Face model, or its name there: its weights and its shape to begin with; null: "
+        "folder or hub name of a Hugging Face model whose weights and shape to start from; null: "
         "random weights",
         path=True,
     )
@@ -143,7 +148,9 @@ class Model:
         executes="model.trust_remote_code",
     )
     parameters: int | None = key(
-        None, "hf: how many it has, counted before the launch; null: not counted yet", at_least=1
+        None,
+        "hf: number of parameters, counted before the launch; null: not counted yet",
+        at_least=1,
     )
 
 
@@ -152,11 +159,15 @@ class Lora:
     """Low-rank adapters beside the blocks' linear layers; they alone are trained (arXiv:2106.09685)."""
 
     rank: int = key(
-        0, "rows of A and columns of B in W + alpha/rank · B·A; 0: none, all is trained", at_least=0
+        0,
+        "rows of A and columns of B in W + alpha/rank · B·A; 0: no adapters, all weights are "
+        "trained",
+        at_least=0,
     )
-    alpha: float = key(16.0, "what the adapters count, as alpha/rank", at_least=0)
+    alpha: float = key(16.0, "scale of the adapters: alpha/rank", at_least=0)
     targets: list[str] | None = key(
-        None, "layers that have one: wq wk wv wo gate up down; null: all, with experts attention's"
+        None,
+        "layers with an adapter: wq wk wv wo gate up down; null: all, with experts attention's",
     )
 
 
@@ -164,7 +175,9 @@ class Lora:
 class Parallel:
     """The layout: world size = dp · tp · pp · cp, tp varying fastest, then cp, then dp, then pp."""
 
-    dp: int | Literal["auto"] = key("auto", "data-parallel degree; auto: what is left", at_least=1)
+    dp: int | Literal["auto"] = key(
+        "auto", "data-parallel degree; auto: what the other degrees leave", at_least=1
+    )
     dp_replicate: int = key(
         1, "copies of the sharded model (HSDP); dp = dp_replicate · dp_shard", at_least=1
     )
@@ -173,14 +186,16 @@ class Parallel:
     cp: int = key(1, "context-parallel degree", at_least=1)
     ep: int = key(
         1,
-        "expert-parallel degree: ranks of dp (one copy's) and cp that share the experts out",
+        "expert-parallel degree: ranks of dp (within one replica) and cp that divide the experts",
         at_least=1,
     )
     sequence_parallel: bool = key(
-        True, "with tp: also divide the sequence between the blocks (norms, residual stream)"
+        True,
+        "with tp: also divide the sequence outside the tensor-parallel layers (norms, residual stream)",
     )
     cp_method: Literal["ring", "ulysses"] = key(
-        "ring", "with cp: keys and values go round, or heads change places with the sequence"
+        "ring",
+        "with cp: ring passes keys and values around; ulysses exchanges heads for the sequence",
     )
     schedule: Literal[
         "gpipe",
@@ -193,8 +208,8 @@ class Parallel:
     ] = key("1f1b", "with pp: the order of forward and backward passes; zero-bubble is interleaved")
     virtual_stages: int | Literal["auto"] = key(
         "auto",
-        "stages a pipeline rank: 1 with gpipe and 1f1b, 2 with zbv and dualpipev, any number with the "
-        "others; auto: 1 or 2",
+        "stages per pipeline rank: 1 with gpipe and 1f1b, 2 with zbv and dualpipev, any number "
+        "with the other schedules; auto: 1 or 2",
         at_least=1,
     )
     layers_per_stage: list[int] | None = key(
@@ -202,17 +217,17 @@ class Parallel:
     )
     activation_checkpointing: Literal["none", "full", "selective", "sqrt"] = key(
         "none",
-        "recompute in the backward pass: nothing · blocks · all but matrix products · "
-        "in √layers groups of blocks",
+        "what to recompute in the backward pass: nothing · blocks · all except matrix products · "
+        "groups of √layers blocks",
     )
     checkpoint_every: int = key(
         1, "activation_checkpointing=full: recompute every k-th block only", at_least=1
     )
     selective_keep: Literal["attention", "matmuls", "every-2nd-matmul"] = key(
-        "matmuls", "activation_checkpointing=selective: which products' results are kept"
+        "matmuls", "activation_checkpointing=selective: matrix products whose results are stored"
     )
     offload_activations: bool = key(
-        False, "keep what the backward pass needs in host memory meanwhile"
+        False, "store activations in host memory until the backward pass"
     )
 
 
@@ -220,28 +235,29 @@ class Parallel:
 class Precision:
     """The floating-point types of weights, products and gradients."""
 
-    params: Literal["fp32", "fp64"] = key("fp32", "master weights and optimizer states")
+    params: Literal["fp32", "fp64"] = key(
+        "fp32", "dtype of the master weights and optimizer states"
+    )
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
         "auto",
-        "matrix products and activations; auto: bf16 on GPUs that have it, fp16 on older ones, fp32 on CPUs",
+        "compute dtype of matrix products and activations; auto: bf16 on GPUs that have it, fp16 "
+        "on older ones, fp32 on CPUs",
     )
     reduce: Literal["fp32", "bf16", "fp16", "fp64"] = key(
-        "fp32", "gradients on their way across ranks"
+        "fp32", "dtype in which gradients are reduced across ranks"
     )
     tf32: bool | Literal["auto"] = key(
         "auto",
         "fp32 on a GPU: round the factors of products to TF32's 10 bits of mantissa, which is several times "
         "faster; auto: where the GPU has it",
     )
-    fp8: bool = key(
-        False, "products of the blocks' linear layers in 8 bits (torchao, H100 or newer)"
-    )
+    fp8: bool = key(False, "compute the blocks' linear layers in 8 bits (torchao, H100 or newer)")
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(
         "tensorwise",
-        "fp8: a scale for a whole matrix, the fastest · for each row, more accurate · the same with the "
-        "gradients of weights in compute, the most accurate",
+        "fp8: one scale per matrix (fastest) · per row (more accurate) · per row, with weight "
+        "gradients in the compute dtype (most accurate)",
     )
-    loss_scale: float = key(65536.0, "fp16: what the loss is multiplied with at first", at_least=1)
+    loss_scale: float = key(65536.0, "fp16: initial loss scale", at_least=1)
     loss_scale_window: int = key(
         2000,
         "fp16: steps without an overflow after which the scale doubles",
@@ -258,12 +274,12 @@ class Zero:
         0, "0 nothing (DDP) · 1 optimizer states · 2 + gradients · 3 + parameters"
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = key(
-        "none", "deepspeed: where optimizer states lie and are updated; nvme with stage 3"
+        "none", "deepspeed: device that stores and updates optimizer states; nvme with stage 3"
     )
     offload_param: Literal["none", "cpu", "nvme"] = key(
-        "none", "deepspeed, stage 3: where shards of parameters wait"
+        "none", "deepspeed, stage 3: device that stores the parameter shards"
     )
-    nvme_path: str | None = key(None, "deepspeed: folder for what is offloaded to nvme", path=True)
+    nvme_path: str | None = key(None, "deepspeed: folder for states offloaded to nvme", path=True)
     hpz: int = key(
         1,
         "deepspeed, stage 3: ranks of a second, closer sharding of parameters (ZeRO++); 1: none",
@@ -285,15 +301,15 @@ class Backend:
         "native", "native: PyTorch's own parts · deepspeed: DeepSpeed's engine"
     )
     compile: Literal["auto", "on", "off"] = key(
-        "off", "torch.compile of every block; auto: on a GPU, where the layout admits it"
+        "off", "torch.compile of every block; auto: on a GPU, if the layout allows it"
     )
     attention: Literal["auto", "cudnn", "flash", "math"] = key(
         "auto",
-        "kernel of attention; auto: PyTorch's choice, cuDNN on Hopper and Blackwell, flash on Ampere · "
-        "math: single operations, which take any mask and type and most memory",
+        "attention kernel; auto: PyTorch's choice (cuDNN on Hopper and Blackwell, flash on "
+        "Ampere) · math: separate operations, for any mask and dtype, with the most memory",
     )
     overlap_comm: Literal["auto", "on", "off"] = key(
-        "auto", "deepspeed: reduce gradients while others are computed; auto: with stage 3"
+        "auto", "deepspeed: overlap gradient reduction with the backward pass; auto: with stage 3"
     )
     reduce_bucket: int = key(
         500_000_000,
@@ -318,7 +334,7 @@ class Backend:
     )
     extra: dict[str, Any] = key(
         {},
-        "deepspeed: settings of its own JSON that no key here stands for; merged in last",
+        "deepspeed: further settings of its JSON that have no key here; merged last",
         executes=True,
     )
 
@@ -334,7 +350,7 @@ class Optimizer:
     weight_decay: float = key(0.1, "decoupled for adamw, L2 for sgd", at_least=0)
     beta1: float = key(0.9, "adamw: decay of the first moment", at_least=0, at_most=1)
     beta2: float = key(0.95, "adamw: decay of the second moment", at_least=0, at_most=1)
-    eps: float = key(1e-8, "adamw: added to the root of the second moment", at_least=0)
+    eps: float = key(1e-8, "adamw: term added to the root of the second moment", at_least=0)
     momentum: float = key(0.9, "sgd: momentum", at_least=0, at_most=1)
     clip_norm: float | None = key(
         1.0, "largest global gradient norm; null: no clipping", at_least=0
@@ -346,7 +362,7 @@ class Scheduler:
     """The learning rate over the steps, as a multiple of optimizer.lr."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = key(
-        "cosine", "shape after the warm-up; wsd: warm-up, stable, decay"
+        "cosine", "decay after the warm-up; wsd: warm-up, stable, decay"
     )
     warmup_steps: int = key(
         0, "steps of linear warm-up", unit="steps", at_least=0, scaled="decimal"
@@ -354,7 +370,7 @@ class Scheduler:
     decay_steps: int | None = key(
         None, "wsd: steps of the final decay; null: a tenth of all", unit="steps", at_least=0
     )
-    min_ratio: float = key(0.1, "last rate over peak rate", at_least=0, at_most=1)
+    min_ratio: float = key(0.1, "final learning rate / peak learning rate", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -373,12 +389,12 @@ class Data:
         path=True,
     )
     valid_path: str | None = key(
-        None, "files like those of path to validate on; then nothing of path is held out", path=True
+        None, "validation files, in the format of path; then nothing of path is held out", path=True
     )
     mixture: dict[str, Any] = key(
         {},
-        "several sources in place of path, by names of yours, each {path, weight, valid_path}: a weight is "
-        "its part of the samples; none at all: as the sources are large",
+        "data mixture: several sources instead of path, each NAME: {path, weight, valid_path}; a "
+        "weight is the source's share of the samples; without weights, shares follow the sizes",
         path=True,
     )
     tokenizer: str = key(
@@ -392,16 +408,16 @@ class Data:
     )
     packing: Literal["stream", "whole"] = key(
         "stream",
-        "stream: documents follow each other, cut every train.seq_len · whole: each lies in one sequence, "
-        "and what is left of a sequence is padded",
+        "stream: documents follow each other, cut every train.seq_len · whole: each document "
+        "stays in one sequence, and the rest of a sequence is padded",
     )
     document_mask: bool = key(
         False,
-        "attention stays within a document, and positions begin again with each; always so with packing=whole",
+        "attention stays within a document, and positions restart with each; always true with packing=whole",
     )
     loss_on: Literal["auto", "all", "answers"] = key(
         "auto",
-        "all tokens, or the answers of chats · auto: answers where path has them marked, as "
+        "tokens with a loss: all, or the answers of chats · auto: answers if path marks them, as "
         "`nanoscale data prepare --chat` does",
     )
     cache_dir: str | None = key(
@@ -414,22 +430,22 @@ class Checkpoint:
     """The saving and keeping of checkpoints."""
 
     every: int = key(
-        0, "steps between checkpoints; 0: none by the number of steps", unit="steps", at_least=0
+        0, "steps between checkpoints; 0: no checkpoints by steps", unit="steps", at_least=0
     )
     every_minutes: float | None = key(
         15.0,
-        "save when this long has passed since the start or the last checkpoint, beside those of every; "
-        "0 or null: none by time",
+        "time since the start or the last checkpoint after which one is saved, in addition to "
+        "every; 0 or null: no checkpoints by time",
         unit="min",
         at_least=0,
     )
     keep_last: int | None = key(
         2,
-        "newest checkpoints to keep; null: all, but of those saved by time only the newest",
+        "number of newest checkpoints to keep; null: all, except that only the newest saved by time is kept",
         at_least=1,
     )
     keep_every: int | None = key(
-        None, "also keep every step that is a multiple of this", unit="steps", at_least=1
+        None, "also keep checkpoints of steps that are a multiple of this", unit="steps", at_least=1
     )
     keep_best: int = key(
         0,
@@ -439,8 +455,8 @@ class Checkpoint:
     )
     asynchronous: bool = key(
         False,
-        "copy the state to host memory, and write it while the training goes on; a crash meanwhile leaves the "
-        "checkpoint before",
+        "copy the state to host memory and write it while the training continues; after a crash "
+        "during the write, the previous checkpoint remains",
     )
     at_end: bool = key(True, "save when the training completes")
     at_stop: bool = key(True, "save when asked to stop (Ctrl-C, SIGTERM)")
@@ -462,17 +478,29 @@ class Peaks:
 class Reached:
     """The speed of the maker's libraries, hot and with random numbers; null: a usual share of the peak."""
 
-    matmul: float | None = key(None, "of the peak, large products in 16 bits or wider", at_least=0)
-    matmul_fp8: float | None = key(None, "of the peak, large products in 8 bits", at_least=0)
+    matmul: float | None = key(
+        None, "share of the peak that large products reach in 16 bits or more", at_least=0
+    )
+    matmul_fp8: float | None = key(
+        None, "share of the peak that large products reach in 8 bits", at_least=0
+    )
     attention: float | None = key(
-        None, "of the 16-bit peak, FlashAttention forward with long sequences", at_least=0
+        None,
+        "share of the 16-bit peak that FlashAttention reaches forward with long sequences",
+        at_least=0,
     )
     attention_cudnn: float | None = key(
-        None, "the same of cuDNN's attention; null: PyTorch does not choose it", at_least=0
+        None, "the same for cuDNN's attention; null: PyTorch does not choose it", at_least=0
     )
-    memory: float | None = key(None, "of the memory's bandwidth, element-wise work", at_least=0)
-    intra_host: float | None = key(None, "of intra_host_gbs, collectives", at_least=0)
-    inter_host: float | None = key(None, "of inter_host_gbs, collectives", at_least=0)
+    memory: float | None = key(
+        None, "share of the memory bandwidth that element-wise kernels reach", at_least=0
+    )
+    intra_host: float | None = key(
+        None, "share of intra_host_gbs that collectives reach", at_least=0
+    )
+    inter_host: float | None = key(
+        None, "share of inter_host_gbs that collectives reach", at_least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -480,11 +508,11 @@ class Cluster:
     """The hardware; what is null is looked up by the device's name."""
 
     device: str | None = key(
-        None, "an option of this group or a name of your own; null: what this machine has"
+        None, "option of this group or your own name; null: the devices of this machine"
     )
-    recognised: list[str] = key([], "parts of the names that drivers give to this device")
+    recognised: list[str] = key([], "substrings of the names that drivers report for this device")
     devices_per_host: int | None = key(None, "devices in a host", at_least=1)
-    hosts: int | None = key(None, "hosts there are; null: as many as the layout needs", at_least=1)
+    hosts: int | None = key(None, "number of hosts; null: as many as the layout needs", at_least=1)
     island: int | None = key(
         None, "devices that the fast links join; null: those of a host", at_least=1
     )
@@ -493,13 +521,15 @@ class Cluster:
     )
     context_gib: float | None = key(
         None,
-        "what CUDA, libraries and NCCL take of it outside of torch's allocator",
+        "device memory that CUDA, libraries and NCCL use outside torch's allocator",
         unit="GiB",
         at_least=0,
     )
     memory_gbs: float | None = key(None, "bandwidth of a device's memory", unit="GB/s", at_least=0)
     multiprocessors: int | None = key(
-        None, "units of a device that each work on one tile of a product", at_least=1
+        None,
+        "multiprocessors of a device; each computes one tile of a product at a time",
+        at_least=1,
     )
     peak_tflops: float | None = key(
         None,
@@ -510,40 +540,52 @@ class Cluster:
     peaks: Peaks = field(default_factory=Peaks)
     reached: Reached = field(default_factory=Reached)
     intra_host_gbs: float | None = key(
-        None, "fast links (NVLink, xGMI, PCIe), a device and direction", unit="GB/s", at_least=0
+        None,
+        "bandwidth of the fast links (NVLink, xGMI, PCIe), per device and direction",
+        unit="GB/s",
+        at_least=0,
     )
     intra_host_us: float | None = key(
         None, "latency of a step over the fast links", unit="µs", at_least=0
     )
     inter_host_gbs: float | None = key(
-        None, "network between hosts, a device and direction", unit="GB/s", at_least=0
+        None,
+        "bandwidth of the network between hosts, per device and direction",
+        unit="GB/s",
+        at_least=0,
     )
     inter_host_us: float | None = key(
         None, "latency of a step over the network", unit="µs", at_least=0
     )
     host_link_gbs: float | None = key(
-        None, "link to the host's memory, a device and direction", unit="GB/s", at_least=0
+        None,
+        "bandwidth of the link to host memory, per device and direction",
+        unit="GB/s",
+        at_least=0,
     )
     host_memory_gib: float | None = key(None, "memory of a host", unit="GiB", at_least=0)
     host_memory_gbs: float | None = key(
         None, "bandwidth of a host's memory", unit="GB/s", at_least=0
     )
     price: float | None = key(
-        None, "of a device for an hour, in any currency; null: no costs are shown", at_least=0
+        None, "price of a device per hour, in any currency; null: no costs are shown", at_least=0
     )
     efficiency: str | None = key(
         None,
-        "file of efficiencies that `nanoscale plan --calibrate` has learned; null: those assumed",
+        "file of efficiencies learned by `nanoscale plan --calibrate`; null: the assumed ones",
         path=True,
     )
     python: str | None = key(
         None,
-        "interpreter on the other hosts, with nanoscale installed; null: the path of this one",
+        "Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
         executes=True,
         path=True,
     )
     pythons: dict[str, Any] = key(
-        {}, "interpreters of single hosts, by their names, before python", executes=True, path=True
+        {},
+        "interpreters of individual hosts, by name; they take precedence over python",
+        executes=True,
+        path=True,
     )
 
 
@@ -555,13 +597,13 @@ class Slurm:
     account: str | None = key(None, "account to charge")
     qos: str | None = key(None, "quality of service")
     time: str | None = key(None, "time limit: minutes, H:MM:SS or D-HH:MM:SS, in quotes")
-    exclusive: bool = key(True, "share no node with other jobs")
+    exclusive: bool = key(True, "use nodes exclusively")
     constraint: str | None = key(None, "features that the nodes must have")
     gpus: str | None = key(
-        None, "what to ask for in --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
+        None, "value of --gpus-per-node, as in `h100:8`; null: launcher.devices on cuda"
     )
     container: str | None = key(None, "image that the agents run in", executes=True, path=True)
-    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "what runs the image")
+    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "container runtime")
     container_mounts: list[str] = key(
         [], "folders to mount in the container, each HOST:INSIDE", executes=True, path=True
     )
@@ -572,10 +614,10 @@ class Slurm:
         [], "further options of sbatch, each as in `--mail-type=END`", executes=True
     )
     signal_before_s: int = key(
-        120, "how long before the time limit to save and stop", unit="s", at_least=0
+        120, "time before the limit at which to save and stop", unit="s", at_least=0
     )
     max_requeues: int = key(
-        10, "how often a job that was stopped by its time limit queues again by itself", at_least=0
+        10, "how often a job stopped by its time limit is queued again automatically", at_least=0
     )
 
 
@@ -595,11 +637,11 @@ class Launcher:
         at_least=1,
     )
     threads: int | Literal["auto"] = key(
-        "auto", "CPU threads a rank; auto: the cores, divided", at_least=1
+        "auto", "CPU threads per rank; auto: the cores divided among the ranks", at_least=1
     )
     hostfile: str | None = key(
         None,
-        "file of hosts, each line `HOST slots=N`; it means ssh where no launcher was chosen",
+        "file of hosts, each line `HOST slots=N`; implies launcher=ssh unless a launcher is chosen",
         executes=True,
         path=True,
     )
@@ -609,35 +651,40 @@ class Launcher:
     exclude: str | None = key(None, "use all hosts and slots but these: `h1@h2:0,2`")
     nodes: int | str | None = key(
         None,
-        "hosts to use: N, the first of the hostfile; or 'MIN:MAX', an elastic job that goes on while MIN "
-        "are left; null: all",
+        "hosts to use: N, the first of the hostfile; or 'MIN:MAX', an elastic job that continues "
+        "while MIN hosts are left; null: all",
     )
     master_addr: str | None = key(
         None, "address at which the other hosts reach the first; null: its name in the hostfile"
     )
     master_port: int | Literal["auto"] = key(
-        "auto", "port on the first host to meet at; auto: a free one", at_least=1, at_most=65535
+        "auto", "rendezvous port on the first host; auto: a free one", at_least=1, at_most=65535
     )
     max_restarts: int = key(
-        0, "how often to go on from the newest checkpoint by itself after a failure", at_least=0
+        0, "automatic restarts from the newest checkpoint after a failure", at_least=0
     )
     stop_grace_s: float = key(
-        120.0, "time for a clean stop before everything is killed", unit="s", at_least=0
+        120.0, "time for a clean stop before all processes are killed", unit="s", at_least=0
     )
     lost_after_s: float = key(
-        5.0, "silence after which a host, or a rank that was stopped, is lost", unit="s", at_least=1
+        5.0,
+        "time without a heartbeat after which a host, or a stopped rank, counts as lost",
+        unit="s",
+        at_least=1,
     )
-    connect_timeout_s: float = key(20.0, "time for a host to answer at first", unit="s", at_least=1)
+    connect_timeout_s: float = key(
+        20.0, "time limit for the first answer of a host", unit="s", at_least=1
+    )
     collective_timeout_s: float = key(
-        600.0, "time that ranks wait for each other in a collective operation", unit="s", at_least=1
+        600.0, "time limit of a collective operation", unit="s", at_least=1
     )
-    preflight: bool = key(True, "look at every host before the launch")
+    preflight: bool = key(True, "check every host before the launch")
     pass_env: list[str] = key(
         [],
-        "further variables to pass on to the other hosts: names, or beginnings with `*`",
+        "further environment variables to forward to the other hosts: names, or prefixes with `*`",
         executes=True,
     )
-    env: dict[str, Any] = key({}, "variables to set for the ranks, by name", executes=True)
+    env: dict[str, Any] = key({}, "environment variables to set for the ranks", executes=True)
     ssh_args: list[str] = key([], "further arguments of ssh, as in `-p`, `2222`", executes=True)
     slurm: Slurm = field(default_factory=Slurm)
 
@@ -670,12 +717,12 @@ class Profile:
 
     steps: int | str | list[int] | None = key(
         None,
-        "which: 10, '10-12' (both ends too) or [10,20], counted in the whole run; each series of steps is one "
-        "trace of torch.profiler, on a GPU with a snapshot of its memory; null: none",
+        "steps to record: 10, '10-12' (inclusive) or [10,20], counted over the whole run; each "
+        "range is one trace of torch.profiler, on a GPU with a memory snapshot; null: none",
         unit="steps",
         at_least=1,
     )
-    ranks: list[int] = key([0], "ranks that are recorded", at_least=0)
+    ranks: list[int] = key([0], "ranks to record", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -713,28 +760,28 @@ class Train:
         scaled="decimal",
     )
     global_batch: int = key(
-        8, "samples an optimizer step", unit="samples", at_least=1, scaled="decimal"
+        8, "samples per optimizer step", unit="samples", at_least=1, scaled="decimal"
     )
     micro_batch: int | Literal["auto"] = key(
         "auto",
-        "samples a rank a forward pass; auto: no accumulation, or with pp as many micro batches as keep "
-        "every stage busy",
+        "samples per rank and forward pass; auto: no accumulation, or with pp enough micro "
+        "batches to keep every stage busy",
         unit="samples",
         at_least=1,
     )
-    seq_len: int = key(64, "tokens a sample", unit="tokens", at_least=1, scaled="binary")
-    seed: int = key(0, "of the initial weights and of the order of samples", at_least=0)
+    seq_len: int = key(64, "tokens per sample", unit="tokens", at_least=1, scaled="binary")
+    seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
     log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)
     eval_every: int = key(
         0, "steps between evaluations on the validation split; 0: never", unit="steps", at_least=0
     )
     eval_samples: int = key(
-        64, "validation samples an evaluation", unit="samples", at_least=1, scaled="decimal"
+        64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
     sample_prompt: str = key("", "what the sample after the training continues")
     sample_tokens: int = key(
-        0, "length of the sample after the training; 0: none", unit="tokens", at_least=0
+        0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )
 
 

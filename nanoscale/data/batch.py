@@ -38,7 +38,7 @@ class Batch:
         """Join the rows of several batches. Either all of them have `documents`, or none has."""
         documents = [batch.documents for batch in batches if batch.documents is not None]
         if len(documents) not in (0, len(batches)):
-            raise ValueError("some of these batches tell documents apart, and others do not")
+            raise ValueError("some of these batches mark their documents, and others do not")
         return cls(
             np.concatenate([batch.inputs for batch in batches]),
             np.concatenate([batch.targets for batch in batches]),

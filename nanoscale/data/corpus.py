@@ -262,7 +262,7 @@ def _no_sources(folder: Path) -> UserError:
         "data.source",
         "stdlib",
         "",
-        f"{what}; use a Python that has them, or tokens of your own",
+        f"{what}; use a Python that has them, or your own tokens",
         ("data.source=megatron data.path=PREFIX",),
     )
     return UserError("data", f"data.source=stdlib: {what}", [found])

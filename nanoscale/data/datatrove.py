@@ -74,7 +74,7 @@ class DatatroveTokens:
         for start in range(0, len(self._ends), _BLOCK):
             ends = self._ends[start : start + _BLOCK]
             if (np.append(before, ends[:-1]) > ends).any():
-                raise damaged(index, "its ends of documents are not in order")
+                raise damaged(index, "its document ends are not in order")
             before = ends[-1:]
 
     def _map(self, index: Path) -> np.ndarray:
@@ -90,8 +90,8 @@ class DatatroveTokens:
         self.tokenizer, _, size = (lines[0] if lines else "").partition("|")
         itemsize = self.tokens.dtype.itemsize
         if size.isdecimal() and int(size) != itemsize:
-            what = f"it says {size} bytes a token, and {self.path.name} has {itemsize}"
+            what = f"it declares {size} bytes per token, and {self.path.name} has {itemsize}"
             raise damaged(path, what)
         if len(lines) > 1 and lines[1].isdecimal() and int(lines[1]) != len(self.tokens):
-            what = f"it says {lines[1]} tokens, and {self.path.name} has {len(self.tokens)}"
+            what = f"it declares {lines[1]} tokens, and {self.path.name} has {len(self.tokens)}"
             raise damaged(path, what)

@@ -80,7 +80,7 @@ class IndexedWriter:
             raise ValueError(f"a document holds at most {_LONGEST} tokens")
         limits = np.iinfo(self._dtype)
         if len(given) and not limits.min <= given.min() <= given.max() <= limits.max:
-            raise ValueError(f"a token lies outside {self._dtype}")
+            raise ValueError(f"a token does not fit into {self._dtype}")
         self._stream.write(given.astype(self._dtype).tobytes())
         self._lengths.append(len(given))
 
@@ -205,7 +205,7 @@ class IndexedTokens:
             ends = expected + np.cumsum(lengths) * self._dtype.itemsize
             places = self._places[start : start + _BLOCK]
             if places[0] != expected or not np.array_equal(places[1:], ends[:-1]):
-                raise damaged(path, "its places do not follow from its lengths")
+                raise damaged(path, "its offsets do not match its lengths")
             expected = int(ends[-1])
         self._bytes = expected
         if self._documents[0] != 0 or self._documents[-1] != len(self._lengths):

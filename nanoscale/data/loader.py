@@ -166,7 +166,7 @@ class Loader:
 
 def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     """Return the error for a split without one sample."""
-    what = f"a sample needs {seq_len + 1} tokens, and only {len(split)} of {tokens.path} are here"
+    what = f"a sample needs {seq_len + 1} tokens, and {tokens.path} has only {len(split)}"
     shorter = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
     found = Violation("train.seq_len", seq_len, "", what, shorter)
     return UserError("data", f"too few tokens: {what}", [found])
@@ -175,7 +175,7 @@ def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
 def outside_vocabulary(tokens: TokenFile, found: np.ndarray, vocab: int) -> UserError:
     """Return the error for tokens outside the model's vocabulary."""
     wrong = int(found.min()) if found.min() < 0 else int(found.max())
-    what = f"{tokens.path} holds token {wrong}, and the model's ids lie in [0, {vocab})"
+    what = f"{tokens.path} holds token {wrong}, and the model's ids are in [0, {vocab})"
     larger = (f"model.vocab={wrong + 1}",) if wrong >= vocab else ()
     violation = Violation("model.vocab", vocab, "", what, larger)
     return UserError("data", f"model.vocab={vocab}: {what}", [violation])

@@ -208,6 +208,6 @@ def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
     path = answers_of(prefix)
     size = path.stat().st_size if path.is_file() else None
     if size != len(file.tokens):
-        has = "is not there" if size is None else f"marks {size} tokens"
+        has = "does not exist" if size is None else f"marks {size} tokens"
         raise damaged(path, f"{has}, and {file.path.name} has {len(file.tokens)}")
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

@@ -135,9 +135,7 @@ def find(name: str, key: str) -> Path:
         try:
             found = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
         except Exception as error:  # a hub, a network and a cache can raise anything
-            what = (
-                f"is no file, and the hub's tokenizer of that name cannot be had: {why_not(error)}"
-            )
+            what = f"is not a file, and the hub has no such tokenizer to load: {why_not(error)}"
             raise _wrong(Path(name), what, key) from error
         for beside in (CONFIG, TEMPLATE):
             with suppress(Exception):  # not every model has one
@@ -170,7 +168,7 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
         number = native.token_to_id(name)
         if number is not None:
             return FileTokenizer(native, number, begins[0] if begins else None)
-    raise _wrong(path, f"it has none of the tokens that end a document: {', '.join(names)}", key)
+    raise _wrong(path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key)
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:

@@ -123,7 +123,7 @@ class Answers:
     def _generate(self, context: str, wanted: dict[str, Any]) -> str:
         unknown = sorted(wanted.keys() - _KNOWN)
         if unknown:
-            what = f"wants text with {', '.join(unknown)}; offered are {', '.join(sorted(_KNOWN))}"
+            what = f"asks for text with {', '.join(unknown)}; supported are {', '.join(sorted(_KNOWN))}"
             raise UserError("usage", f"a task {what}")
         until = wanted.get("until") or []
         longest = min(wanted.get("max_gen_toks", _LONGEST), self.opened.context - 1)

@@ -16,7 +16,7 @@ def read_prompts(file: Path) -> list[dict[str, Any]]:
     empty.
 
     Raises:
-        UserError: the file is missing, not UTF-8, or empty; a line is no JSON object with a text `prompt`.
+        UserError: the file is missing, not UTF-8, or empty; a line is not a JSON object with a text `prompt`.
     """
     try:
         lines = file.expanduser().read_text(encoding="utf-8").split("\n")
@@ -38,6 +38,6 @@ def _record(file: Path, number: int, line: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError("usage", f"{file}:{number}: is not JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get(PROMPT), str):
-        what = f'is no JSON object with a text "{PROMPT}"'
+        what = f'is not a JSON object with a text "{PROMPT}"'
         raise UserError("usage", f"{file}:{number}: {what}")
     return record

@@ -113,13 +113,13 @@ def _open_run(
     if config.model.source == "hf":
         raise UserError(
             "model",
-            f"{run.path}: its model is transformers' (model=hf), whose own `generate` writes with what "
-            f"`nanoscale checkpoints export {shlex.quote(run.reference)} --format hf` makes",
+            f"{run.path}: its model is transformers' (model=hf), which `generate` of transformers "
+            f"runs after `nanoscale checkpoints export {shlex.quote(run.reference)} --format hf`",
         )
     tokenizer = _named(said) if said else vocabulary.known(config)
     if tokenizer is None:
         raise _no_tokenizer(
-            f"{run.path}: its tokens came from a file, and data.tokenizer says none",
+            f"{run.path}: its tokens came from a file, and data.tokenizer is null",
             config.model.vocab,
         )
     model = _empty(config.model, device, dtype)
@@ -184,8 +184,8 @@ def _device(said: str | None) -> torch.device:
         return device
     names = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
     ways = tuple(f"--device {name}" for name in names)
-    found = Violation("--device", said, "command line", "is no device of this machine", ways)
-    raise UserError("usage", f"--device {said}: is no device of this machine", [found])
+    found = Violation("--device", said, "command line", "is not a device of this machine", ways)
+    raise UserError("usage", f"--device {said}: is not a device of this machine", [found])
 
 
 def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -217,8 +217,8 @@ def _fitting(tokenizer: Tokenizer, model: Transformer) -> Tokenizer:
         return tokenizer
     raise UserError(
         "model",
-        f"the tokenizer's end token is {tokenizer.eos}, and the model's ids lie in "
-        f"[0, {model.shape.vocab}): it is another model's; name its own with --tokenizer",
+        f"the tokenizer's end token is {tokenizer.eos}, and the model's ids are in [0, "
+        f"{model.shape.vocab}): it belongs to another model; give the right one with --tokenizer",
     )
 
 

@@ -49,13 +49,13 @@ def encode(opened: Opened, text: str) -> list[int]:
     tokens = tokens or [opened.start]  # an empty input predicts nothing
     if max(tokens) >= opened.model.shape.vocab:
         what = (
-            f"holds token {max(tokens)}, and the model's ids lie in [0, {opened.model.shape.vocab})"
+            f"holds token {max(tokens)}, and the model's ids are in [0, {opened.model.shape.vocab})"
         )
-        raise UserError("usage", f"the prompt {what}: its tokenizer is another model's")
+        raise UserError("usage", f"the prompt {what}: its tokenizer belongs to another model")
     if len(tokens) >= opened.context:
-        what = f"has {len(tokens):,} tokens, and the model looks at {opened.context:,}"
-        found = Violation("--prompt", text, "", f"{what}, the answer's among them")
-        raise UserError("usage", f"the prompt {what}, the answer's among them", [found])
+        what = f"has {len(tokens):,} tokens, and the model's context is {opened.context:,}"
+        found = Violation("--prompt", text, "", f"{what}, including the answer")
+        raise UserError("usage", f"the prompt {what}, including the answer", [found])
     return tokens
 
 

@@ -46,7 +46,7 @@ class Event:
     asynchronous: bool = False
     """True if one call began it and another ended it."""
     annotation: bool = False
-    """True for a named time span that is no operation."""
+    """True for a named time span that is not an operation."""
     correlation: int = 0
     """Equal for a call of the device's runtime and the work that it starts on the device."""
 

@@ -19,7 +19,7 @@ from nanoscale.models.transformer import Block, Mask, Rotation, Transformer, run
 
 @contextmanager
 def decoding() -> Iterator[None]:
-    """Compute attention without cuDNN, which would plan anew for every length, 20 to 100 ms each.
+    """Compute attention without cuDNN, which would plan again for every length, 20 to 100 ms each.
 
     Where cuDNN is the only kernel that is allowed, it stays.
     """

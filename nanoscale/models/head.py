@@ -112,7 +112,7 @@ _HEADROOM."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """A linear layer with cross-entropy that keeps the gradients of its inputs, which are no larger than
+    """A linear layer with cross-entropy that keeps the gradients of its inputs, which are not larger than
     these, and no logits."""
 
     @staticmethod

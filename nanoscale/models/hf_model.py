@@ -115,7 +115,7 @@ def read_config(shape: Model) -> Any:
 
     family = shape.hf_config["model_type"]
     if family not in CONFIG_MAPPING:
-        raise ValueError(f"model_type={family} is none that transformers knows")
+        raise ValueError(f"model_type={family} is unknown to transformers")
     return CONFIG_MAPPING[family].from_dict(_without_code(shape.hf_config))
 
 

@@ -73,10 +73,12 @@ def describe(parallel: Parallel) -> str:
     text = {
         "none": "everything kept for the backward pass",
         "full": "every block recomputed" if every == 1 else f"one block in {every} recomputed",
-        "selective": f"all recomputed but {_KEPT_IN_WORDS[parallel.selective_keep]}",
+        "selective": f"all recomputed except {_KEPT_IN_WORDS[parallel.selective_keep]}",
         "sqrt": "blocks recomputed in √layers groups",
     }[parallel.activation_checkpointing]
-    return f"{text}, what is kept waits in host memory" if parallel.offload_activations else text
+    return (
+        f"{text}, saved activations wait in host memory" if parallel.offload_activations else text
+    )
 
 
 # Groups of blocks

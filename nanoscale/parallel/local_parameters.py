@@ -41,7 +41,7 @@ def divide(
     distribute(module, mesh, placements)
     parts, forward = _Parts(module), type(module).forward
     unit.register_forward_pre_hook(lambda *_: parts.take(read))
-    # No `partial`: torch.compile would treat each as a new function, and compile every block anew.
+    # No `partial`: torch.compile would treat each as a new function, and compile every block again.
     module.forward = lambda *inputs: forward(parts, *inputs)
 
 
@@ -91,7 +91,7 @@ def _part(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """A `DTensor.to_local` that keeps the placements, which PyTorch would determine anew for every gradient."""
+    """A `DTensor.to_local` that keeps the placements, which PyTorch would recompute for every gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, gradient: tuple[Placement, ...]) -> Tensor:

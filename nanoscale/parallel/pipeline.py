@@ -157,7 +157,7 @@ def _require_torch(schedule: str) -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage that recomputes a block once for all gradients of its weights, not for each matrix anew.
+    """A stage that recomputes a block once for all gradients of its weights, not again for each matrix.
 
     If the backward pass is split, torch requests every matrix's gradient from autograd separately; recomputed
     tensors would otherwise belong to one such call, and stay until the last.

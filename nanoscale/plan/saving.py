@@ -102,7 +102,7 @@ class SavingPlan:
         message = f"a checkpoint takes {sizes}"
         remedy = "free some space, or start the run with run.root=FOLDER on another disk"
         found = Violation("run.root", self.root, "", message, ("checkpoint=none",), remedy)
-        raise UserError("plan", f"{message}. Go on with --force", [found])
+        raise UserError("plan", f"{message}. Continue with --force", [found])
 
     def document(self) -> dict[str, Any]:
         """Return the entry `checkpoints` of `plan --json` and `train --dry-run --json`; sizes are in bytes."""
@@ -205,7 +205,7 @@ def _free_bytes(root: Path) -> int | None:
         usage = shutil.disk_usage(existing)
     except OSError:
         return None
-    return usage.free if usage.total else None  # /proc and the like are no disks
+    return usage.free if usage.total else None  # /proc and the like are not disks
 
 
 def _listed(parts: list[str]) -> str:

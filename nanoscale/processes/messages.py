@@ -33,7 +33,7 @@ _BEGINNING = b"\x1e"
 
 
 LONGEST_LINE = 1 << 24
-"""Bytes of a message without what it carries; a longer line is no message."""
+"""Bytes of a message without what it carries; a longer line is not a message."""
 MOST_BYTES = 1 << 20
 """The most bytes that a message may carry."""
 
@@ -119,7 +119,7 @@ def _is_message(value: Any) -> bool:
 
 
 class Sender:
-    """A writer of whole messages to a file descriptor, from any thread. A missing reader is no error."""
+    """A writer of whole messages to a file descriptor, from any thread. A missing reader is not an error."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

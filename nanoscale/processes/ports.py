@@ -16,7 +16,7 @@ class ReservedPort:
     def __init__(self, number: int = 0) -> None:
         """Reserve a port. Raises OSError if a given number is requested and another process listens there."""
         self._socket = socket.socket()
-        if number:  # remains of an earlier job are no obstacle
+        if number:  # remains of an earlier job are not obstacle
             self._share()
         self._socket.bind(("", number))  # without sharing, so that nobody else has reserved it
         self._share()

@@ -106,7 +106,7 @@ class RunDirectory:
 
     @property
     def result(self) -> Path:
-        """The result of a job that is no training and belongs to no run."""
+        """The result of a job that is not a training and belongs to no run."""
         return self.path / "result.json"
 
     @property
@@ -263,8 +263,8 @@ def check_name(name: str) -> None:
     if name and name == legal:
         return
     law = (
-        f"names a folder: at most {_LONGEST_NAME} bytes, no slash and no control character, "
-        "no dot or dash in front"
+        f"names a folder: at most {_LONGEST_NAME} bytes, without slashes and control characters, "
+        f"not starting with a dot or dash"
     )
     suggestions = (override("run.name", legal),) if legal else ()
     raise UserError(

@@ -34,7 +34,7 @@ def read_document(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(path, "is not JSON") from error
     if not isinstance(value, dict):
-        raise damaged(path, "holds no mapping")
+        raise damaged(path, "is not a mapping")
     return value
 
 

@@ -168,8 +168,8 @@ def stopped_rank(rank: int, local_rank: int, host: str) -> RankFailure:
         local_rank=local_rank,
         host=host,
         time=time.time(),
-        diagnosis="it was stopped by a signal (SIGSTOP or SIGTSTP) and did not go on",
-        remedy="ask who stopped it; launcher.lost_after_s says how long that is tolerated",
+        diagnosis="it was stopped by a signal (SIGSTOP or SIGTSTP) and did not continue",
+        remedy="find out who stopped it; launcher.lost_after_s sets how long a stopped rank is tolerated",
     )
 
 
@@ -185,8 +185,8 @@ def absent_ranks(silent: Sequence[RankFailure], limit_s: float) -> RankFailure:
         silent[0],
         diagnosis=f"rank{'s' if several else ''} {ranks} did not arrive at a collective operation; the others "
         f"waited for {limit_s:g} s (launcher.collective_timeout_s)",
-        remedy="the end of its log shows where it was, and on GPUs flight-recorder.rank-N beside the "
-        "log what each rank called last; if it only needed longer, a larger "
+        remedy="the end of its log shows where it was; on GPUs, flight-recorder.rank-N beside the "
+        "log shows the last calls of each rank; if it only needed more time, set a larger "
         "launcher.collective_timeout_s",
     )
 
@@ -238,7 +238,7 @@ class _Rule:
     remedy: str
 
 
-TORCH_BUILDS = "https://pytorch.org/get-started/locally names the commands"
+TORCH_BUILDS = "see https://pytorch.org/get-started/locally"
 
 _BY_TEXT = (
     _Rule(
@@ -270,11 +270,11 @@ _BY_TEXT = (
     _Rule(
         r"Failed to find C compiler|working triton installation",
         "torch.compile found no C compiler, or no Triton",
-        "install gcc there, or name it: launcher.env.CC=/path/to/gcc; or backend.compile=off",
+        "install gcc there, or set it: launcher.env.CC=/path/to/gcc; or backend.compile=off",
     ),
     _Rule(
         r"Python\.h\b|(cuda_utils|__triton_launcher)\.c\b",
-        "the C compiler that Triton calls failed, most often for want of Python.h",
+        "the C compiler that Triton calls failed, usually because Python.h is missing",
         "install Python's headers there (python3-dev, or python3-devel), or backend.compile=off",
     ),
     _Rule(
@@ -289,18 +289,18 @@ _BY_TEXT = (
     ),
     _Rule(
         r"Address already in use|EADDRINUSE",
-        "another program holds the port that the ranks were to meet at",
-        "launcher.master_port=auto, and start it again: each launch takes a port that is free",
+        "another program uses the port of the rendezvous",
+        "set launcher.master_port=auto and start it again: each launch takes a free port",
     ),
     _Rule(
         r"FloatingPointError|non-?finite|not finite",
         "the training diverged: a loss or gradient is infinite or not a number",
         "a lower optimizer.lr, a longer scheduler.warmup_steps, optimizer.clip_norm=1.0, "
-        "precision=fp32, or another kernel of attention: backend.attention=math, or flash without masks",
+        "precision=fp32, or another attention kernel: backend.attention=math, or flash without masks",
     ),
     _Rule(
         r"No (available kernel|viable backend)",
-        "PyTorch's kernel of backend.attention cannot compute this model's attention here",
+        "the attention kernel of backend.attention does not support this model here",
         "backend.attention=auto",
     ),
     _Rule(
@@ -311,7 +311,7 @@ _BY_TEXT = (
     _Rule(
         r"CUDA error|CUDNN_STATUS|CUBLAS_STATUS",
         "a GPU operation failed",
-        "run again with CUDA_LAUNCH_BLOCKING=1 to see which; look at `nvidia-smi -q` and `dmesg`",
+        "run again with CUDA_LAUNCH_BLOCKING=1 to see which one; look at `nvidia-smi -q` and `dmesg`",
     ),
     _Rule(
         r"PermissionError|Permission denied",
@@ -323,18 +323,18 @@ _BY_TEXT = (
 _BY_SIGNAL = {
     "SIGSEGV": (
         "it crashed in native code (segmentation fault)",
-        "the log ends with the Python lines that led there",
+        "the log ends with the Python stack",
     ),
     "SIGBUS": (
         "it crashed on a bus error: mapped memory that does not exist",
-        "look for a file that was cut while it was mapped, a full disk, or a full /dev/shm",
+        "look for a file that was truncated while it was mapped, a full disk, or a full /dev/shm",
     ),
     "SIGABRT": (
-        "native code gave up (abort)",
-        "the log says why in its last lines",
+        "native code aborted (SIGABRT)",
+        "the last lines of the log say why",
     ),
     "SIGILL": (
-        "it met an instruction that this processor does not have",
+        "it used an instruction that this processor does not have",
         "install a PyTorch that was built for this processor",
     ),
 }
@@ -349,19 +349,19 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
     if failure.type.endswith("MissingFolderError"):
         return (
             failure.message,
-            "if it was renamed, rename it back; then `nanoscale resume` goes on from the newest checkpoint",
+            "if it was renamed, rename it back; then `nanoscale resume` continues from the newest checkpoint",
         )
     if failure.type.endswith("FencedError"):
         return (
-            f"{failure.message}; what it had not saved is trained again there",
-            "nothing is to be done about this rank; `nanoscale runs show` tells how the run goes on",
+            f"{failure.message}; steps that it had not saved are trained again there",
+            "this rank needs no action; `nanoscale runs show` shows how the run continues",
         )
     name = signal_name(failure.exit_code)
     if name and not failure.type:
         return _diagnose_signal(name, evidence)
     if is_consequence(failure):
         return (
-            "the connection to another rank was lost, and no rank said why",
+            "the connection to another rank was lost, and no rank reported a cause",
             "look at the ends of all ranks' logs, and at the network between the hosts",
         )
     text = f"{failure.type}: {failure.message}"
@@ -369,7 +369,7 @@ def diagnose(failure: RankFailure, evidence: Evidence) -> tuple[str, str]:
         if re.search(rule.pattern, text, re.IGNORECASE):
             return rule.diagnosis, rule.remedy
     if not failure.type:
-        return f"it ended with code {failure.exit_code} and no word", "its log may say more"
+        return f"it ended with code {failure.exit_code} without a message", "its log may show more"
     return "the program raised an exception", "the traceback shows where"
 
 
@@ -377,7 +377,7 @@ def _diagnose_signal(name: str, evidence: Evidence) -> tuple[str, str]:
     if name == "SIGKILL":
         return _diagnose_kill(evidence)
     return _BY_SIGNAL.get(
-        name, (f"it was ended by {name}, which nanoscale did not send", "ask who sent it")
+        name, (f"it was killed by {name}, which nanoscale did not send", "find out who sent it")
     )
 
 
@@ -466,7 +466,7 @@ def _shortened(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     left_out = len(text) - length
-    return f"{text[: length // 2]}\n[{left_out:,} characters are left out]\n{text[-length // 2 :]}"
+    return f"{text[: length // 2]}\n[{left_out:,} characters are omitted]\n{text[-length // 2 :]}"
 
 
 def _plain(value: object) -> object:

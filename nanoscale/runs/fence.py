@@ -66,7 +66,7 @@ def require(workspace: Path) -> None:
         for folder in (workspace.parents[1], workspace.parent):
             if not folder.exists():
                 raise MissingFolderError(
-                    f"{folder} was deleted or renamed while the run was going on"
+                    f"{folder} was deleted or renamed while the run was running"
                 ) from None
         raise FencedError(_explain(workspace)) from None
 
@@ -102,4 +102,4 @@ def _take_away(workspace: Path) -> None:
 def _explain(workspace: Path) -> str:
     others = sorted(workspace.parent.glob(".attempt-*"))
     running = "".join(f" ({other.name[1:].replace('-', ' ')} is running)" for other in others[:1])
-    return f"the run has gone on without this rank{running}"
+    return f"the run has continued without this rank{running}"

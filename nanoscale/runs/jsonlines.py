@@ -40,7 +40,7 @@ def read(path: Path) -> list[Object]:
     """Return all complete lines; none if there is no such file. A torn last line is left out.
 
     Raises:
-        UserError: it cannot be read, or holds lines that are no objects.
+        UserError: it cannot be read, or holds lines that are not objects.
     """
     try:
         content = path.read_bytes()
@@ -65,7 +65,7 @@ def read_end(path: Path) -> list[Object]:
 def _only_objects(path: Path, lines: list[bytes]) -> list[Object]:
     """Return the objects of lines; a torn one begins like an object, and a crash may leave zeros."""
     if any(line.strip(b"\0 \t\r")[:1] not in (b"{", b"") for line in lines):
-        raise damaged(path, "holds something else than one JSON object a line")
+        raise damaged(path, "is not one JSON object per line")
     return list(_objects(lines[:-1]))
 
 

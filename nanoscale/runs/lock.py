@@ -1,4 +1,4 @@
-"""The lock of a run: one launcher at a time on all hosts; a second one is told the holder.
+"""The lock of a run: one launcher at a time on all hosts; an error names the holder to a second one.
 
 A run directory has one token, a file that is created with it and never again: `lock` if nobody holds the run,
 `lock.<random>` while a launcher holds it. To take the run, also from a dead launcher, a launcher renames the
@@ -461,7 +461,7 @@ def _born(pid: int) -> int | None:
 
 def _unlockable(path: Path, error: OSError) -> UserError:
     gone = error.errno in _GONE
-    law = "must be there, once" if gone else "must be a file that can be written"
+    law = "must exist" if gone else "must be a file that can be written"
     remedy = (shlex.join(["touch", str(path / _FREE)]),) if gone else ()
     violation = Violation("RUN", str(path / _FREE), "", law, remedy)
     return UserError("run", f"the run cannot be locked: {error.strerror}", [violation])
@@ -470,7 +470,7 @@ def _unlockable(path: Path, error: OSError) -> UserError:
 def _held(run: RunDirectory, owner: Owner) -> UserError:
     return UserError(
         "run",
-        f"the run {run.name!r} is going on: {owner} holds it",
+        f"the run {run.name!r} is already running: {owner} holds it",
         [
             Violation(
                 "RUN",
@@ -492,13 +492,13 @@ def _missing_folder(run: RunDirectory, folder: int) -> TakenOverError:
     what = f"renamed to {path}" if path else "deleted"
     return TakenOverError(
         "run",
-        f"the folder of the run {run.name!r} was {what} while the run was going on; its ranks were ended",
+        f"the folder of the run {run.name!r} was {what} while the run was running; its ranks were terminated",
         [
             Violation(
                 "RUN",
                 str(run.path),
                 "",
-                "must stay in its place while a launcher has it",
+                "must not be moved while a launcher uses it",
                 (f"nanoscale resume {shlex.quote(path)}",) if path else (),
             )
         ],
@@ -510,8 +510,8 @@ def _taken_over(run: RunDirectory, taker: Owner | None) -> TakenOverError:
     by = f"by {taker}" if taker else "by another launcher, which has ended"
     return TakenOverError(
         "run",
-        f"the run {run.name!r} was taken over {by}, as this launcher was not heard of for {limit:g} s: "
-        "it was suspended, or cut off from the disk; it has ended its ranks and written nothing more",
+        f"the run {run.name!r} was taken over {by}, because this launcher gave no heartbeat for {limit:g} s: "
+        "it was suspended, or cut off from the disk; it has terminated its ranks and written nothing more",
         [
             Violation(
                 "RUN",

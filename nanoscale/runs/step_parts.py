@@ -27,7 +27,7 @@ def in_words(parts: Mapping[str, Any]) -> Iterator[str]:
         if seconds > 0:
             yield f"  {words:26}{seconds / parts['step_s']:7.1%} {duration(seconds):>12}"
     if parts["communication_in_all_s"] > 0:
-        yield f"  communication in all, hidden or not: {duration(parts['communication_in_all_s'])}"
+        yield f"  communication in total, hidden or not: {duration(parts['communication_in_all_s'])}"
     if parts["where"] == "device":
         yield f"  the host reads the batch in {duration(parts['data_on_host_s'])}"
         yield f"  the host waits for the device within all {parts['steps']} steps: {_counted(parts['waits'])}"

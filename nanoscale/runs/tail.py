@@ -63,7 +63,7 @@ class FileTail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.replaced = False
-        """True if the last read began anew, since the file was replaced or truncated."""
+        """True if the last read started from the beginning, because the file was replaced or truncated."""
         self._offset = 0
         self._inode = 0
 

@@ -84,7 +84,7 @@ def open_validation(config: Config) -> Dataset:
         return open_data(config.data, replace(train, eval_every=1), config.model.vocab)
     except UserError as error:
         violations = [_to_evaluate(it) for it in error.violations]
-        raise UserError(error.kind, f"nothing is held out: {error}", violations) from error
+        raise UserError(error.kind, f"no samples are held out: {error}", violations) from error
 
 
 def _to_evaluate(wrong: Violation) -> Violation:

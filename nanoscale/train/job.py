@@ -117,7 +117,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         raise UserError(
             "data",
             f"step-{manifest['step']:08d} was trained on other tokens than those of "
-            f"{data.description}; a resumed run must go on with the same sources and weights",
+            f"{data.description}; a resumed run must continue with the same sources and weights",
         )
     base = None
     if context.config.lora.rank:  # the checkpoint has only the adapters

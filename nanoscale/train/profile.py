@@ -106,7 +106,7 @@ class Recorder:
         try:
             if profiler is not None:
                 self._write(profiler, first, last)
-        except OSError as error:  # is no reason to end the training
+        except OSError as error:  # is not a reason to end the training
             problem = f"of rank {self._rank} could not be written: {error}"
         problems = [it for it in process_group.gather(problem) if it is not None]
         which = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -141,11 +141,11 @@ class Recorder:
         if parts is not None:
             lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
             lines += [*in_words(asdict(parts)), ""]
-        lines += ["the dearest operations", dearest(profiler, self._device)]
+        lines += ["the most expensive operations", most_expensive(profiler, self._device)]
         (self._folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def dearest(profiler: profile, device: torch.device) -> str:
+def most_expensive(profiler: profile, device: torch.device) -> str:
     """Return a table of the operations that take most of the device's time; on a CPU, of the host's time."""
     of = "device" if device.type == "cuda" else "cpu"
     table: str = profiler.key_averages().table(

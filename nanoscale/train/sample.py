@@ -35,7 +35,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     prompted = tokenizer.encode(prompt)
     tokens = [tokenizer.eos, *prompted]
-    # No early exit at a document's end: ranks that disagreed would wait for each other for ever.
+    # No early exit at a document's end: ranks that disagreed would wait for each other forever.
     for _ in range(length):
         with decoding(), uncompiled():
             logits = engine.next_token_logits(tokens[-context:])

@@ -16,6 +16,7 @@ def require_finite(step: int, **values: float) -> None:
         found = " and ".join(f"{name} is {value}" for name, value in wrong.items())
         raise NonFiniteError(
             f"{found} at step {step}; try a lower optimizer.lr, a longer scheduler.warmup_steps "
-            "or optimizer.clip_norm=1.0, and resume from the checkpoint before. Where environment.json says "
-            "that attention is cuDNN's, try backend.attention=flash, or math with document masks"
+            "or optimizer.clip_norm=1.0, and resume from the checkpoint before. If "
+            "environment.json says that attention is cuDNN's, try backend.attention=flash, or "
+            "math with document masks"
         )

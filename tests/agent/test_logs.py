@@ -79,5 +79,5 @@ def test_an_attempt_that_is_to_end_leaves_out_what_was_not_sent(link):
     logs.leave_out()
     assert not logs.forward(60.0)
     note, *rest = [data for _, data in link.sent]
-    assert f"{7 * MOST_BYTES + len(end):,} bytes are left out here".encode() in note
+    assert f"{7 * MOST_BYTES + len(end):,} bytes are omitted here".encode() in note
     assert b"".join(rest) == b"a" * (MOST_BYTES - len(end)) + end

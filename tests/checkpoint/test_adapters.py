@@ -124,12 +124,12 @@ def test_the_base_is_known_again(tmp_path: Path) -> None:
     )
     assert first == again != other
     changed = replace(config, model=replace(config.model, init_from=str(tmp_path / "other")))
-    with pytest.raises(RuntimeError, match="other weights than those"):
+    with pytest.raises(RuntimeError, match="not have the weights"):
         train(run, changed)
-    with pytest.raises(UserError, match="other weights than those"):
+    with pytest.raises(UserError, match="not have the weights"):
         export(newest(run), changed, tmp_path / "out", "fp32", 20_000, quiet)
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "other")
-    with pytest.raises(UserError, match="is not there, and its weights are needed"):
+    with pytest.raises(UserError, match="does not exist, and its weights are needed"):
         require_base(changed, run.checkpoints)
     require_base(changed, tmp_path / "nowhere")  # there is no checkpoint yet

@@ -212,7 +212,7 @@ def test_whole_or_absent(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises(KeyboardInterrupt):
         export(stored, config, tmp_path / "out", "fp32", 20_000, stop)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         export(stored, config, tmp_path / "there", "fp32", 20_000, quiet)
     odd = replace(config, model=replace(GPT2, norm="rmsnorm"))
     with pytest.raises(UserError, match=r"model\.norm is not as there"):

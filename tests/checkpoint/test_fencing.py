@@ -119,7 +119,7 @@ def test_nothing_changes_after_the_next_attempt_has_begun(
                 act(run)
             except FencedError as error:
                 assert str(error) == (
-                    "the run has gone on without this rank (attempt 2 is running)"
+                    "the run has continued without this rank (attempt 2 is running)"
                 )
                 fenced += 1
         if suspended.before is None:
@@ -142,7 +142,7 @@ def late_rank(rank: int, workspace: Path) -> str:
 
 def test_every_rank_learns_that_the_run_has_gone_on(run: RunDirectory) -> None:
     fence.begin(run, 2)
-    said = "the run has gone on without this rank (attempt 2 is running)"
+    said = "the run has continued without this rank (attempt 2 is running)"
     assert run_ranks(late_rank, 2, run.workspace(1)) == [said] * 2
     assert run_ranks(late_rank, 2, run.workspace(2)) == ["saved"] * 2
 
@@ -231,8 +231,8 @@ def test_the_diagnosis_says_which_attempt_is_running(run: RunDirectory) -> None:
         store.prune(run.workspace(1), 1, None)
     raised = RankFailure.of(caught.value, rank=0, local_rank=0, host="h")
     diagnosis, remedy = diagnose(raised, Evidence())
-    assert diagnosis.startswith("the run has gone on without this rank (attempt 2 is running)")
-    assert "nothing is to be done about this rank" in remedy
+    assert diagnosis.startswith("the run has continued without this rank (attempt 2 is running)")
+    assert "this rank needs no action" in remedy
 
 
 def test_another_error_stays_what_it_is(run: RunDirectory) -> None:

@@ -84,7 +84,10 @@ def test_a_command_in_the_index_is_named_and_not_run(tmp_path: Path) -> None:
     path = saved(tmp_path / ".attempt-1")
     prepare(path, with_command(tmp_path / "proof"))
     (damage,) = store.find_damage(path)
-    assert damage.startswith(".metadata: names posix.system") and "nothing of it was run" in damage
+    assert (
+        damage.startswith(".metadata: names posix.system")
+        and "nothing from it was executed" in damage
+    )
     assert store.find_damage(path, sums=False) == [damage]
     with pytest.raises(metadata.MetadataError, match=r"posix\.system"):
         Reader(path).read("a", (10,))
@@ -95,7 +98,7 @@ def test_a_command_in_the_index_is_named_and_not_run(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_torch_would_unpickle_is_refused(tmp_path: Path) -> None:
-    """torch.load of an entry that is said to be bytes, and no tensor, is one with weights_only=False."""
+    """torch.load of an entry that is marked as bytes, not as a tensor, is one with weights_only=False."""
     path = saved(tmp_path / ".attempt-1")
     data = io.BytesIO()
     torch.save(Command(tmp_path / "proof"), data)

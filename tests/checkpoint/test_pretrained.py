@@ -198,7 +198,7 @@ def change_a_shape(folder: Path) -> str:
 def add_a_tensor(folder: Path) -> str:
     name = "model.layers.0.self_attn.q_proj.bias"
     change_tensors(folder, lambda held: held.update({name: torch.ones(32)}))
-    return f"{name} has no place in the shape"
+    return f"{name} is not a parameter of this shape"
 
 
 def change_a_type(folder: Path) -> str:

@@ -127,6 +127,6 @@ def test_nothing_is_renamed_where_nothing_is_whole(workspace: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint in .* is whole") as caught:
         sharded.load_newest(workspace, {"a": torch.zeros(3)}, said.append)
     assert all(f"{path.name}: __0_0.distcp: " in str(caught.value) for path in paths)
-    assert ". To begin anew: nanoscale train --config /" in str(caught.value)
+    assert ". To start again: nanoscale train --config /" in str(caught.value)
     assert [it.path for it in store.list_checkpoints(workspace.parent)] == paths
     assert (workspace.parent / "latest").resolve() == paths[-1] and said == []

@@ -82,7 +82,7 @@ def test_truncated_missing_and_foreign_files_are_found(folder: Path) -> None:
     damage = store.find_damage(path)
     assert damage == [
         "__9_0.distcp: not in the manifest",
-        "__0_0.distcp: 255 bytes, written were 256",
+        "__0_0.distcp: 255 bytes, instead of the written 256",
         "__1_0.distcp: missing",
     ]
 
@@ -221,7 +221,7 @@ def test_latest_names_the_old_one_where_publishing_fails(
     assert (folder / "latest").resolve().name == "step-00000001"
     disk.fails = None
     fence.begin(RunDirectory(folder.parent), 2)
-    publish(folder, 3)  # remaining files are no obstacle
+    publish(folder, 3)  # remaining files are not obstacle
     assert (folder / "latest").resolve().name == "step-00000003"
 
 
@@ -386,7 +386,7 @@ def test_no_file_is_waited_for_for_ever(folder: Path, kind: str) -> None:
         about["files"]["../../../../../../../../dev/zero"] = about["files"].pop(file.name)
     (path / store.MANIFEST).write_text(store.render_manifest(about))
     (damage,) = store.find_damage(path)
-    assert "is no regular file" in damage or "not in the checkpoint's folder" in damage
+    assert "is not a regular file" in damage or "not in the checkpoint's folder" in damage
 
 
 def test_a_manifest_without_its_fields_is_damaged(folder: Path) -> None:

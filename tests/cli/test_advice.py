@@ -243,7 +243,7 @@ def test_a_device_of_several_options_means_the_usual_one_first(
     ("line", "shown"),
     [
         ("zero@foo=stage1", "zero@foo=stage1: moves"),
-        ("=5", "=5: is no KEY=VALUE"),
+        ("=5", "=5: is not KEY=VALUE"),
         ("optimizer.lr='1e-3'", "optimizer.lr='1e-3': must"),
         ("parallel.dp=1e3x", "parallel.dp=1e3x: must"),
         ("optimizer.beta1=2e0", "optimizer.beta1=2e0: must"),

@@ -54,7 +54,7 @@ def test_a_disk_without_room_for_a_checkpoint(
     (wrong,) = error["violations"]
     (word,) = wrong["suggestions"]
     (root,) = re.findall(r"run\.root=\w+", wrong["remedy"])
-    (force,) = re.findall(r"Go on with (--force)", error["message"])
+    (force,) = re.findall(r"Continue with (--force)", error["message"])
     for text in (word, root, force):
         assert nanoscale([*words, text]) == 0, text
 
@@ -95,7 +95,7 @@ def test_a_run_on_gpus_that_no_table_has_is_calibrated_with_the_cluster_named(
     _trained_on(RunDirectory.create(Path("runs"), "old"), "Strange 9000")
     calibrate = ["plan", "--calibrate", "old"]
     (wrong,) = refused(capsys, *calibrate)["violations"]
-    (word,) = re.findall(r"say (cluster=\w+)", wrong["message"])
+    (word,) = re.findall(r"type (cluster=\w+)", wrong["message"])
     assert nanoscale([*calibrate, word.replace("NAME", "h100-sxm")]) == 0, capsys.readouterr().err
     usage = refused(capsys, "plan", "--calibrate", "train.steps=3")["message"]
     (line,) = re.findall(r"type nanoscale (.*)", usage)

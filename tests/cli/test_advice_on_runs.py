@@ -98,7 +98,7 @@ def test_the_command_for_the_host_that_holds_a_run_is_read_by_the_shell_there() 
         ["sh", "-c", command], cwd="/", capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.returncode == 0, done.stderr
-    assert "is not going on" in done.stdout
+    assert "is not running" in done.stdout
 
 
 def test_a_vocabulary_that_is_enough_is_enough(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,7 @@ def test_the_command(
     bench = ["bench", *words, "parallel.dp=1", "--steps", "1", "--warmup", "0"]
     assert nanoscale([*bench, "--compare", str(kept)]) == 0
     shown = capsys.readouterr().out
-    for said in ("tokens/s", "planned", "backward", "unknown: nobody promises one of cpu"):
+    for said in ("tokens/s", "planned", "backward", "unknown: no data sheet gives one for cpu"):
         assert said in shown
     assert "checkpoint" not in shown and "ratio" in shown and str(kept) in shown
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
@@ -66,9 +66,9 @@ def test_the_command(
     for wrong, said in (
         (["--steps", "0"], "at least 1"),
         (["--compare", "two"], "no run 'two'"),
-        (["--compare", __file__], "no bench's JSON"),
+        (["--compare", __file__], "not the JSON of a bench"),
         (["parallel.tp=3"], "tp"),
-        (["profile.steps=2"], "makes none"),
+        (["profile.steps=2"], "creates none"),
     ):
         assert nanoscale(["bench", *words, *wrong]) == 2, wrong
         assert said in capsys.readouterr().err
@@ -95,7 +95,7 @@ def test_ended_by_a_signal_it_leaves_nothing(tmp_path: Path, number: signal.Sign
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_dearest_kernels() -> None:
+def test_the_most_expensive_kernels() -> None:
     """A GPU's kernels: those that take most time, with names cut at the end of the column."""
     parts: dict[str, Any] = {f"{name}_s": 0.0 for name in PARTS}
     parts |= {"where": "device", "steps": 2, "step_s": 0.1, "forward_s": 0.1, "data_on_host_s": 0.0}
@@ -103,7 +103,7 @@ def test_the_dearest_kernels() -> None:
     parts["kernels"] = {"x" * 80: 0.04} | {f"kernel_{number}": 0.01 for number in range(20)}
     lines = list(_parts({"parts": parts, "step_time_s": 0.1}))
     first, last = lines[-8], lines[-1]
-    assert lines[-9] == "  the dearest kernels"
+    assert lines[-9] == "  the most expensive kernels"
     assert first.split() == ["x" * 65 + "…", "40.0%", "40", "ms"]
     assert last.split() == ["kernel_6", "10.0%", "10", "ms"] and len(first) == len(last)
 

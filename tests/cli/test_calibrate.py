@@ -129,13 +129,13 @@ def test_runs_that_teach_nothing_are_each_named(trained, capsys):
     assert "empty: has no metrics.jsonl" in message
     assert "short: has 4 steps" in message
     assert "gpu: ran on h100-sxm, not on cpu" in message
-    assert "strange: ran on Voodoo 3, which is no one known device" in message
+    assert "strange: ran on Voodoo 3, which is not one known device" in message
     assert "a: " not in message.replace("Voodoo 3", "")
     assert "not on h100-sxm" in refused(capsys, good, "cluster=h100-sxm")
 
 
 def test_bad_requests(trained, capsys):
     assert "needs runs" in refused(capsys, "cluster=cpu")
-    assert "train.steps=3 cannot be said" in refused(capsys, str(trained / "a"), "train.steps=3")
+    assert "train.steps=3 cannot be given" in refused(capsys, str(trained / "a"), "train.steps=3")
     assert "alone" in refused(capsys, str(trained / "a"), "--search")
     assert "no run 'nowhere'" in refused(capsys, "nowhere")

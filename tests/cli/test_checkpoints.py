@@ -64,7 +64,7 @@ def test_verify_names_the_damaged_file(
     victim = store.checkpoint_path(run.checkpoints, 5) / "__0_0.distcp"
     victim.write_bytes(b"y" + victim.read_bytes()[1:])
     assert nanoscale(["checkpoints", "verify", str(run.path)]) == 1
-    assert "step-00000005  damaged\n  __0_0.distcp: its sum" in capsys.readouterr().out
+    assert "step-00000005  damaged\n  __0_0.distcp: its checksum" in capsys.readouterr().out
     assert nanoscale(["checkpoints", "verify", str(run.path), "--step", "10"]) == 0
     assert nanoscale(["checkpoints", "verify", str(run.path), "--step", "5", "--json"]) == 1
 

@@ -129,7 +129,7 @@ def test_ls(capsys):
 def test_an_error_says_what_where_and_what_instead(capsys):
     Path("mine.yaml").write_text("train:\n  stepz: 3\n")
     text = refusal(capsys, "config", "show", "recipe=./mine.yaml")
-    assert "train.stepz=3: is no key" in text
+    assert "train.stepz=3: unknown key" in text
     assert "mine.yaml:2" in text
     assert "train.steps=3" in text
 
@@ -151,7 +151,7 @@ def test_an_error_as_json(capsys):
             "key": "model.layer",
             "value": 3,
             "source": "command line",
-            "message": "is no key",
+            "message": "unknown key",
             "suggestions": ["model.layers=3"],
         }
     ]

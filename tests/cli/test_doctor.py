@@ -118,7 +118,7 @@ def test_a_folder_of_runs_that_takes_nothing_is_told(tmp_path):
     [
         (["--hostfile", "nowhere"], "does not exist"),
         (["--hostfile", "hosts"], "hosts:2"),
-        (["launcher.devicess=2"], "is no key"),
+        (["launcher.devicess=2"], "unknown key"),
         (["--includ", "x"], "launcher.include=x"),
     ],
 )
@@ -211,14 +211,14 @@ def shown(capsys, verdicts, measured=None, *, verbose=False, names=MANY) -> str:
 
 def test_of_many_hosts_only_what_is_wrong_is_shown(capsys):
     lines = shown(capsys, judged(16)).splitlines()
-    assert lines[0] == "128 hosts: something is wrong with 16 of them: n000, n001 and 14 more"
+    assert lines[0] == "128 hosts: problems on 16 of them: n000, n001 and 14 more"
     assert len(lines) == 4
     assert lines[2].split(maxsplit=2)[1:] == [
         "torch",
         "n000, n001 and 14 more  2.12.0, and 2.13.0 on most",
     ]
     assert lines[3].strip() == "remedy: install torch 2.13.0 there"
-    assert shown(capsys, judged(0)).splitlines() == ["128 hosts: all is well"]
+    assert shown(capsys, judged(0)).splitlines() == ["128 hosts: no problem found"]
 
 
 def test_verbose_shows_all_of_it_with_every_name(capsys):

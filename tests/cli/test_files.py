@@ -42,7 +42,7 @@ def test_a_file_that_exists_is_refused(words, capsys):
     Path("my page.yaml").write_text(MINE)
     assert nanoscale([*words, "my page.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "exists already" in said
+    assert "already exists" in said
     assert "--overwrite or " in said or words[0] == "recipes"
     assert Path("my page.yaml").read_text() == MINE
 
@@ -66,7 +66,7 @@ def test_a_recipe_and_a_page_are_two_files(capsys):
 def test_a_file_that_has_come_meanwhile_is_kept():
     require_writable("--html", Path("new"), overwrite=False)
     Path("new").write_text(MINE)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         write_file("--html", Path("new"), "page", overwrite=False)
     assert Path("new").read_text() == MINE
 

@@ -66,10 +66,12 @@ def test_what_it_cannot_do_is_refused(folder: Path, capsys: pytest.CaptureFixtur
     text = refused(capsys, *HF, "data=stdlib-bpe", "data.bpe_vocab=300")
     assert "data.bpe_vocab=257" in text and "model.vocab=3" not in text
     assert "model=hf needs a folder" in refused(capsys, "model=hf")
-    assert "is no folder" in refused(capsys, "model=hf", "model.name=./nowhere")
+    assert "is neither a folder nor a possible name" in refused(
+        capsys, "model=hf", "model.name=./nowhere"
+    )
     assert "model=hf" in refused(capsys, "model.trust_remote_code=true")
     assert nanoscale(["plan", *WORDS, *HF]) == 2
-    assert "is not predicted" in capsys.readouterr().err
+    assert "are not predicted" in capsys.readouterr().err
 
 
 def test_what_it_is_not_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,12 +98,12 @@ def test_transformers_is_asked(folder: Path) -> None:
     model = hf_models.save("gpt_neox", folder / "again", vocab_size=257)
     assert whole["problem"] is None
     assert whole["parameters"] == sum(p.numel() for p in model.parameters())
-    assert "none that transformers knows" in asked(model_type="neoy")["problem"]
+    assert "unknown to transformers" in asked(model_type="neoy")["problem"]
     assert "sees the tokens" in asked(model_type="bert", folder=None)["problem"]
     wide = asked(hidden_size=64)
     assert wide["of"] == "files" and "the shape needs" in wide["problem"]
     assert "is missing" in asked(num_hidden_layers=3)["problem"]
-    assert "is none of its parameters" in asked(num_hidden_layers=1)["problem"]
+    assert "is not one of its parameters" in asked(num_hidden_layers=1)["problem"]
     next(Path("small").glob("model-00002*")).unlink()
     assert "which is not there" in asked()["problem"]
 

@@ -129,7 +129,7 @@ def test_an_option_that_names_a_path_reads_environment_variables(capsys, monkeyp
     (wrong,) = error(capsys, *words)["violations"]
     assert wrong["value"] == str(tmp_path / "cluster" / "hosts")
     (wrong,) = error(capsys, *words[:2], "--include", "${oc.env:CLUSTER}")["violations"]
-    assert "keys that name paths only" in wrong["message"]
+    assert "only in keys that are paths" in wrong["message"]
 
 
 def test_deepspeeds_spelling_is_understood_as_a_slip(capsys):

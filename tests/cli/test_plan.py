@@ -88,7 +88,7 @@ def test_fp32_is_planned_in_tf32_and_what_bf16_gives_is_said(capsys):
     shown = output(capsys, *job, "precision=fp32")
     assert ", tf32, native" in shown
     assert (
-        f"precision=bf16 would give {bf16:,.0f} tokens/s a device instead of {tf32:,.0f}" in shown
+        f"precision=bf16 would give {bf16:,.0f} tokens/s per device instead of {tf32:,.0f}" in shown
     )
     assert "would give" not in output(capsys, *job)
     assert "would give" not in output(capsys, *job, "cluster=v100", "precision=fp32")
@@ -141,7 +141,7 @@ def test_what_is_shown_is_the_document_in_words(capsys):
     assert "64 × h100-sxm on 8 hosts" in shown
     assert f"{plan['memory']['in_use_gib']:.3g} of 79.1 GiB" in shown
     assert f"MFU {plan['mfu']:.1%}" in shown
-    assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s a device" in shown
+    assert f"{plan['tokens_per_s_per_gpu']:,.0f} tokens/s per device" in shown
     assert f"{plan['training']['cost']:,.0f} at 2.5 an hour" in shown
     assert "rank 3" in shown and "F" in shown
     assert "\x1b" not in shown
@@ -178,7 +178,7 @@ def test_the_search_writes_a_recipe_and_a_page(capsys):
 
 def test_a_search_in_vain_ends_with_3(capsys):
     words = ["recipe=llama-70b", "cluster=v100", "precision=fp16", "train.seq_len=2048", "--search"]
-    assert "nothing fits; the least is" in output(capsys, *words, code=3)
+    assert "no layout fits; the smallest needs" in output(capsys, *words, code=3)
     assert json.loads(output(capsys, *words, "--json", code=3))["nearest"]["fits"] is False
 
 

@@ -131,7 +131,7 @@ def test_a_page_that_cannot_be_written_is_put_elsewhere_as_advised(capsys):
     log(run, range(1, 41))
     run.report.mkdir()
     assert nanoscale(["runs", "report", "r"]) == 0
-    assert "--html FILE puts it elsewhere" in capsys.readouterr().err
+    assert "choose another file with --html FILE" in capsys.readouterr().err
     assert nanoscale(["runs", "report", "r", "--html", "elsewhere.html"]) == 0
     assert Path("elsewhere.html").is_file()
 

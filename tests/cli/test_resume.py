@@ -44,7 +44,7 @@ def test_a_run_that_goes_on_is_refused_with_its_owner(run, capsys):
         for arguments in (["x"], ["x", "--dry-run"]):
             assert nanoscale(["resume", *arguments]) == 2
             printed = capsys.readouterr()
-            assert "is going on: process" in printed.err
+            assert "is already running: process" in printed.err
             assert ("commands" in printed.out) is ("--dry-run" in arguments)
     assert run.last_attempt() == 0
 

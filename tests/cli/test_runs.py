@@ -194,7 +194,7 @@ def test_stop_asks_the_launcher_and_waits_for_its_end(runs, hold, capsys):
     assert launcher.wait() == 75
     assert f"process {launcher.pid}" in capsys.readouterr().err
     assert nanoscale(["runs", "stop", "b"]) == 0
-    assert "is not going on" in capsys.readouterr().out
+    assert "is not running" in capsys.readouterr().out
 
 
 def test_stop_ends_no_process_that_a_forged_lock_names(runs, capsys):
@@ -204,7 +204,7 @@ def test_stop_ends_no_process_that_a_forged_lock_names(runs, capsys):
         token = runs[0].lock.rename(runs[0].path / "lock.forged")
         token.write_text(json.dumps({"token": token.name, **asdict(owner)}))
         assert nanoscale(["runs", "stop", "b"]) == 0
-        assert "is not going on" in capsys.readouterr().out
+        assert "is not running" in capsys.readouterr().out
         assert process.poll() is None
     finally:
         process.kill()
@@ -237,7 +237,7 @@ def test_stop_ends_no_job_that_a_forged_file_names(runs, tmp_path, monkeypatch, 
 def test_stop_gives_up_after_a_time(runs, hold, capsys):
     launcher = hold(runs[0], "deaf")
     assert nanoscale(["runs", "stop", "b", "--timeout", "0.3"]) == 1
-    assert "still going on after 0.3 s" in capsys.readouterr().err
+    assert "still running after 0.3 s" in capsys.readouterr().err
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGKILL)
 
@@ -251,7 +251,7 @@ def test_a_diverged_run_is_shown_as_such(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     document = json.loads(printed.out, parse_constant=lambda word: pytest.fail(word))
     assert document["status"] == "failed"
-    assert "the training diverged" in printed.err and "fault in nanoscale" not in printed.err
+    assert "the training diverged" in printed.err and "internal error" not in printed.err
     assert nanoscale(["runs", "show", "diverged"]) == 0
     assert "not finite" in capsys.readouterr().out
     assert nanoscale(["runs", "ls"]) == 0
@@ -293,8 +293,8 @@ def test_all_of_a_job_in_one_line():
     assert "job 12: PENDING (Resources), queued since" in job("PENDING").sentence()
     assert "expected to start at 2026-11-21 20:13:06, queued again 2×" in job("PENDING").sentence()
     assert "on n[1-2] since 2026-11-21 20:13:06" in job("RUNNING").sentence()
-    assert "does not know it" in job(None).sentence()
-    assert "taken out of the queue" in job(None, cancelled=3.0).sentence()
+    assert "no longer knows it" in job(None).sentence()
+    assert "removed from the queue" in job(None, cancelled=3.0).sentence()
     assert "cannot be asked here: no squeue" in job(None, problem="no squeue").sentence()
 
 
@@ -347,7 +347,7 @@ def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
     runs[0].checkpoint(3).mkdir()
     after = io.StringIO()
     report(runs[0], Outcome("stopped", 130), after)
-    assert "go on       nanoscale resume b" in after.getvalue() and "step 1" not in after.getvalue()
+    assert "continue    nanoscale resume b" in after.getvalue() and "step 1" not in after.getvalue()
 
 
 # --- watching -------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def test_watching_joins_a_run_and_ctrl_c_ends_the_watching_only(going_on, tmp_pa
     assert int(first.split()[1].partition("/")[0]) > 3  # earlier steps are in metrics.jsonl
     watcher.send_signal(signal.SIGINT)
     assert watcher.wait(LIMIT_S) == 130
-    assert "w goes on" in screen.read_text()
+    assert "w continues" in screen.read_text()
     assert train.poll() is None
 
 

@@ -78,7 +78,7 @@ def test_on_a_terminal_it_is_a_question(answer, code, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert nanoscale(["resume", "x", "--dry-run"]) == code
     said = capsys.readouterr().err
-    assert "  launcher.env.A=one  (variables to set" in said and "[y/N]" in said
+    assert "  launcher.env.A=one  (environment variables to set" in said and "[y/N]" in said
 
 
 def test_ones_own_runs_are_known_wherever_they_are(capsys):

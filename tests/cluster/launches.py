@@ -82,7 +82,7 @@ class Launch:
         try:
             return int(self.process.wait(limit_s))
         except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"still going on after {limit_s:g} s:\n{self.screen}") from error
+            raise AssertionError(f"still running after {limit_s:g} s:\n{self.screen}") from error
 
     def must_end(self, code: int) -> None:
         found = self.ends()

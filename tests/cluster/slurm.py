@@ -20,7 +20,7 @@ Pitfalls:
 - proctrack/linuxproc follows parents. What becomes an orphan outlives its job; control groups would prevent it.
 - munged wants its socket's folder to be its own and the key to be read by nobody else; a machine's own /run has
   the folder, at the place where libmunge looks.
-- slurmctld has a child for scripts, which is no process of a job.
+- slurmctld has a child for scripts, which is not a process of a job.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def test_a_host_that_is_off_is_told_and_left_out_of_the_measuring(doctor):
     doctor.nodes.power_off("n2")
     done = doctor.run()
     lines = done.stdout.splitlines()
-    assert (done.returncode, lines[0]) == (1, "3 hosts: something is wrong with n2")
+    assert (done.returncode, lines[0]) == (1, "3 hosts: problems on n2")
     ((number, bad),) = [(n, line) for n, line in enumerate(lines) if line.startswith("✗")]
     assert bad.split()[1:3] == ["ssh", "n2"] and "host unreachable" in bad
     assert lines[number + 1].strip().startswith("remedy: ") and "--exclude n2" in lines[number + 1]
@@ -152,8 +152,10 @@ def test_no_host_at_all(doctor):
     doctor.write("n7 slots=1", "n8 slots=1")
     done = doctor.run()
     assert done.returncode == 1
-    assert "2 hosts: something is wrong with 2 of them: n7 and n8" in done.stdout
-    assert "its name leads to no address" in done.stdout and "all-reduce" not in done.stdout
+    assert "2 hosts: problems on 2 of them: n7 and n8" in done.stdout
+    assert (
+        "its name does not resolve to an address" in done.stdout and "all-reduce" not in done.stdout
+    )
 
 
 def test_a_host_key_that_changed(doctor):
@@ -386,6 +388,6 @@ def test_train_refuses_with_one_line_for_all_hosts_and_the_lost_ones_beside(doct
     assert done.returncode == 2
     assert done.stderr.count("does not see") == 1
     assert "n1 and n2: does not see the folder of runs" in done.stderr
-    assert "n3: there is no such Python there" in done.stderr
+    assert "n3: the Python interpreter does not exist there" in done.stderr
     assert done.stderr.count("remedy: run.root=FOLDER") == 1
     assert not (tmp_path / "own" / "x").exists()

@@ -156,8 +156,8 @@ def partition(launch: Launch) -> None:
 
 LONG_PATIENCE = ("launcher.collective_timeout_s=4", "launcher.lost_after_s=60")
 KILLED = "killed from outside .SIGKILL."
-AGENT_LOST = "the agent, which minds the ranks, was lost"
-SILENT = "the host fell silent: nothing was heard of it for 5 s"
+AGENT_LOST = "the agent, which supervises the ranks, was lost"
+SILENT = "the host stopped responding: no heartbeat for 5 s"
 
 FAULTS = [
     Fault("worker SIGKILL", send(signal.SIGKILL, rank), "rank 1 on n2", KILLED),
@@ -395,15 +395,15 @@ def nothing(_: Nodes) -> None: ...
 
 FIXED_PORT = f"launcher.master_port={PORT}"
 NOWHERE = "cluster.pythons={n2: /nowhere/python}"
-NO_PYTHON = "agent of n2: there is no such Python there"
-WRONG_KEY = "agent of n2: its ssh host key is not the one that is known"
+NO_PYTHON = "agent of n2: the Python interpreter does not exist there"
+WRONG_KEY = "agent of n2: its ssh host key has changed"
 FLAWS = [
     Flaw("port taken", take_port, 2, f"n1: port {PORT} is taken", (FIXED_PORT,)),
     Flaw(
         "port taken, without preflight",
         take_port,
         1,
-        "agent of n1: another program holds the port",
+        "agent of n1: another program uses the port",
         (FIXED_PORT, "--no-preflight"),
         shows_late=True,
     ),

@@ -21,7 +21,7 @@ from tests.cluster.nodes import LOGIN, NODES, Nodes
 SOURCE = Path(__file__).parents[2]
 PUBLISHER = Path(__file__).with_name("slow_publisher.py")
 NANOSCALE = (sys.executable, "-m", "nanoscale")
-FENCED = "the run has gone on without this rank (attempt 2 is running)"
+FENCED = "the run has continued without this rank (attempt 2 is running)"
 JOB = (
     "train",
     "recipe=debug",

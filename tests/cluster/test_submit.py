@@ -106,7 +106,7 @@ def test_submitted_waited_for_watched_and_completed(user: User) -> None:
 def test_a_job_stops_in_the_queue_and_while_it_runs(user: User) -> None:
     run, job = user.submits("two", "train.steps=100000", 'launcher.slurm.directives=["--hold"]')
     other, second = user.submits("other", "train.steps=100000", "checkpoint.every=1000")
-    assert f"job {job} was taken out of the queue" in user.types("runs", "stop", "two")
+    assert f"job {job} was removed from the queue" in user.types("runs", "stop", "two")
     assert user.slurm.show(job)["JobState"] == "CANCELLED"
     assert user.says_of("two") == f"never began (job {job}: cancelled)"
     assert not run.launch.exists()

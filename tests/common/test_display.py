@@ -254,7 +254,7 @@ def test_a_lost_standard_error_ends_nothing(monkeypatch, kind):
 
 @pytest.mark.parametrize(("kind", "code"), [("pipe", 0), ("full disk", 1)])
 def test_what_only_shows_ends_with_its_screen(run, monkeypatch, capfd, kind, code):
-    """A reader that closes the stream is no error; a full disk is."""
+    """A reader that closes the stream is not an error; a full disk is."""
     with lost_screen(kind) as (stream, lose):
         monkeypatch.setattr(sys, "stdout", stream)
         lose()

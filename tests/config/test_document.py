@@ -1,4 +1,4 @@
-"""YAML is data: content that is no plain mapping is refused with its file and line."""
+"""YAML is data: content that is not a plain mapping is refused with its file and line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_key_and_item_knows_its_line():
         ("ok: 1\na: !!python/object/apply:os.system [ls]", 2, "tag"),
         ("a: !mine 1", 1, "tag"),
         ("a: !!int abc", 1, "tag"),
-        ("? [a]\n: 1", 1, "list or a mapping for a key"),
+        ("? [a]\n: 1", 1, "list or a mapping as a key"),
         ("a: 1\nb: \x07", 2, "character that YAML does not allow"),
         ("a: " + "[" * 100_000, 1, "nested too deeply"),
     ],

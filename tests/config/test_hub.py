@@ -1,4 +1,4 @@
-"""Names at the Hugging Face hub: a typo in a path is no such name, and a wait is explained."""
+"""Names at the Hugging Face hub: a typo in a path is not such a name, and a wait is explained."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_one_line_is_written_while_the_hub_is_waited_for(
                 break
             time.sleep(0.01)
     assert said.splitlines() == [
-        "waiting for huggingface.co to answer for our/small (HF_HUB_OFFLINE=1 looks in its cache alone)"
+        "waiting for huggingface.co to answer for our/small (HF_HUB_OFFLINE=1 uses only the cache)"
     ]
     monkeypatch.setattr(hub, "_PATIENCE_S", 60.0)
     with hub.asking("our/small"):

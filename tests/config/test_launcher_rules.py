@@ -303,7 +303,7 @@ def test_part_of_the_hosts_is_proposed_in_the_words_of_the_filter():
 def test_a_copy_of_the_model_divides_the_slots():
     line = "train.global_batch=12 parallel.tp=4 --num-nodes 2"
     wrong = refusal(f"--hostfile odd {line}", "parallel.tp", kind="layout")
-    assert "the slots of 2 hosts = 6 is no multiple" in wrong.message
+    assert "the slots of 2 hosts = 6 is not a multiple" in wrong.message
     assert wrong.suggestions == ("parallel.tp=2",)
     Path("three").write_text("h1 slots=4\nh2 slots=4\nh3 slots=2\n")
     wrong = refusal("--hostfile three parallel.tp=4 train.global_batch=40", "parallel.tp")

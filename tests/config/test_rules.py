@@ -486,7 +486,7 @@ def test_messages_name_the_law():
         "parallel.tp=2", "parallel.cp=4", "parallel.cp_method=ulysses"
     )
     assert "at least 4" in said("parallel.pp=4", "train.micro_batch=4")
-    assert "rows that no token uses" in said("parallel.tp=2", "model.vocab=50257")
+    assert "no token uses them" in said("parallel.tp=2", "model.vocab=50257")
     (padded,) = violations("parallel.tp=2", "model.vocab=50257")
     assert padded.suggestions[0] == "model.vocab=50304"
 

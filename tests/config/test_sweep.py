@@ -47,7 +47,7 @@ def test_groups_lists_quotes_and_prefixes() -> None:
      "train.seed=shuffle(1,2)", "train.seed=tag(a,choice(1,2))"],
 )  # fmt: skip
 def test_values_must_be_listed(word: str) -> None:
-    assert "listed" in violation(word).message
+    assert "list them" in violation(word).message
 
 
 def test_what_all_runs_share_is_refused_with_the_one_value_that_may_be_meant() -> None:

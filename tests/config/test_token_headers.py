@@ -48,10 +48,10 @@ def exchange(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut("a.bin", 2), "a.bin: it holds 398 bytes where a.idx says 400"),
-        (cut("a.idx", 1), "where its header promises"),
+        (cut("a.bin", 2), "a.bin: it holds 398 bytes, and a.idx declares 400"),
+        (cut("a.idx", 1), "and its header declares"),
         (cut("a.idx", 10**6), "not a Megatron index"),
-        (exchange, "it describes 200 bytes where a.bin holds 400"),
+        (exchange, "it describes 200 bytes, and a.bin holds 400"),
         (lambda folder: write(folder / "a", "i4", [1, -1, 5]), "a negative token"),
         (lambda folder: write(folder / "a", "i4", [1, 320, 5]), "which holds token 320"),
         (lambda folder: write(folder / "a", "i4", []), "no tokens to train on"),

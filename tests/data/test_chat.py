@@ -168,7 +168,7 @@ ANSWER = {"role": "assistant", "content": "Yes"}
 BAD = {
     "no field": ({"text": "x"}, "has no field 'messages' (--field); its fields: text"),
     "no messages": ({"messages": []}, "has no list of messages, or an empty one"),
-    "no object": ({"messages": ["Hi"]}, "message 1 is no object with a role and a content"),
+    "no object": ({"messages": ["Hi"]}, "message 1 is not an object with a role and a content"),
     "role": ({"messages": [USER, {"role": "owl", "content": "?"}]}, "has the role 'owl', not system"),
     "no answer": ({"messages": [USER]}, "has no answer: no message is an assistant's"),
     "first": ({"messages": [ANSWER]}, "begins with an answer"),
@@ -197,10 +197,10 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path, model):
     template.write_text(FORGETFUL)
     source = write_chats(tmp_path / "a.jsonl", of_messages([[USER, ANSWER, USER, ANSWER]]))
     settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
-    with pytest.raises(UserError, match="at no certain place"):
+    with pytest.raises(UserError, match="no certain position"):
         prepared(tmp_path / "out", source, chat_template=template, **settings)
     template.write_text("{% for %}")
-    with pytest.raises(UserError, match="is no Jinja template: line 1"):
+    with pytest.raises(UserError, match="is not a Jinja template: line 1"):
         prepared(tmp_path / "out", source, chat_template=template, **settings)
 
 

@@ -97,14 +97,14 @@ def test_datatrove(tmp_path, capsys, letter, about):
 
 
 DAMAGE = {
-    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-2]), "bytes where a.ds.index says 24 tokens"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-2]), "bytes, and a.ds.index declares 24 tokens"),
     "empty": (lambda p: p.write_bytes(b""), "holds no token"),
     "no index": (lambda p: Path(f"{p}.index").unlink(), "a.ds.index"),
-    "index cut": (lambda p: Path(f"{p}.index").write_bytes(b"1234"), "no ends of documents"),
+    "index cut": (lambda p: Path(f"{p}.index").write_bytes(b"1234"), "not ends of documents"),
     "order": (lambda p: write_datatrove(p, [[1] * 3, [1] * 2], "H", "") or
               Path(f"{p}.index").write_bytes(b"\5" + b"\0" * 7 + b"\3" + b"\0" * 7), "not in order"),
-    "size": (lambda p: Path(f"{p}.metadata").write_text("a|2\n24"), "says 2 bytes a token"),
-    "count": (lambda p: Path(f"{p}.metadata").write_text("a|4\n25"), "says 25 tokens"),
+    "size": (lambda p: Path(f"{p}.metadata").write_text("a|2\n24"), "declares 2 bytes per token"),
+    "count": (lambda p: Path(f"{p}.metadata").write_text("a|4\n25"), "declares 25 tokens"),
 }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ class Killer(Silent):
                   flush=True)
             die()
 
-chunks.CHUNK = 6000  # so that the tokens are no buffer's: they reach the file before a commit
+chunks.CHUNK = 6000  # so that the tokens are not buffer's: they reach the file before a commit
 run.COMMIT_S = 0.0
 {patch}
 if __name__ == "__main__":
@@ -199,7 +199,7 @@ def test_ctrl_c_commits_and_the_same_request_goes_on(tmp_path, small_chunks):
         prepared(tmp_path / "out", source, watcher=Interrupter())
     watcher = Silent()
     prepared(tmp_path / "out", source, watcher=watcher)
-    assert watcher.notes[0].startswith("goes on after")
+    assert watcher.notes[0].startswith("continues after")
     assert found(tmp_path / "out", "tokens") == pair(as_bytes(texts(100)), code=8)
 
 
@@ -234,10 +234,10 @@ def test_a_request_that_was_done_is_not_done_again_and_another_is_refused(tmp_pa
     watcher = Silent()
     assert prepared(tmp_path / "out", source, watcher=watcher) == manifest
     assert watcher.notes == [f"{tmp_path / 'out'} is prepared already"]
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         prepared(tmp_path / "out", source, validation=0.5)
     source.write_text(source.read_text() * 2)
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         prepared(tmp_path / "out", source)
 
 
@@ -328,7 +328,7 @@ def test_ctrl_c_on_the_command_line_ends_with_130(tmp_path, small_chunks, monkey
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanoscale.cli.jobs.data._Screen.progress", interrupt)
         assert nanoscale_command([*words, "--workers", "1"]) == 130
-    assert "goes on from here" in capsys.readouterr().err
+    assert "continues from here" in capsys.readouterr().err
     monkeypatch.setattr("nanoscale.cli.jobs.data._LINE_S", 0.0)
     assert nanoscale_command([*words, "--workers", "1", "--json"]) == 0
     printed = capsys.readouterr()

@@ -63,15 +63,15 @@ BAD = {
                     ":4: has no field 'text' (--field); its fields: body"),
     "number.jsonl": (lambda p: p.write_bytes(line(7)), ":1: its field 'text' holds a number"),
     "null.jsonl": (lambda p: p.write_bytes(line(None)), ":1: its field 'text' holds null"),
-    "list.jsonl": (lambda p: p.write_bytes(b"[1]\n"), ":1: is JSON, but no object"),
-    "json.jsonl": (lambda p: p.write_bytes(line("a") + b'{"text": "b'), ":2: is no JSON: "),
-    "half.jsonl": (lambda p: p.write_bytes(b'{"text": "\\ud800"}'), ":1: holds half of a surrogate"),
+    "list.jsonl": (lambda p: p.write_bytes(b"[1]\n"), ":1: is JSON, but not an object"),
+    "json.jsonl": (lambda p: p.write_bytes(line("a") + b'{"text": "b'), ":2: is not JSON: "),
+    "half.jsonl": (lambda p: p.write_bytes(b'{"text": "\\ud800"}'), ":1: has half of a surrogate"),
     "empty.jsonl": (lambda p: p.touch(), "empty.jsonl: is empty"),
     "empty.txt": (lambda p: p.touch(), "empty.txt: is empty"),
     "empty.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(b"")), "empty.jsonl.gz: is empty"),
     "empty.parquet": (lambda p: write_parquet(p, []), "empty.parquet: is empty"),
     "none.parquet": (lambda p: write_parquet(p, ["a", None]), ", row 2: is null"),
-    "noise.parquet": (lambda p: p.write_bytes(b"PAR1" + b"x" * 100), "is no readable parquet file"),
+    "noise.parquet": (lambda p: p.write_bytes(b"PAR1" + b"x" * 100), "is not a readable parquet file"),
     "page.parquet": (damaged_parquet, "cannot be read from here on"),
     "column.parquet": (lambda p: parquet.write_table(pa.table({"body": ["a"]}), p),
                        "has no column 'text' (--field); its columns: body"),
@@ -81,7 +81,7 @@ BAD = {
                      "cannot be read from here on: Truncated"),
     "noise.jsonl.zst": (lambda p: p.write_bytes(b"x" * 100), ":1: cannot be read from here on"),
     "long.jsonl": (lambda p: p.write_bytes(line("x" * 5000) + line("a")), ":1: this document is longer"),
-    "long.txt": (lambda p: p.write_text("x" * 9000), "--separator TEXT says what stands between"),
+    "long.txt": (lambda p: p.write_text("x" * 9000), "--separator TEXT sets the text between"),
 }  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "COMMIT_S", 0.0)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"".join(map(line, texts(50))) + b"nothing\n" + line("end"))
-    with pytest.raises(UserError, match=":51: is no JSON") as caught:
+    with pytest.raises(UserError, match=":51: is not JSON") as caught:
         prepared(tmp_path / "out", source)
     assert "out.part" in caught.value.violations[0].remedy
     assert not (tmp_path / "out").exists()
@@ -202,13 +202,13 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["none.jsonl"], "none.jsonl: there is no such file"),
-        (["*.parquet"], "*.parquet: no file there"),
-        (["a.csv"], "a.csv is of no kind that can be read: .txt, .jsonl"),
+        (["*.parquet"], "*.parquet: no readable file there"),
+        (["a.csv"], "a.csv cannot be read; supported are .txt, .jsonl"),
         (["a.jsonl", "./*.jsonl"], "is named twice"),
         (["hf:./nowhere"], "hf:./nowhere: there is no such folder"),
         (["a.jsonl", "--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json"),
         (["a.jsonl", "--tokenizer", "a.jsonl"], "cannot be read as a tokenizer.json"),
-        (["a.jsonl", "--tokenizer", "byte", "--train-tokenizer"], "one of --tokenizer and"),
+        (["a.jsonl", "--tokenizer", "byte", "--train-tokenizer"], "give --tokenizer or"),
         (["a.jsonl", "--validation", "0.001", "--tokenizer", "byte"], "holds out none of 6"),
         (["a.jsonl", "--separator", "", "--tokenizer", "byte"], "--separator is empty"),
         (["a.jsonl", "--eos", "x", "--tokenizer", "byte"], "--eos names a token"),
@@ -288,7 +288,7 @@ def test_what_was_begun_with_other_settings_is_begun_anew_as_advised(tmp_path, c
     part.mkdir()
     (part / "request.json").write_text('{"seed": 1}')
     assert nanoscale(words) == 2
-    (command,) = re.findall(r"begin anew: (rm .*)", capsys.readouterr().err)
+    (command,) = re.findall(r"start again: (rm .*)", capsys.readouterr().err)
     subprocess.run(shlex.split(command), check=True)
     assert nanoscale(words) == 0
     assert not part.exists()

@@ -106,5 +106,5 @@ def test_a_tokenizer_of_the_hubs_cache_is_found_by_its_name(folder, tmp_path, mo
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert find("some/model", "--tokenizer") == snapshot / "tokenizer.json"
-    with pytest.raises(UserError, match="--tokenizer: some/other: is no file"):
+    with pytest.raises(UserError, match="--tokenizer: some/other: is not a file"):
         find("some/other", "--tokenizer")

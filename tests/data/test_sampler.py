@@ -1,4 +1,4 @@
-"""The order of samples: a permutation each epoch, the same on every machine, for ever."""
+"""The order of samples: a permutation each epoch, the same on every machine, forever."""
 
 from __future__ import annotations
 

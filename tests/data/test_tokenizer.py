@@ -82,7 +82,7 @@ def test_a_file_is_loaded_with_its_own_end_token(bpe, tmp_path):
     assert load(path).encode(TEXTS[1]) == tokenizer.encode(TEXTS[1])
     assert load(rename_end(path, tmp_path / "a.json", "</s>")).eos == tokenizer.eos
     unknown = rename_end(path, tmp_path / "b.json", "<fin>")
-    with pytest.raises(UserError, match="none of the tokens that end a document"):
+    with pytest.raises(UserError, match="none of the known end-of-document tokens"):
         load(unknown)
     for named in ("<fin>", {"content": "<fin>"}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": named}))

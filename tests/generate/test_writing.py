@@ -116,16 +116,16 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     file = next((run.checkpoints / "step-00000007").glob("*.distcp"))
     for name, options, words in (
         (str(run.path), {"step": 3}, "no checkpoint of step 3"),
-        (str(run.path), {"device": "cuda:99"}, "no device of this machine"),
-        (str(run.path), {"device": "toaster"}, "no device of this machine"),
+        (str(run.path), {"device": "cuda:99"}, "not a device of this machine"),
+        (str(run.path), {"device": "toaster"}, "not a device of this machine"),
         (str(run.path), {"tokenizer": str(tmp_path / "t.json")}, "there is no such file"),
-        (str(small.path), {}, "it is another model's"),
+        (str(small.path), {}, "it belongs to another model"),
         (str(tmp_path / "nothing"), {}, "does not exist"),
     ):
         with pytest.raises(UserError, match=words):
             open_model(name, **options)  # type: ignore[arg-type]
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UserError, match="is damaged: .*bytes, written were"):
+    with pytest.raises(UserError, match="is damaged: .*bytes, instead of the written"):
         open_model(str(run.path))
     text = run.config.read_text().replace("source: stdlib", "source: megatron")
     run.config.write_text(text)

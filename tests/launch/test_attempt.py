@@ -170,7 +170,7 @@ def test_ranks_that_did_not_arrive_are_named(attempt):
 
 
 def test_a_lost_host_is_a_cause(attempt):
-    attempt.members[1].lost = agent_failure("b", "the host fell silent")
+    attempt.members[1].lost = agent_failure("b", "the host stopped responding")
     failing(attempt, "a", raised(LOST, 0, "a"))
     attempt.execution._note_lost()
     attempt.execution._end_after_failure()
@@ -178,7 +178,7 @@ def test_a_lost_host_is_a_cause(attempt):
     ended(attempt, "a", "killed", raised(LOST, 0, "a"))
     assert attempt.execution.is_over
     cause = attempt._judge().failure
-    assert (cause.host, cause.rank, cause.diagnosis) == ("b", None, "the host fell silent")
+    assert (cause.host, cause.rank, cause.diagnosis) == ("b", None, "the host stopped responding")
 
 
 def test_what_dies_by_our_own_hand_is_no_failure(attempt):

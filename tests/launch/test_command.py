@@ -67,7 +67,7 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     write_json(run.launch, made.document())
     assert read_plan(run) == made
     run.launch.write_text('{"hosts": []}')
-    with pytest.raises(UserError, match=r"launch.json is no plan"):
+    with pytest.raises(UserError, match=r"launch.json is not an attempt plan"):
         read_plan(run)
 
 

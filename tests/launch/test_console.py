@@ -158,7 +158,7 @@ def test_of_a_flood_a_little_is_shown_and_the_rest_is_in_the_log(run):
         log.write(b"the last\n")
     text = stream.getvalue()
     assert len(text) < 2 << 20
-    assert "bytes that it printed here are only in" in text and "h:1 │ the last" in text
+    assert "bytes of its output here are only in" in text and "h:1 │ the last" in text
     assert max(map(len, text.splitlines())) < 40_000
 
 

@@ -58,7 +58,7 @@ def test_a_torch_without_cuda_is_named_with_the_cuda_that_the_driver_supports():
         ([13, 0], "13.2", True),  # minor versions are compatible
         ([12, 2], "12.8", True),
         ([13, 1], "12.6", True),
-        (None, "13.0", True),  # unknown facts are no fault
+        (None, "13.0", True),  # unknown facts are not fault
     ],
 )
 def test_a_driver_is_too_old_if_its_major_version_of_cuda_is_below_that_of_torch(
@@ -198,7 +198,7 @@ def test_the_compiler_is_tried_on_pythons_headers(tmp_path):
     assert compiler({})["problem"] == ""
     assert compiler({"CC": "no-such-compiler"}) == {
         "path": None,
-        "problem": "CC=no-such-compiler is no program",
+        "problem": "CC=no-such-compiler is not a program",
     }
     broken = tmp_path / "cc"
     broken.write_text(

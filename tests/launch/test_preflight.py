@@ -371,7 +371,7 @@ def test_too_little_room_is_told_with_the_amount(path, check, needed):
     assert (found.host, found.check, found.needed) == ("n2", check, needed)
     assert "only 0.1 GiB" in found.finding
     change(them[1], path, None)
-    assert wrong(them) == []  # unknown facts are no fault
+    assert wrong(them) == []  # unknown facts are not fault
 
 
 def test_a_folder_of_runs_that_is_not_seen_or_written_is_refused():
@@ -426,13 +426,13 @@ def test_a_journey_is_no_wrong_clock():
 
 def test_a_name_that_leads_nowhere_elsewhere_or_home_is_told():
     cases = [
-        (1, {"found": []}, "finds no address for n1"),
-        (1, {"found": ["10.9.9.9"]}, "none of the addresses of n1"),
-        (0, {"found": ["10.9.9.9"]}, "none of its addresses"),
+        (1, {"found": []}, "cannot resolve n1"),
+        (1, {"found": ["10.9.9.9"]}, "not one of the addresses of n1"),
+        (0, {"found": ["10.9.9.9"]}, "not one of its addresses"),
         (0, {"found": ["127.0.1.1"], "interface": "lo"}, "no other host can reach"),
         (1, {"found": ["127.0.0.1"], "interface": "lo"}, "no other host can reach"),
         (1, {"found": ["::1"], "interface": "lo"}, "no other host can reach"),
-        (1, {"interface": None}, "no route leads there"),
+        (1, {"interface": None}, "there is no route to it"),
     ]
     for number, said, text in cases:
         them = members()
@@ -500,7 +500,7 @@ def test_equal_findings_of_many_hosts_are_one_line_with_one_remedy():
         change(member, "memory_gib", 0.1 * number)
     said = refusal(them, replace(SSH, cluster=Cluster(python="/opt/python"))).violations
     assert [(one.source, one.message) for one in said] == [
-        ("n1, n2 and 3 more", "only 0.0 to 0.4 GiB of host memory free; 1 is the least"),
+        ("n1, n2 and 3 more", "only 0.0 to 0.4 GiB of host memory free; 1 is the minimum"),
         ("n1, n2 and 14 more", "does not see the folder of runs (/runs) of the launcher"),
     ]
     assert all(one.remedy for one in said)

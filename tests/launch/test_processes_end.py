@@ -383,7 +383,7 @@ def test_a_folder_that_is_taken_away_is_named_as_such(launch, what):
         shutil.rmtree(elsewhere)
     assert job.end() == 1
     said = f"renamed to {elsewhere}" if what == "renamed" else "deleted"
-    assert f"the folder of the run 'run' was {said} while the run was going on" in job.text
+    assert f"the folder of the run 'run' was {said} while the run was running" in job.text
     assert "Traceback" not in job.text and "taken over" not in job.text
     if what == "renamed":
         assert (elsewhere / "lock").exists()  # `resume` can take it there

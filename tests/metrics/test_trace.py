@@ -86,7 +86,7 @@ def device_step() -> list[Event]:
     return [
         at(STEP, 0, 60, annotation=True),
         at(DATA, 0, 5, annotation=True),
-        at("aten::mm", 5, 10, correlation=1),  # numbers of calls are no numbers of operations
+        at("aten::mm", 5, 10, correlation=1),  # numbers of calls are not numbers of operations
         launch(6, 11),
         at(NODE, 20, 30, thread=2),
         launch(21, 12),
@@ -121,7 +121,7 @@ def test_a_device() -> None:
 
 
 def test_waiting_for_a_device() -> None:
-    """Within the steps, and between them; what comes after the last one is no step's."""
+    """Within the steps, and between them; what comes after the last one is not a step's."""
     later = [
         at("cudaDeviceSynchronize", 65, 70, 9, correlation=18),
         at(STEP, 110, 160, annotation=True),

@@ -332,5 +332,5 @@ def test_describe() -> None:
     assert activation.describe(Parallel()) == "everything kept for the backward pass"
     mode = Parallel(activation_checkpointing="full", checkpoint_every=2, offload_activations=True)
     assert activation.describe(mode) == (
-        "one block in 2 recomputed, what is kept waits in host memory"
+        "one block in 2 recomputed, saved activations wait in host memory"
     )

@@ -137,7 +137,7 @@ def test_this_machines_gpus_are_recognised(monkeypatch):
     assert hardware_of(Config(precision=BF16)).device == "h200"
     both = Devices("cuda", 2, ("NVIDIA H200", "NVIDIA A100-SXM4-40GB"))
     monkeypatch.setattr(data_sheets, "detect", lambda: both)
-    assert "no one known device" in refusal(Config(precision=BF16))
+    assert "not one known device" in refusal(Config(precision=BF16))
 
 
 def test_measured_efficiencies_go_before_assumed_ones(tmp_path: Path):

@@ -102,5 +102,5 @@ def test_the_folder_that_is_to_be_removed_is_one_word(tmp_path):
     _check_request(part, {"workers": 1})
     with pytest.raises(UserError) as error:
         _check_request(part, {"workers": 2})
-    command = error.value.violations[0].remedy.partition("anew: ")[2]
+    command = error.value.violations[0].remedy.partition("again: ")[2]
     assert shlex.split(command) == ["rm", "-r", "--", str(part)]

@@ -82,7 +82,7 @@ def test_of_several_causes_the_earliest_wins():
         ("torch._inductor.exc.InductorError", NO_CC, 1, "no C compiler", "launcher.env.CC="),
         ("torch._inductor.exc.InductorError", NO_HEADERS, 1, "Python.h", "backend.compile=off"),
         ("RuntimeError", "x.c:1: fatal error: Python.h: No such file", 1, "Python.h", "headers"),
-        ("RuntimeError", CLOSED, 1, "no rank said why", "logs"),
+        ("RuntimeError", CLOSED, 1, "no rank reported a cause", "logs"),
         ("", "", 3, "ended with code 3", "log"),
         ("", "", -signal.SIGSEGV, "segmentation fault", "log"),
         ("", "", -signal.SIGBUS, "bus error", "/dev/shm"),
@@ -152,7 +152,7 @@ def test_what_a_rank_says_is_bounded_so_that_all_ranks_of_a_host_can_say_it():
         fail()
     except ValueError as error:
         one = RankFailure.of(error, rank=0, local_rank=0, host="h")
-    assert "characters are left out" in one.message
+    assert "characters are omitted" in one.message
     assert one.message.startswith("begin") and one.message.endswith("end")
     assert "in fail" in one.traceback
     many = [asdict(replace(one, rank=rank)) for rank in range(64)]

@@ -28,6 +28,6 @@ def test_a_folder_that_is_gone_is_no_other_attempt(tmp_path: Path) -> None:
             fence.require(run.workspace(2))
         one = RankFailure.of(missing.value, rank=0, local_rank=0, host="h")
         diagnosis, remedy = diagnose(one, Evidence())
-        assert diagnosis == f"{folder} was deleted or renamed while the run was going on"
+        assert diagnosis == f"{folder} was deleted or renamed while the run was running"
         assert "rename it back" in remedy
     assert one.time <= time.time()

@@ -123,7 +123,7 @@ def test_the_second_launcher_is_told_who_holds_the_run(run, launcher):
     assert f"process {holder.process.pid} of " in str(error.value)
     assert f"nanoscale runs stop {run.path}" in error.value.violations[0].suggestions
     assert lock.owner(run).pid == holder.process.pid
-    with pytest.raises(UserError, match="is going on"):
+    with pytest.raises(UserError, match="is already running"):
         lock.refuse_if_held(run)
 
 
@@ -184,7 +184,7 @@ def test_a_holder_on_another_host_is_watched_until_it_beats(run, launcher):
     holder, second = launcher(behind_s=7200, **ELSEWHERE), launcher(flocks=False, patience=100)
     assert holder.say("take") == "held"
     assert second.say("take").startswith(
-        f"refused: the run 'x' is going on: process {holder.process.pid}"
+        f"refused: the run 'x' is already running: process {holder.process.pid}"
     )
     holder.process.kill()
     holder.process.wait()

@@ -9,7 +9,7 @@ own, then the equivalence matrix.
 
 With --rss the models are larger, and the most memory that the process had resident in the second step is shown
 beside that, beyond what it had after the small model was trained: so libraries have loaded what they load.
-glibc's malloc is told to give freed memory back (one arena, mmap from 64 KiB on) unless MALLOC_ARENA_MAX and
+glibc's malloc is set to give freed memory back (one arena, mmap from 64 KiB on) unless MALLOC_ARENA_MAX and
 MALLOC_MMAP_THRESHOLD_ in the environment say otherwise: else it keeps much of it.
 """
 

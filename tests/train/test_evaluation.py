@@ -186,7 +186,7 @@ def test_what_is_advised_where_nothing_is_held_out_holds_something_out(
         writer.finish()
     config = make_config(tmp_path, data=Data(**{"source": "megatron", "path": "tokens"} | data))
     config = replace(config, train=replace(config.train, eval_every=0))
-    with pytest.raises(UserError, match="nothing is held out") as caught:
+    with pytest.raises(UserError, match="no samples are held out") as caught:
         evaluation.open_validation(config)
     (wrong,) = caught.value.violations
     assert wrong.suggestions

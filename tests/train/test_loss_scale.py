@@ -78,7 +78,7 @@ def test_one_overflow_skips_the_step_everywhere(
     assert losses[OVERFLOWS_AT - 1] != pytest.approx(losses[OVERFLOWS_AT - 2], rel=1e-4)
     exact = [row[0] for row in plain_loop("fp32")]
     assert losses[0] == pytest.approx(exact[0], rel=0.01)
-    assert losses[-1] < 0.8 * losses[0], "the training goes on"
+    assert losses[-1] < 0.8 * losses[0], "the training continues"
 
 
 @pytest.mark.slow

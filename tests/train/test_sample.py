@@ -63,7 +63,7 @@ def test_a_sample_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     text = sample(engine, ByteTokenizer(), "ab", 4, context=16, seed=0)
     assert text.startswith("ab") and not counters["stats"]["unique_graphs"]
     engine.next_token_logits([1, 2, 3])
-    assert counters["stats"]["unique_graphs"], "what is no sample is compiled again"
+    assert counters["stats"]["unique_graphs"], "what is not a sample is compiled again"
 
 
 def test_a_sample_plans_no_attention_of_cudnn() -> None:

@@ -87,7 +87,7 @@ def forward(
 
 
 def no_timers() -> Any:
-    """Return timers that keep nothing: those of DeepSpeed's pipeline record every step for ever."""
+    """Return timers that keep nothing: those of DeepSpeed's pipeline record every step forever."""
     from deepspeed.utils.timer import NoopTimer
 
     return NoopTimer()

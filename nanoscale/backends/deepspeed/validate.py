@@ -50,7 +50,7 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     except Exception as error:
         return [("", str(error), [])]
     return [
-        (name, "is not asked for by DeepSpeed, which would ignore it", sorted(asked.names))
+        (name, "is not a setting of DeepSpeed, which would ignore it", sorted(asked.names))
         for name in asked
         if name not in asked.names
     ]

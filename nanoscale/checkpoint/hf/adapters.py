@@ -30,7 +30,7 @@ def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]
     """Raise a UserError unless `base` is the fingerprint of the weights that the adapters belong to."""
     if manifest.get("base") != base:
         folder = config.model.init_from
-        found = "has other weights than those that the adapters of this run were trained for"
+        found = "does not have the weights that the adapters of this run were trained for"
         raise UserError("model", f"{_KEY}={folder} {found}", [Violation(_KEY, folder, "", found)])
 
 
@@ -51,10 +51,10 @@ def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> N
     folder = str(config.model.init_from)
     try:
         if not Path(folder).is_dir():
-            raise BadFileError("is not there")
+            raise BadFileError("does not exist")
         base = fingerprint(Path(folder), config.model)
     except BadFileError as error:
-        message = f"{error}, and its weights are needed beside the adapters that were trained"
+        message = f"{error}, and its weights are needed together with the trained adapters"
         found = Violation(_KEY, folder, "", message, (instead,))
         raise UserError("model", f"{_KEY}={folder}: {message}", [found]) from error
     require_same_base(config, base, manifest)

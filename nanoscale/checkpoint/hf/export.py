@@ -75,7 +75,7 @@ def export(
             is full; with lora, the weights that the adapters belong to have changed.
     """
     if out.exists():
-        raise UserError("usage", f"{out} exists already; name another folder with --out")
+        raise UserError("usage", f"{out} already exists; name another folder with --out")
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
     kind, tensors = TYPES[dtype], _tensors(stored, config.model)
@@ -185,8 +185,9 @@ def _largest_bias(path: Path, model: Model) -> float:
 def _refuse_bias(bias: float, model: Model) -> NoReturn:
     message = (
         f"model.balance=bias has moved preferences of experts by up to {bias:.3g}, where the mean of a "
-        f"router's scores is {1 / model.experts:.3g}; transformers has no place for them, and its model "
-        "would choose other experts. --drop-bias exports it all the same; runs with model.balance=aux or none "
+        f"router's scores is {1 / model.experts:.3g}; transformers cannot store them, and its "
+        f"model would choose other experts. --drop-bias exports the model without them; runs with "
+        f"model.balance=aux or none "
         "have no such bias"
     )
     raise UserError("model", message)

@@ -58,7 +58,7 @@ def find(folder: Path, model: Model) -> Found:
     problems += differences(stored, wanted)
     used = {there.name for there in stored.values()}
     problems += [
-        f"{name} has no place in the shape"
+        f"{name} is not a parameter of this shape"
         for name in held
         if name not in used and not is_needless(name, model)
     ]

@@ -39,10 +39,10 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += differences({name: stored[name] for name in wanted if name in stored}, wanted)
-    problems += [f"{name} is none of its parameters" for name in left]
+    problems += [f"{name} is not one of its parameters" for name in left]
     problems += [
-        f"{it.name} is another tensor than {stored[name].name}, to which its config.json ties it: transformers "
-        "ties no two that differ, and model.hf_config.tie_word_embeddings=false trains both"
+        f"{it.name} differs from {stored[name].name}, to which its config.json ties it: "
+        f"transformers ties only equal tensors; model.hf_config.tie_word_embeddings=false trains both"
         for name, it in second
         if name in stored and not are_equal(it, stored[name])
     ]
@@ -98,8 +98,8 @@ def _placed(
         )
         if converted is not None:
             raise BadFileError(
-                f"{name} is stored otherwise than transformers computes with it ({changed}), and only names "
-                "may differ; model.init_from=null begins with random weights"
+                f"{name} is stored in a form that transformers converts on loading ({changed}), "
+                f"and only names may differ; model.init_from=null starts with random weights"
             )
         if changed in names:
             stored[changed] = there
@@ -139,7 +139,7 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     # errors of transformers, of the model's own code, or of a missing package
     except Exception as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        return {"problem": f"transformers does not build it: {why[:_LONGEST]}", "of": "model"}
+        return {"problem": f"transformers cannot build it: {why[:_LONGEST]}", "of": "model"}
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"problem": problem, "of": "model", "parameters": count}
 
@@ -152,7 +152,7 @@ def _trained_otherwise(model: Any) -> str | None:
     if family in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         model.config, "is_decoder", False
     ):
-        return f"model_type={family} sees the tokens that it is to predict, unless is_decoder=true"
+        return f"model_type={family} sees the tokens that it must predict, unless is_decoder=true"
     return None
 
 

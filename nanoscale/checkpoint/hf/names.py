@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 PREFIXES = ("model.", "transformer.")
 """Prefixes that files written without the head lack."""
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Tensors that are no parameters: old versions of transformers saved them too."""
+"""Tensors that are not parameters: old versions of transformers saved them too."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Place:
     parts: int = 1
     axis: int = -1
     expert: int | None = None
-    """The index in our first dimension; None if that is no dimension of experts."""
+    """The index in our first dimension; None if that is not a dimension of experts."""
 
     def shape(self, ours: Shape) -> Shape:
         """Return the shape of the whole Hugging Face tensor."""
@@ -101,7 +101,7 @@ def is_merged(names: Iterable[str]) -> bool:
 
 
 def is_buffer(name: str) -> bool:
-    """True if a tensor of a file is no parameter, but one that old versions of transformers saved too."""
+    """True if a tensor of a file is not a parameter, but one that old versions of transformers saved too."""
     return name.endswith(_BUFFERS)
 
 

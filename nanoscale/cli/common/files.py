@@ -28,8 +28,8 @@ def require_writable(
     if overwrite or not file.is_file() or (is_own is not None and is_own(file)):
         return  # a device or a pipe, as /dev/stdout, loses nothing
     instead = ("--overwrite", f"{option} {shlex.quote(_free(file))}")
-    found = Violation(option, str(file), "command line", "the file exists already", instead)
-    raise UserError("usage", f"{option} {file}: the file exists already", [found])
+    found = Violation(option, str(file), "command line", "the file already exists", instead)
+    raise UserError("usage", f"{option} {file}: the file already exists", [found])
 
 
 def write_file(option: str, file: Path, text: str, *, overwrite: bool) -> None:

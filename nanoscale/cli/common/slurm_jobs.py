@@ -37,7 +37,7 @@ class Job:
 
     submission: Submission
     state: JobState | None
-    """None if SLURM does not know it any more, or could not be asked."""
+    """None if SLURM no longer knows it, or could not be asked."""
     problem: str = ""
     """The reason why SLURM could not be asked."""
 
@@ -69,9 +69,9 @@ class Job:
         if self.problem:
             return f"{self}: SLURM cannot be asked here: {self.problem}"
         if self.state is None and self.submission.cancelled is not None:
-            return f"{self}: taken out of the queue at {clock(self.submission.cancelled)}"
+            return f"{self}: removed from the queue at {clock(self.submission.cancelled)}"
         if self.state is None:
-            return f"{self}: SLURM does not know it any more"
+            return f"{self}: SLURM no longer knows it"
         state = self.state
         words = [f"{self}: {state.state}"]
         if state.reason:
@@ -113,7 +113,7 @@ def way_on(run: RunDirectory) -> str:
 def ways_on(run: RunDirectory) -> list[str]:
     """Return the last lines about a run that ended early: the command, and whether that starts from step 1."""
     if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
-        return [f"  go on       {way_on(run)}"]
+        return [f"  continue    {way_on(run)}"]
     return [
         "  checkpoint  none was saved: the training would start again from step 1",
         f"  start over  {way_on(run)}",

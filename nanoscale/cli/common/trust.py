@@ -32,7 +32,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
 
     try:
         config = load(file)
-    except UserError:  # it is no configuration of a run, and may choose groups like a recipe
+    except UserError:  # it is not a configuration of a run, and may choose groups like a recipe
         config = compose().config
     values = executed(config)
     if trust or not values or is_signed(file.absolute().parent, config):
@@ -44,7 +44,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
     if not _is_confirmed(what, found):
-        raise UserError("trust", "nothing was started; --trust says yes without a question")
+        raise UserError("trust", "nothing was started; --trust answers yes")
 
 
 def _violations(values: dict[str, Any], composed: Composed, file: Path) -> Iterator[Violation]:

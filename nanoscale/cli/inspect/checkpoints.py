@@ -192,11 +192,9 @@ def export_checkpoint(
     display.show(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
     if written.dropped_bias:
         most = f"up to {written.dropped_bias:.3g} of a router's scores"
-        display.show(
-            f"  without the bias in the choice of experts ({most}): it chooses others than this run"
-        )
+        display.show(f"  without the routing bias ({most}): it chooses other experts than this run")
     if not written.tokenizer:
-        display.show("  without a tokenizer: data.tokenizer names none for the tokens of this run")
+        display.show("  without a tokenizer: data.tokenizer is not set for the tokens of this run")
 
 
 def _with_base(config: Config, base: Path | None) -> Config:
@@ -208,7 +206,8 @@ def _with_base(config: Config, base: Path | None) -> Config:
         return config
     if not config.lora.rank:
         raise UserError(
-            "usage", "--base is for runs with lora; the checkpoints of this one are whole"
+            "usage",
+            "--base is for runs with lora; the checkpoints of this run hold the whole model",
         )
     found = str(base.expanduser().absolute())
     return replace(config, model=replace(config.model, init_from=found))

@@ -83,7 +83,7 @@ def backends(as_json: opt.AsJson = False) -> None:
     for row in rows:
         grid.add_row(*row)
     console().print(grid)
-    console().print(f"\nthe sections {', '.join(OUTSIDE)} hold with both", style="dim")
+    console().print(f"\nthe sections {', '.join(OUTSIDE)} apply to both", style="dim")
 
 
 @app.command("ls")
@@ -141,7 +141,7 @@ def _named(name: str) -> list[str]:
         meant = equivalent(name)
         near = tuple(dict.fromkeys([*nearest(name, top), *nearest_key(name, declared())]))
         near = meant.about if meant is not None else near
-        message = "is no key and no section"
+        message = "unknown key or section"
         if not near:
             message += "; the sections are " + ", ".join(top)
         proposals = tuple(f"nanoscale config explain {key}" for key in near)
@@ -215,7 +215,7 @@ def _list_all(library: Library, as_json: bool) -> None:
 
     groups = {
         name: {
-            "meaning": "Whole jobs." if name == "recipe" else meaning(name),
+            "meaning": "Complete jobs." if name == "recipe" else meaning(name),
             "options": list(library.options(name)),
         }
         for name in library.groups()
@@ -237,7 +237,7 @@ def _list_one(library: Library, group: str, as_json: bool) -> None:
     known = list(dict.fromkeys([*library.groups(), *tops]))
     if group not in known:
         near = tuple(f"nanoscale config ls {name}" for name in nearest(group, known))
-        message = "is no group; the groups are " + ", ".join(library.groups())
+        message = "unknown group; the groups are " + ", ".join(library.groups())
         refuse([Violation(group, None, "command line", message, near)])
     options = library.options(group)
     keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]

@@ -99,7 +99,7 @@ def plan(
     if write is not None:
         raise UserError(
             "usage",
-            "--write is for what --search has found or --calibrate has learned: type --search --write FILE",
+            "--write needs --search or --calibrate: type --search --write FILE",
         )
     return _one(line, RECORDS[software.value], explain, html, overwrite, as_json)
 

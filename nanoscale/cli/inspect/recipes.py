@@ -1,4 +1,4 @@
-"""`nanoscale recipes`: the whole jobs that there are, ours and the user's."""
+"""`nanoscale recipes`: complete jobs, packaged and of the user."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def copy(
     if target.suffix != ".yaml":
         target = target / f"{Path(name).name}.yaml"
     if target.exists():
-        _refuse_copy(target, "exists already, and is not overwritten", name)
+        _refuse_copy(target, "already exists and is not overwritten", name)
     try:
         with suppress(
             FileExistsError
@@ -84,7 +84,7 @@ def copy(
         with option.path.open("rb") as source, target.open("xb") as copied:
             shutil.copyfileobj(source, copied)
     except FileExistsError:
-        _refuse_copy(target, "exists already, and is not overwritten", name)
+        _refuse_copy(target, "already exists and is not overwritten", name)
     except OSError as error:
         _refuse_copy(target, f"cannot be written: {error.strerror}", name)
     display.show(f"{target}\n  nanoscale train {override('recipe', _as_recipe(target))}")
@@ -104,7 +104,7 @@ def _find(name: str, config_dir: Path | None) -> Option:
     options = Library(config_dir).options(RECIPE)
     if name not in options:
         near = nearest(name, options)
-        message = "is no recipe" + ("" if near else "; there are " + ", ".join(options))
+        message = "unknown recipe" + ("" if near else "; there are " + ", ".join(options))
         refuse([Violation(name, None, "command line", message, near)])
     return options[name]
 

@@ -57,7 +57,7 @@ def report_run(
             write_atomically(page, report_page(about))
         except OSError as error:
             display.note(
-                f"{page} cannot be written: {error.strerror}; --html FILE puts it elsewhere"
+                f"{page} cannot be written: {error.strerror}; choose another file with --html FILE"
             )
     if as_json:
         print_json(about)

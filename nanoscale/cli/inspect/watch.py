@@ -38,7 +38,7 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
             job = _follow(directory, view)
     except KeyboardInterrupt:
         display.note(
-            f"{directory.name} goes on; to stop it: nanoscale runs stop {shlex.quote(directory.reference)}"
+            f"{directory.name} continues; to stop it: nanoscale runs stop {shlex.quote(directory.reference)}"
         )
         return INTERRUPTED
     outcome = _outcome(directory)

@@ -140,7 +140,7 @@ def prepare_data(
             screen.note(f"error: {error}")
             return FAILED
         except KeyboardInterrupt:
-            screen.note("interrupted; the same command goes on from here")
+            screen.note("interrupted; the same command continues from here")
             raise
     if as_json:
         print_json({"path": str(out.expanduser().absolute()), **manifest})
@@ -187,13 +187,11 @@ def _one_tokenizer(tokenizer: str | None, train: bool, eos: str | None, chat: bo
     from nanoscale.common.errors import UserError, Violation
 
     if chat and train:
-        what = (
-            "a chat becomes tokens by the tokenizer of the model that learns it, not by a new one"
-        )
+        what = "chats need the tokenizer of the model that is trained on them, not a new one"
         found = Violation("--train-tokenizer", True, "command line", what, ("--tokenizer DIR",))
         raise UserError("usage", what, [found])
     if (tokenizer is None) is not train:
-        what = "one of --tokenizer and --train-tokenizer must say how text becomes tokens"
+        what = "give --tokenizer or --train-tokenizer, which says how text becomes tokens"
         instead = ("--tokenizer byte", "--tokenizer PATH/tokenizer.json", "--train-tokenizer")
         found = Violation("--tokenizer", tokenizer, "command line", what, instead)
         raise UserError("usage", what, [found])
@@ -297,7 +295,7 @@ def _print_prepared(out: Path, manifest: dict[str, Any]) -> None:
     for bad in manifest["bad_records"]:
         display.note(f"left out: {bad['place']} {bad['what']}")
     if manifest["bad"]:
-        display.note(f"left out: {manifest['bad']:,} bad records in all")
+        display.note(f"left out: {manifest['bad']:,} bad records in total")
     train, valid = manifest["train"], manifest["valid"]
     words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
     held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
@@ -333,13 +331,13 @@ def _print_split(name: str, split: dict[str, Any]) -> None:
     display.show(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
     display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
     if split["ended_by_eos"] is not None:
-        display.show(f"  {split['ended_by_eos']:,} documents end with the end token")
+        display.show(f"  {split['ended_by_eos']:,} documents end with the end-of-text token")
     if split["answers"] is not None:
-        display.show(f"  {_share(split)} of the tokens are of answers, which stand in ⟦ ⟧ below")
+        display.show(f"  {_share(split)} of the tokens belong to answers, shown in ⟦ ⟧ below")
     lengths = split["lengths"]
     middle = f"median {lengths['median']:,}, mean {lengths['mean']:,.1f}"
     display.show(
-        f"  tokens a document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}"
+        f"  tokens per document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}"
     )
     most = max(row["documents"] for row in lengths["histogram"])
     for row in lengths["histogram"]:

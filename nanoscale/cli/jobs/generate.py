@@ -107,7 +107,7 @@ def generate(
         raise UserError(
             "checkpoint",
             f"{opened.source}: the model's logits are not finite; its training has diverged, "
-            "or --dtype is too narrow for it",
+            "or --dtype has too small a range for it",
         ) from None
     return DONE
 
@@ -129,7 +129,7 @@ def _check(
         ("--max-tokens", max_tokens, max_tokens >= 1, "must be at least 1", "--max-tokens 1"),
         ("--temperature", temperature, 0 <= temperature < 1e6, "must be 0 or more", "--temperature 0"),
         ("--top-k", top_k, top_k is None or top_k >= 1, "must be at least 1", "--top-k 1"),
-        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "lies in (0, 1]", "--top-p 0.9"),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1", "--top-p 0.9"),
         ("--stop", "", all(stops), "must be a text", "--stop TEXT"),
     ]  # fmt: skip
     wrong = [
@@ -143,13 +143,13 @@ def _check(
 
 def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_json: bool) -> None:
     if prompt is not None and prompts is not None:
-        raise UserError("usage", "--prompt and --prompts are both given; one of them must go")
+        raise UserError("usage", "--prompt and --prompts are both given; remove one of them")
     if out is None:
         return
     if prompts is None or as_json:
         raise UserError("usage", "--out is for the JSON lines of --prompts, without --json")
     if out.exists():
-        raise UserError("usage", f"--out {out} exists already; name another file")
+        raise UserError("usage", f"--out {out} already exists; name another file")
     if not out.absolute().parent.is_dir():
         raise UserError("usage", f"--out {out}: there is no folder {out.absolute().parent}")
 
@@ -289,7 +289,7 @@ def _say_end(opened: Opened, written: Written, seconds: float) -> None:
     from nanoscale.generate.writing import CONTEXT
 
     if written.finish == CONTEXT:
-        display.note(f"note: it ends at {opened.context:,} tokens, all that the model can look at")
+        display.note(f"note: it ends at {opened.context:,} tokens, the model's longest context")
     length, known = written.prompt_tokens + len(written.tokens), opened.trained_len
     if known is not None and length > known:
         display.note(f"note: {length:,} tokens, and it was trained on samples of {known:,}")

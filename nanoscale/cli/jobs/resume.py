@@ -143,7 +143,7 @@ def _request(run: RunDirectory, line: CommandLine) -> Request:
     ]
     if violations:
         violations[-1] = replace(violations[-1], suggestions=(another,))
-        raise UserError("run", "that would be another run", violations)
+        raise UserError("run", "a changed value would make it another run", violations)
     if new.lora.rank:
         require_base(new, run.checkpoints)
     return replace(request, config=replace(new, run=old.run))
@@ -173,7 +173,7 @@ def _require_recorded(
             composed.source(key),
             f"was {shown(was)} when {stored.path.name} was saved, and no override has changed it",
             (override(key, was), override(key, now)),
-            "the first goes back to the checkpoint's value, the second accepts that of config.yaml",
+            "the first restores the checkpoint's value, the second accepts the value of config.yaml",
         )
         for key, (was, now) in changed.items()
         if not composed.by_hand_around(key)
@@ -245,8 +245,8 @@ def _say_where_from(run: RunDirectory) -> None:
     if damaged:
         raise UserError(
             "checkpoint",
-            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged)}; "
-            f"to begin anew: nanoscale train --config {shlex.quote(str(run.config))}",
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged)}; to start "
+            f"again from step 1: nanoscale train --config {shlex.quote(str(run.config))}",
         )
     display.note("there is no checkpoint yet: starting from the beginning")
 

@@ -46,7 +46,7 @@ def stop_run(
         if job is None:
             return DONE
     if owner is None and (job is None or not job.is_there):
-        display.show(f"{directory.name} is not going on")
+        display.show(f"{directory.name} is not running")
         return DONE
     _ask(directory, owner, job)
     return _wait(directory, owner, job, timeout)
@@ -67,8 +67,8 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
     if after is not None and after.is_there:
         return after
     submission.write(run, replace(job.submission, cancelled=time.time()))
-    events.append(run, "cancelled", f"{job} was taken out of the queue")
-    display.show(f"{job} was taken out of the queue")
+    events.append(run, "cancelled", f"{job} was removed from the queue")
+    display.show(f"{job} was removed from the queue")
     return None
 
 
@@ -131,7 +131,7 @@ def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: floa
     asked = time.monotonic()
     while (owner is not None and lock.owner(run) == owner) or (job is not None and job.is_there):
         if time.monotonic() > deadline:
-            display.note(f"{run.name} is still going on after {timeout:g} s")
+            display.note(f"{run.name} is still running after {timeout:g} s")
             return FAILED
         time.sleep(_LOOK_S)
         if job is not None and time.monotonic() - asked > ASK_S:

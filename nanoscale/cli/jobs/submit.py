@@ -159,7 +159,7 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
                 _refuse_unlike(named[0], other)
         return batch
     if at_once is not None:
-        raise UserError("usage", "--at-once is for many runs, as in train.seed=1,2,3")
+        raise UserError("usage", "--at-once needs an array of runs, as in train.seed=1,2,3")
     (one,) = requests
     config = name_run(one.composed, one.config, repeats=one.repeats is not None)
     with refusals.gather():
@@ -200,8 +200,8 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
         if re.search(pattern, said, re.IGNORECASE):
             value = reduce(getattr, key.split("."), composed.config)
             cause = Violation(key, value, composed.source(key), said, (command,))
-            return UserError("slurm", "SLURM does not take the job", [cause])
-    return UserError("slurm", f"SLURM does not take the job: {said}")
+            return UserError("slurm", "SLURM rejected the job", [cause])
+    return UserError("slurm", f"SLURM rejected the job: {said}")
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
         display.note("sbatch is not installed here: submit from a login node")
     for line in saving_lines(batch.requests[0]):
         display.note(line)
-    display.note(f"this would be {batch.path}; nothing was written or submitted")
+    display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
 
 def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:

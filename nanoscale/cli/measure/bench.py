@@ -88,8 +88,8 @@ def _refuse_profile(composed: Composed) -> None:
     if steps is not None:
         raise UserError(
             "usage",
-            f"profile.steps={steps} writes into a run, and a bench makes none: leave it out, or "
-            "type nanoscale train",
+            f"profile.steps={steps} writes into a run, and a bench creates none: leave it out, or "
+            f"type nanoscale train",
         )
 
 

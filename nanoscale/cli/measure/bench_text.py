@@ -45,7 +45,7 @@ def _figures(told: dict[str, Any]) -> Iterator[str]:
         return form(plan[name]) if plan.get(name) is not None else None
 
     spread = f"{duration(told['step_time_least_s'])} to {duration(told['step_time_most_s'])}"
-    timed = f"the median of {told['steps']} after {told['warmup']} that warm up, {spread}"
+    timed = f"the median of {told['steps']} after {told['warmup']} of warm-up, {spread}"
     yield row(
         "step",
         f"{duration(told['step_time_s'])}, {timed}",
@@ -65,16 +65,22 @@ def _figures(told: dict[str, Any]) -> Iterator[str]:
 
 def _use(told: dict[str, Any], row: Any) -> Iterator[str]:
     if told["model_tflops"] is None:
-        yield row("MFU", "unknown: nobody knows how many experts a token takes")
+        yield row("MFU", "unknown: the number of experts of a token is not known")
         return
-    yield row("computes", f"{_flops(told['model_tflops'])} of the model's, a device")
+    yield row("computes", f"{_flops(told['model_tflops'])} of the model, per device")
     roofs = (
         ("peak", "the maker's peak", "peak_tflops", "mfu", "hfu"),
-        ("products", "large products here", "matmul_tflops", "mfu_of_measured", "hfu_of_measured"),
+        (
+            "products",
+            "large matrix products here",
+            "matmul_tflops",
+            "mfu_of_measured",
+            "hfu_of_measured",
+        ),
     )
     for label, words, roof, mfu, hfu in roofs:
         if told[roof] is None:
-            yield row(f"of {label}", f"unknown: nobody promises one of {told['device']}")
+            yield row(f"of {label}", f"unknown: no data sheet gives one for {told['device']}")
             continue
         again = f", HFU {told[hfu]:.1%}" if told[hfu] is not None else ""
         yield row(f"of {label}", f"MFU {told[mfu]:.1%}{again} of {_flops(told[roof])}, {words}")
@@ -91,12 +97,12 @@ def _parts(told: dict[str, Any]) -> Iterator[str]:
     yield ""
     longer = parts["step_s"] / told["step_time_s"]
     yield (
-        f"parts of a step, by the {parts['where']}'s time, of {parts['steps']} further ones that were recorded "
-        f"and took {longer:.2f} times as long"
+        f"parts of a step, by the {parts['where']}'s time, of {parts['steps']} further steps that "
+        f"were recorded and took {longer:.2f} times as long"
     )
     yield from in_words(parts)
     if parts["kernels"]:
-        yield "  the dearest kernels"
+        yield "  the most expensive kernels"
     for name, spent in list(parts["kernels"].items())[:_KERNELS]:
         yield f"    {_shortened(name):68}{spent / parts['step_s']:7.1%} {duration(spent):>12}"
 
@@ -117,9 +123,9 @@ def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
     how = "asynchronous" if found["asynchronous"] else "synchronous"
     first = f", {duration(found['first_stall_s'])} for the first" if found["asynchronous"] else ""
     yield (
-        f"checkpoint      the training stands still for {duration(found['stall_s'])}{first}, "
+        f"checkpoint      the training waits for {duration(found['stall_s'])}{first}, "
         f"{found['share']:.2%} of the time with one every {found['every']} steps; {how}, "
-        f"{byte_size(GIB * found['gib'])}, there after {duration(found['seconds'])}"
+        f"{byte_size(GIB * found['gib'])}, written after {duration(found['seconds'])}"
     )
 
 

@@ -85,8 +85,8 @@ def _sorted(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if other:
         raise UserError(
             "usage",
-            f"{', '.join(other)} cannot be said with --calibrate: the runs say what they were; only the "
-            "machine may be described, as in cluster=h100-sxm",
+            f"{', '.join(other)} cannot be given with --calibrate: the runs hold their "
+            f"configuration; only the machine may be described, as in cluster=h100-sxm",
         )
     return names, overrides
 
@@ -115,7 +115,7 @@ def _readable(names: Sequence[str], cluster: Cluster | None) -> list[_Run]:
             run.observation.name,
             None,
             "",
-            f"ran on {run.device}, not on {wanted}: a file of efficiencies is of one device",
+            f"ran on {run.device}, not on {wanted}: a file of efficiencies describes one device",
         )
         for run in runs
         if run.device != wanted
@@ -134,7 +134,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
     if told.seconds is None or told.steps < LEAST_STEPS:
         raise UserError(
             "run",
-            f"has {told.steps} steps after the first {WARM_UP} of each start, of which at least {LEAST_STEPS} "
+            f"has {told.steps} steps after the first {WARM_UP} of each start, and at least {LEAST_STEPS} "
             "are needed; steps are logged each train.log_every",
         )
     device = _device(run, config, cluster)
@@ -162,7 +162,7 @@ def _device(run: RunDirectory, config: Config, cluster: Cluster | None) -> str:
     if cluster is not None and cluster.device not in (None, CPU):
         return str(cluster.device)
     what = " and ".join(names) or "unknown GPUs"
-    raise UserError("run", f"ran on {what}, which is no one known device: say cluster=NAME")
+    raise UserError("run", f"ran on {what}, which is not one known device: type cluster=NAME")
 
 
 def _document(runs: Sequence[_Run], found: Calibration, file: Path) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _learned(document: dict[str, Any]) -> list[str]:
     if shared:
         lines.append(f"{', '.join(shared)} share one factor, {first['factor']:.3f}")
     if apart:
-        lines.append(f"the runs tell apart from that: {', '.join(knob['name'] for knob in apart)}")
+        lines.append(f"the runs determine separately: {', '.join(knob['name'] for knob in apart)}")
     return lines
 
 
@@ -265,7 +265,7 @@ def _advice(document: dict[str, Any]) -> list[str]:
     if off > _OFF:
         lines.insert(
             0,
-            f"the runs do not agree to better than {off:.0%}: other things than these decide there",
+            f"the runs agree only to {off:.0%}: something else decides their speed",
         )
     too_much = [
         name
@@ -274,6 +274,6 @@ def _advice(document: dict[str, Any]) -> list[str]:
     ]
     if too_much:
         lines.insert(
-            0, f"{', '.join(too_much)} above 1: the machine is faster than it is described"
+            0, f"{', '.join(too_much)} above 1: the machine is faster than its description"
         )
     return lines

@@ -165,11 +165,11 @@ def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
 
     ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
     if len(names) == 1:
-        return f"{names[0]}: {'something is wrong' if ill else 'all is well'}"
+        return f"{names[0]}: {'a problem was found' if ill else 'no problem found'}"
     if not ill:
-        return f"{len(names)} hosts: all is well"
+        return f"{len(names)} hosts: no problem found"
     count = f"{len(ill)} of them: " if len(ill) > 1 else ""
-    return f"{len(names)} hosts: something is wrong with {count}{named(ill)}"
+    return f"{len(names)} hosts: problems on {count}{named(ill)}"
 
 
 def _print_verdicts(
@@ -242,7 +242,7 @@ def _print_pairs(screen: Console, figures: Figures, *, verbose: bool) -> None:
     if len(shown) < len(pairs):
         title += f", the slowest {len(shown)} of {len(pairs)} pairs"
     if figures.left_out:
-        title += f"; for {figures.left_out} pairs time did not suffice"
+        title += f"; {figures.left_out} pairs were not measured for lack of time"
     table = Table("between", "latency µs", "bandwidth GB/s", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -29,7 +29,7 @@ def eval(
     step: opt.Step = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Take only this number of samples", show_default="all that are held out"),
+        typer.Option(help="Take only this number of samples", show_default="all held-out samples"),
     ] = None,
     tasks: Annotated[
         str | None,
@@ -76,7 +76,7 @@ def eval(
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
     if tasks is not None:
         if overrides:
-            raise UserError("usage", f"overrides as {overrides[0]} are not for --tasks")
+            raise UserError("usage", f"{overrides[0]}: overrides cannot be used with --tasks")
         names = [name for name in tasks.split(",") if name]
         return _run_tasks(
             model, names, step, limit, few_shot, tasks_dir, device, dtype, tokenizer, as_json
@@ -102,7 +102,7 @@ def _check(
         if value is not None and value < least:
             raise UserError("usage", f"{option} {value}: must be at least {least}")
     if tasks is not None and samples is not None:
-        raise UserError("usage", "--samples is for the loss; of --tasks, --limit takes a part")
+        raise UserError("usage", "--samples is for the loss; with --tasks use --limit")
     if tasks is None and any(value is not None for value in (limit, few_shot, *of_tasks)):
         names = "--limit, --few-shot, --tasks-dir, --device, --dtype and --tokenizer"
         raise UserError("usage", f"{names} are for --tasks only")

@@ -116,7 +116,7 @@ def _take_options(options: Mapping[str, Setting], asked: Words) -> Iterator[tupl
     for key, setting in options.items():
         value, problem = setting.value, misplaced(key, setting.value)
         if key in given and given[key] != value:
-            problem = f"and {key}={shown(given[key])} are both given; one of them must go"
+            problem = f"and {key}={shown(given[key])} are both given; remove one of them"
         if problem:
             asked.violations.append(Violation(key, value, setting.source, problem))
         else:
@@ -132,7 +132,7 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
         message = "is a file that does not exist"
         violations.append(Violation("--config", path, "option --config", message))
     if RECIPE in choices:
-        message = "cannot be given together with --config, which takes the recipe's place"
+        message = "cannot be given together with --config, which replaces the recipe"
         violations.append(Violation(RECIPE, choices.pop(RECIPE), COMMAND_LINE, message))
     return violations
 

@@ -22,7 +22,7 @@ HEADER = """\
 #   nanoscale train --config FILE
 """
 RESOLVED = """\
-# What was left open, as it was asked for: open again where an override changes what it follows from.
+# The values before they were resolved: resolved again if an override changes what they follow from.
 """
 
 
@@ -32,7 +32,7 @@ def dump(config: Config, requested: Config | None = None) -> str:
     Args:
         config: the result of `rules.check`.
         requested: the result of `compose` before it was checked, so that keys that were left open can be
-            resolved anew when the file is used with other devices or degrees.
+            resolved again if the file is used with other devices or degrees.
     """
     final = asdict(config)
     text = HEADER + to_yaml(escaped(final))
@@ -51,7 +51,7 @@ def load(path: Path) -> Config:
     sections = [name for name in reference.sections() if name and "." not in name]
     missing = [name for name in sections if not isinstance(document.content.get(name), dict)]
     if missing:
-        message = f"is no complete configuration: it has no {', '.join(missing)}"
+        message = f"is not a complete configuration: it has no {', '.join(missing)}"
         refuse([Violation("", str(path), document.name, message)], kind="run")
     if unknown := unknown_names(document.content):
         sources = {name: document.source(f"resolved.{name}") for name in unknown}

@@ -45,13 +45,13 @@ def problem(key: str, value: object) -> str:
         for it in references:
             if it.variable is None and it.key is None:
                 return (
-                    "may refer to one other key, as in ${train.seq_len}; other resolvers are not read. "
+                    "may refer to one other key, as in ${train.seq_len}; other resolvers are not supported. "
                     "Write \\${ for ${ itself"
                 )
             if it.variable is not None and not reference.declared()[key].path:
                 return (
-                    "may refer to one other key, as in ${train.seq_len}; environment variables are read in "
-                    "keys that name paths only, and other resolvers are not read"
+                    "may refer to one other key, as in ${train.seq_len}; environment variables "
+                    "are supported only in keys that are paths, and other resolvers are not supported"
                 )
             if it.variable is not None and SECRET.search(it.variable):
                 return (
@@ -167,7 +167,7 @@ def _in_text(it: _Reference, value: object) -> str:
     if value is None or isinstance(value, (dict, list)):
         what = "null" if value is None else "no single value"
         message = f"refers to {it.key} within a text, which is {what}"
-        raise _BrokenError(message, remedy=f"set {it.key}, or write the text out")
+        raise _BrokenError(message, remedy=f"set {it.key}, or write the whole text")
     return value if isinstance(value, str) else shown(value)
 
 
@@ -185,7 +185,9 @@ def _target(it: _Reference, raw: Mapping[str, Any], trail: tuple[str, ...]) -> A
     for name in it.key.split("."):
         if not isinstance(value, Mapping) or name not in value:
             remedy = f"an environment variable is ${{oc.env:{it.key}}}" if it.key.isupper() else ""
-            raise _BrokenError(f"refers to {it.key}, which is no key", near=it.key, remedy=remedy)
+            raise _BrokenError(
+                f"refers to {it.key}, which is an unknown key", near=it.key, remedy=remedy
+            )
         value = value[name]
     if it.key in trail:
         through = trail[1] if len(trail) > 1 else it.key

@@ -76,7 +76,7 @@ class Library:
 
     def __post_init__(self) -> None:
         if self.config_dir is not None and not self.config_dir.is_dir():
-            message = "is no folder"
+            message = "is not a folder"
             source = "option --config-dir"
             refuse([Violation("--config-dir", str(self.config_dir), source, message)])
 
@@ -322,9 +322,9 @@ class Library:
 def misplaced(key: str, value: object) -> str:
     """Return a problem of a value that does not depend on its key's type; empty if there is none."""
     if isinstance(value, list) and not reference.declared()[key].takes_list:
-        return "takes no list"
+        return "does not take a list"
     if isinstance(value, dict) and not reference.is_mapping(key):
-        return "takes one value, no mapping"
+        return "takes one value, not a mapping"
     return interpolation.problem(key, value)
 
 

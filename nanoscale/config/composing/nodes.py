@@ -34,7 +34,7 @@ def node_range(nodes: int | str | None) -> tuple[int, int] | None:
 
 
 def elastic(nodes: int | str | None) -> bool:
-    """True if the job continues with fewer hosts; False if `nodes` is no legal value."""
+    """True if the job continues with fewer hosts; False if `nodes` is not a legal value."""
     try:
         span = node_range(nodes)
     except ValueError:

@@ -70,7 +70,7 @@ def read_words(words: Sequence[str], library: Library) -> Words:
     parser = OverridesParser.create()
     for word in words:
         if not word.partition("=")[0]:
-            problem = Violation(word or "''", None, COMMAND_LINE, "is no KEY=VALUE")
+            problem = Violation(word or "''", None, COMMAND_LINE, "is not KEY=VALUE")
             result.violations.append(problem)
             continue
         try:
@@ -122,7 +122,7 @@ def _take(override: Override, library: Library, into: Words) -> Iterator[Violati
             key, value, COMMAND_LINE, "belongs to Hydra, whose own settings are not used"
         )
     elif override.package is not None:
-        message = "moves a group to another place, which is not supported"
+        message = "moves a group to another section, which is not supported"
         moved = f"{key}@{override.package}"
         yield Violation(moved, value, COMMAND_LINE, message, (to_override(key, value),))
     elif override.is_delete():
@@ -163,7 +163,7 @@ def _choose(group: str, value: object, library: Library, into: Words) -> Iterato
     else:
         options = library.options(group)
         near = nearest(shown(value), options)
-        message = f"is no {group} that there is"
+        message = f"unknown {group}"
         if not near or len(options) <= _FEW:
             message += "; there are " + ", ".join(options)
         proposals = tuple(to_override(group, option) for option in near)
@@ -223,14 +223,14 @@ def _delete(key: str, value: object, library: Library, into: Words) -> Iterator[
     else:
         known = [*library.groups(), *reference.declared()]
         near = tuple(f"~{name}" for name in nearest_key(key, known))
-        yield Violation(f"~{key}", None, COMMAND_LINE, "deletes nothing that exists", near)
+        yield Violation(f"~{key}", None, COMMAND_LINE, "deletes a key that does not exist", near)
 
 
 def _unknown(key: str, value: object, library: Library) -> Violation:
     """Return the violation for an unknown key on the command line, which may be meant as a group."""
     if "/" in key:
         group, _, option = key.partition("/")
-        message = "is no key; a group's option is chosen with `=`"
+        message = "unknown key; choose a group's option with `=`"
         advice = (to_override(group, option), to_override(group, value))
         return Violation(key, value, COMMAND_LINE, message, advice)
     plain = unknown_key(key, value, COMMAND_LINE)
@@ -244,7 +244,7 @@ def _unknown(key: str, value: object, library: Library) -> Violation:
 
 def _sweep(override: Override, text: str) -> Violation:
     key = override.key_or_group
-    message = "is given several values, and one run takes one"
+    message = "has several values, and a single run takes one"
     raw = text.partition("=")[2]
     first = raw.partition(",")[0]
     if key in reference.declared() and reference.declared()[key].takes_list:
@@ -265,7 +265,7 @@ def _unreadable(word: str, library: Library, parser: OverridesParser) -> Violati
     name = key.lstrip("+~")
     if not equals:
         return Violation(
-            word, None, COMMAND_LINE, "is no KEY=VALUE", tuple(_meanings(word, library))
+            word, None, COMMAND_LINE, "is not KEY=VALUE", tuple(_meanings(word, library))
         )
     try:
         parser.parse_override(f"{key}={quoted(value)}")

@@ -67,7 +67,7 @@ def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str
 
 
 def unknown_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a frozen file's `resolved` that are no keys, with the values."""
+    """Return the entries of a frozen file's `resolved` that are not keys, with the values."""
     opened = content.get("resolved")
     listed = opened if isinstance(opened, dict) else {}
     return {name: value for name, value in listed.items() if name not in reference.declared()}

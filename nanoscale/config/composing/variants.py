@@ -85,7 +85,7 @@ def _problem(asked: Override, word: str) -> Violation | None:
     key, raw = asked.key_or_group, word.partition("=")[2]
     value = asked.value()
     if not isinstance(value, ChoiceSweep) or value.shuffle or value.tags:
-        message = "is to have several values: they are listed, with commas between them"
+        message = "must have several values: list them, with commas between them"
         return Violation(key, raw, COMMAND_LINE, message, (f"{key}=A,B,C",))
     declared = reference.declared().get(key)
     if declared is not None and declared.takes_list and not _lists(value):
@@ -93,13 +93,13 @@ def _problem(asked: Override, word: str) -> Violation | None:
         return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}=[{raw}]"),))
     values = list(asked.sweep_string_iterator())
     if len(set(values)) < len(values):
-        message = "is given one value twice, and its runs would be the same"
+        message = "has one value twice, and its runs would be identical"
         once = ",".join(dict.fromkeys(values))
         return Violation(key, raw, COMMAND_LINE, message, (shlex.quote(f"{key}={once}"),))
     if key == "run" or key.startswith("run."):
         message = "is the same for all runs of an array, which are numbered"
     elif key == "launcher" or key.startswith("launcher."):
-        message = "is the same for all runs of an array: one script asks for what they need"
+        message = "is the same for all runs of an array: one script requests their resources"
     else:
         return None
     return Violation(key, raw, COMMAND_LINE, message, _single(key, raw, values))

@@ -21,7 +21,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 FORMATS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
-"""Type code of tokens → the array module's letter; 6 and 7 are no integers."""
+"""Type code of tokens → the array module's letter; 6 and 7 are not integers."""
 LOOKED_AT = 1 << 16
 """Tokens at the beginning of a file whose ids are checked."""
 
@@ -48,19 +48,21 @@ def read_index(path: Path) -> Index:
     with path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if not raw.startswith(MAGIC):
-        raise DamagedError(path, "it does not begin as an .idx does", "not a Megatron index")
+        raise DamagedError(
+            path, "it does not start with the header of an .idx", "not a Megatron index"
+        )
     if len(raw) < HEADER.size:
         raise DamagedError(path, f"it ends within its header, after {size} bytes")
     _, version, code, sequences, documents = HEADER.unpack(raw)
     if version != VERSION:
         raise DamagedError(path, f"its version is {version}, not {VERSION}")
     if code not in FORMATS:
-        raise DamagedError(path, f"its type code {code} is no type of tokens")
+        raise DamagedError(path, f"its type code {code} is not a token type")
     expected = HEADER.size + 12 * sequences + 8 * documents
     if size == expected + sequences and sequences > 0:
         raise DamagedError(path, "it holds a mode for each sequence, as multimodal data does")
     if size != expected or documents < 1:
-        raise DamagedError(path, f"it holds {size} bytes where its header promises {expected}")
+        raise DamagedError(path, f"it holds {size} bytes, and its header declares {expected}")
     return Index(code, sequences)
 
 
@@ -68,9 +70,9 @@ def check_sizes(tokens: Path, index: Path, described: int) -> None:
     """Check that the `.bin` has the size that its `.idx` describes. Raises DamagedError."""
     size = tokens.stat().st_size
     if size < described:
-        raise DamagedError(tokens, f"it holds {size} bytes where {index.name} says {described}")
+        raise DamagedError(tokens, f"it holds {size} bytes, and {index.name} declares {described}")
     if size > described:
-        what = f"it describes {described} bytes where {tokens.name} holds {size}"
+        what = f"it describes {described} bytes, and {tokens.name} holds {size}"
         raise DamagedError(index, what)
     if size == 0:
         raise DamagedError(tokens, "it holds no token", "no tokens to train on")
@@ -107,7 +109,7 @@ def read_ends(index: Path) -> int:
     """Return the number of tokens that a `.ds.index` describes. Raises DamagedError."""
     size = index.stat().st_size
     if size == 0 or size % 8:
-        raise DamagedError(index, f"it holds {size} bytes, which are no ends of documents")
+        raise DamagedError(index, f"it holds {size} bytes, which are not ends of documents")
     with index.open("rb") as stream:
         return _read(stream, size - 8, "<Q")
 
@@ -118,7 +120,7 @@ def bytes_a_token(tokens: Path, index: Path, size: int, count: int) -> int:
     if count == 0 or size == 0:
         raise DamagedError(tokens, "it holds no token", "no tokens to train on")
     if size % count or size // count not in (2, 4):
-        what = f"it holds {size} bytes where {index.name} says {count} tokens of 2 or 4 bytes"
+        what = f"it holds {size} bytes, and {index.name} declares {count} tokens of 2 or 4 bytes"
         raise DamagedError(tokens, what)
     return size // count
 

@@ -66,7 +66,7 @@ def described(config: Config) -> Cluster:
     if config.launcher.device == "cuda" and here.kind == "cpu":
         raise UnknownHardwareError(
             "config",
-            "cluster.device is null, and the devices are on other hosts. Type what they are, as in "
+            "cluster.device is null, and the devices are on other hosts. Name them, as in "
             f"cluster=h100-sxm; known are {known_overrides()}",
         )
     if config.launcher.device == "cpu" or here.kind == "cpu":
@@ -76,8 +76,8 @@ def described(config: Config) -> Cluster:
     if len(set(known.values())) != 1 or None in known.values():
         raise UnknownHardwareError(
             "config",
-            f"cluster.device is null, and this machine's {' and '.join(names)} is no one known device. "
-            f"Type what it is, as in cluster=h100-sxm; known are {known_overrides()}",
+            f"cluster.device is null, and this machine's {' and '.join(names)} is not one known "
+            f"device. Name it, as in cluster=h100-sxm; known are {known_overrides()}",
         )
     return _filled(cluster, _known(str(known[names[0]])))
 

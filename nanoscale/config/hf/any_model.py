@@ -113,7 +113,7 @@ def _sizes(composed: Composed, known: Json, *, kept: bool) -> Json:
     said = {name: getattr(model, name) for name in _SIZES if kept or _said(composed, name)}
     if "vocab" not in known and "vocab" not in said:
         message = (
-            "config.json has no vocab_size: say how many rows its embedding has, model.vocab=…"
+            "config.json has no vocab_size: set the number of rows of its embedding, model.vocab=…"
         )
         refuse([Violation(KEY, model.name, composed.source(KEY), message)], kind="model")
     return least | {"max_seq_len": composed.config.train.seq_len} | said | known

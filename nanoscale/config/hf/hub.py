@@ -33,10 +33,12 @@ def missing_path(asked: str) -> str | None:
     `models/smal` is a path if there is a folder `models`: a typo must not be looked up on the network.
     """
     if not is_name(asked):
-        return "is no folder, and no name that a model can have"
+        return "is neither a folder nor a possible name of a model"
     first, slash, _ = asked.partition("/")
     if slash and Path(first).is_dir():
-        return f"is no folder here, and {first}/ is one: a name at the hub cannot begin as a folder here does"
+        return (
+            f"does not exist, and {first}/ does: a name at the hub cannot start like a local folder"
+        )
     return None
 
 
@@ -60,7 +62,7 @@ def asking(name: str) -> Iterator[bool]:
     """
     library = logging.getLogger("huggingface_hub")
     level, host = library.level, hub_host()
-    line = f"waiting for {host} to answer for {name} ({_OFFLINE}=1 looks in its cache alone)"
+    line = f"waiting for {host} to answer for {name} ({_OFFLINE}=1 uses only the cache)"
     timer = threading.Timer(_PATIENCE_S, lambda: display.note(line))
     timer.daemon = True
     timer.start()
@@ -79,9 +81,9 @@ def why_not(error: Exception) -> str:
     """Return in one clause why a request to the hub within `asking` failed."""
     not_there = isinstance(error, OSError)  # the libraries' errors of networks and caches are
     if not_there and is_offline():
-        return f"its cache has none of this name; {_OFFLINE}=1 is set, and the hub was not asked"
+        return f"it is not in the cache; {_OFFLINE}=1 is set, and the hub was not asked"
     if not_there and (problem := unreachable()) is not None:
-        return f"its cache has none of this name, and {hub_host()} cannot be reached: {problem}"
+        return f"it is not in the cache, and {hub_host()} cannot be reached: {problem}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -81,7 +81,7 @@ def locate(asked: str, *, weights: bool) -> Path:
             found = hf_hub_download(asked, "config.json", local_files_only=cache_only)
             return Path(found).parent
         except Exception as error:  # errors of the network, the hub and the file system
-            what = f"is no folder here, and the hub does not give it: {why_not(error)}"
+            what = f"is not a local folder, and the hub cannot provide it: {why_not(error)}"
             raise NoSuchModelError(what) from error
 
 
@@ -174,10 +174,8 @@ def _conflict(composed: Composed, folder: Path, name: str, mine: Any, given: Any
     )
     is_section = hasattr(given or mine, "__dataclass_fields__")
     value, other = ("…", "otherwise") if is_section else (mine, shown(given))
-    message = f"is {other} in {folder}/config.json, which {KEY} takes the shape from"
+    message = f"is {other} in {folder}/config.json, from which {KEY} takes the shape"
     if name == "tie_embeddings" and has_own_head(folder):
-        message = (
-            f"is not possible: {folder} holds an embedding and a head of other values ({HEAD})"
-        )
+        message = f"is not possible: in {folder} the embedding and the head ({HEAD}) have different values"
     by_hand = composed.by_hand(key) and not is_section
     return Violation(key, value, source, message, (override(key, given) if by_hand else "~model",))

@@ -82,7 +82,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     except OSError as error:
         raise BadFileError(f"{file.name} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BadFileError(f"{file.name} is damaged: its header is no JSON") from error
+        raise BadFileError(f"{file.name} is damaged: its header is not JSON") from error
     return _tensors(file, header, 8 + length, size - 8 - length)
 
 
@@ -106,7 +106,7 @@ def _single(folder: Path) -> Path:
         return file
     others = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if others:
-        raise BadFileError(f"it has {others[0]} and no safetensors, which alone are read")
+        raise BadFileError(f"it has {others[0]} and no safetensors, the only format that is read")
     raise BadFileError(f"it has neither {SINGLE} nor {INDEX}")
 
 
@@ -126,7 +126,7 @@ def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored
             stored[name] = Stored(file, name, entry["dtype"], shape, begin + first)
             end = max(end, last)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadFileError(f"{file.name} is damaged: its header makes no sense") from error
+        raise BadFileError(f"{file.name} is damaged: its header is not valid") from error
     if end != size:
         raise BadFileError(f"{file.name} is cut off: its tensors need {end} bytes, it has {size}")
     return stored

@@ -45,18 +45,18 @@ def read_shape(folder: Path) -> Model:
     family = document.get("model_type")
     for key in _SHARED:
         if document.get(key):
-            shared = f"{key}={document[key]}: experts that every token takes are not offered"
+            shared = f"{key}={document[key]}: shared experts are not supported"
             raise UnsupportedError(f"model_type={shown(family)}, {shared}")
     if family not in _READ:
         families = ", ".join(_READ)
-        raise UnsupportedError(f"model_type={shown(family)} is none of the families {families}")
+        raise UnsupportedError(f"model_type={shown(family)} is not one of the families {families}")
     if "quantization_config" in document:
         raise UnsupportedError("quantization_config: its weights are quantised")
     values = _READ[family](document) | {"name": folder.name}
     config, violations = convert({"model": values}, lambda _: "config.json")
     if violations:
         wrong = "; ".join(f"{it.key}={shown(it.value)} {it.message}" for it in violations)
-        raise UnsupportedError(f"its sizes make no model: {wrong}")
+        raise UnsupportedError(f"its sizes are not valid: {wrong}")
     found = config.model
     return replace(
         found,
@@ -85,7 +85,7 @@ def require_causal(document: Json) -> None:
     if document.get("quantization_config"):
         raise UnsupportedError("quantization_config: its weights are quantised")
     if "text_config" in document:
-        raise UnsupportedError("text_config: it is a model of more than text")
+        raise UnsupportedError("text_config: it is a multimodal model")
     classes = document.get("architectures") or []
     if classes and not any(str(name).endswith(_CAUSAL) for name in classes):
         raise UnsupportedError(
@@ -128,7 +128,7 @@ def _require(document: Json, key: str, usual: Any, *others: Any) -> None:
     """Refuse a value that changes the computation."""
     value = document.get(key, usual)
     if value not in (usual, *others):
-        raise UnsupportedError(f"{key}={shown(value)}: only {shown(usual)} is offered")
+        raise UnsupportedError(f"{key}={shown(value)}: only {shown(usual)} is supported")
 
 
 # --- Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE ---------------------------------------------------
@@ -176,7 +176,7 @@ def _read_qwen3_moe(document: Json) -> Json:
     _require(document, "mlp_only_layers", [], None)
     if document.get("norm_topk_prob", False) is not True:
         raise UnsupportedError(
-            "norm_topk_prob=false: only true is offered, a token's weights add up to 1"
+            "norm_topk_prob=false: only true is supported: the weights of a token add up to 1"
         )
     key = "num_experts" if "num_experts" in document else "num_local_experts"
     ffn = document.get("moe_intermediate_size", 768)
@@ -220,12 +220,12 @@ def _read_rope(document: Json) -> Json:
     """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     rope = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UnsupportedError("the scaling of its rotary positions is no object")
+        raise UnsupportedError("rope_scaling is not an object")
     _require(document | rope, "partial_rotary_factor", 1.0, None)
     theta = rope.get("rope_theta", document.get("rope_theta", 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UnsupportedError(f"rope_type={shown(kind)}: only default and llama3 are offered")
+        raise UnsupportedError(f"rope_type={shown(kind)}: only default and llama3 are supported")
     scaling = None
     if kind == "llama3":
         scaling = {
@@ -384,7 +384,7 @@ def _write_gpt2(model: Model) -> Json:
     unlike = [key for key, (ours, usual) in theirs.items() if ours != usual]
     if unlike:
         raise UnsupportedError(
-            f"GPT-2 is the family with learned positions, and {', '.join(unlike)} is not as there"
+            f"GPT-2 is the family with learned positions, and {', '.join(unlike)} differs from it"
         )
     return _named("gpt2", "GPT2LMHeadModel") | {
         "n_layer": model.layers,

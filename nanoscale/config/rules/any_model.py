@@ -9,10 +9,10 @@ from nanoscale.config.violations import override
 
 _KEYS = ("model.trust_remote_code", "model.hf_config", "model.parameters")
 _AXES = {
-    "tp": "divides matrices that it knows by their names",
-    "pp": "cuts a model between blocks that it can call one by one",
-    "cp": "gives attention keys and values of other ranks, and puts its own in their place",
-    "ep": "shares out experts that it knows by their names",
+    "tp": "divides matrices that it finds by their names",
+    "pp": "splits a model between blocks that it can call one by one",
+    "cp": "replaces the attention with one that exchanges keys and values between ranks",
+    "ep": "distributes experts that it finds by their names",
 }
 _BESIDE = {
     "tp": ("sequence_parallel",),
@@ -31,29 +31,29 @@ def check_foreign(resolution: Resolution) -> None:
         return
     resolution.require("model.source", "transformers", "transformers")
     family = model.hf_config["model_type"]
-    ours = f"; for {family} nanoscale's own transformer has it: model.init_from in the place of model=hf"
+    ours = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
     known = ours if family in FAMILIES else ""
     for axis, why in _AXES.items():
         if getattr(layout, axis) > 1:
-            message = f"{why}, and those of model=hf are transformers'{known}"
+            message = f"{why}, and those of model=hf belong to transformers{known}"
             resolution.refuse("layout", f"parallel.{axis}", message, _without(layout, axis))
     if layout.activation_checkpointing == "sqrt":
-        message = "runs groups of blocks, and the loop over those of model=hf is transformers'"
+        message = "runs groups of blocks, and transformers runs the blocks of model=hf itself"
         full = "parallel.activation_checkpointing=full"
         resolution.refuse("layout", "parallel.activation_checkpointing", message, full)
     if resolution.config.precision.fp8:
-        message = "takes the place of linear layers, and those of model=hf are transformers'"
+        message = "replaces linear layers, and those of model=hf belong to transformers"
         resolution.refuse("config", "precision.fp8", message, "precision=bf16")
     if resolution.config.lora.rank:
-        why = "gives adapters to layers that it knows by their names"
-        message = f"{why}, and those of model=hf are transformers'{known}"
+        why = "adds adapters to layers that it finds by their names"
+        message = f"{why}, and those of model=hf belong to transformers{known}"
         resolution.refuse("config", "lora.rank", message, "lora.rank=0")
     _check_documents(resolution)
 
 
 def _check_documents(resolution: Resolution) -> None:
     data = resolution.config.data
-    why = "keeps attention within documents, and that of model=hf is transformers'"
+    why = "keeps attention within documents, and the attention of model=hf belongs to transformers"
     if data.packing == "whole":
         stream = "data.packing=stream" + (" data.document_mask=false" if data.document_mask else "")
         resolution.refuse("data", "data.packing", why, stream)

@@ -83,7 +83,7 @@ def _check_extra(resolution: Resolution) -> None:
     owned = owner(extra)
     if owned:
         named = [f"{path} (set {key} instead)" for path, key in owned.items()]
-        message = f"sets what a key of nanoscale decides: {listed(named)}"
+        message = f"sets what a key of nanoscale sets: {listed(named)}"
         resolution.refuse("config", "backend.extra", message, _by_our_keys(extra, owned))
 
 
@@ -140,7 +140,7 @@ DEEPSPEED = [
         "model.qk_norm",
         lambda config: config.parallel.tp == 1 or not config.model.qk_norm,
         "with tp = 1",
-        "has weights that all ranks' heads share, and DeepSpeed's layers would not add up their gradients",
+        "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their gradients",
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
     ),
     Limit(
@@ -181,7 +181,7 @@ DEEPSPEED = [
     _only(
         "precision.params",
         "fp32",
-        why="is not offered by DeepSpeed, whose master weights are fp32",
+        why="is not supported by DeepSpeed, whose master weights are fp32",
         instead=("precision=fp32", "backend=native"),
     ),
     _only(
@@ -194,33 +194,33 @@ DEEPSPEED = [
         "precision.reduce",
         lambda config: config.zero.stage > 0 or config.precision.reduce in ("fp32", "fp64"),
         "fp32 with stage 0",
-        "narrows gradients that DeepSpeed's stage 0 sums in fp32",
+        "rounds gradients that DeepSpeed's stage 0 sums in fp32",
         ("precision.reduce=fp32", "zero.stage=1", "backend=native"),
     ),
     _only(
         "optimizer.name",
         "adamw",
         "sgd",
-        why="keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would cut",
+        why="keeps its moments in blocks of 8 bits, which DeepSpeed's flat shards would split",
         instead=("optimizer=adamw", "backend=native"),
     ),
     _only(
         "parallel.dp_replicate",
         1,
-        why="is FSDP2's; DeepSpeed shards over all ranks of dp, and its ZeRO++ within a part of them",
+        why="is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them",
         instead=("parallel.dp_replicate=1", "backend=native"),
     ),
     _only(
         "parallel.ep",
         1,
-        why="shares out experts, which DeepSpeed's engine would take for copies of each other",
+        why="distributes experts, which DeepSpeed's engine would treat as copies of each other",
         instead=("parallel.ep=1", "backend=native"),
     ),
     _only(
         "model.balance",
         "none",
         "bias",
-        why="adds a loss inside of the blocks, of whose scale DeepSpeed decides",
+        why="adds a loss inside the blocks, and DeepSpeed sets its scale",
         instead=("model.balance=bias", "backend=native"),
     ),
     Limit(

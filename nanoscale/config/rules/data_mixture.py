@@ -24,7 +24,7 @@ def resolve_mixture(resolution: Resolution) -> Data:
     for name in ("path", "valid_path"):
         value = getattr(data, name)
         if value is not None:
-            message = f"and {KEY} both say where tokens are"
+            message = f"and {KEY} both name token files"
             refuse(resolution, f"data.{name}", value, message, f"data.{name}=null")
     before = len(resolution.violations)
     sources = list(_sources(resolution, data.mixture))
@@ -58,7 +58,7 @@ def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Source
         for unknown in entry.keys() - set(MEMBERS):
             near = nearest(unknown, MEMBERS) or MEMBERS
             proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
-            refuse(resolution, f"{key}.{unknown}", entry[unknown], "is no key", *proposals)
+            refuse(resolution, f"{key}.{unknown}", entry[unknown], "unknown key", *proposals)
         yield Source(**_typed(resolution, key, entry), name=name)
 
 
@@ -91,7 +91,7 @@ def _weights(resolution: Resolution, sources: list[Source]) -> None:
     given = [source.name for source in sources if source.weight]
     missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]
     if given and missing:
-        message = "has weights for some sources only; without any, sources count by their sizes"
+        message = "has weights for some sources only; without weights, sources count by their sizes"
         refuse(resolution, KEY, given, message, " ".join(missing))
     elif not given and not missing:
         names = [source.name for source in sources]
@@ -107,7 +107,7 @@ def _require_one_tokenizer(resolution: Resolution, prepared: dict[str, TokenFile
         if _vocabulary(other) != _vocabulary(files):
             message = (
                 f"holds {_tokens_of(other)}, and {KEY}.{first} holds {_tokens_of(files)}: "
-                "one model learns the tokens of one tokenizer"
+                "a model is trained on the tokens of one tokenizer"
             )
             alone = f"{KEY}.{name}.weight=0"
             refuse(resolution, f"{KEY}.{name}", other.path, message, alone)

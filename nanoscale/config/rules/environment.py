@@ -37,11 +37,14 @@ def check_environment(resolution: Resolution) -> None:
 
 def _wrong(name: str, value: object) -> Iterator[tuple[str, tuple[str, ...]]]:
     if not _NAME.fullmatch(name):
-        yield "is no name of a variable: letters, digits and underscores, no digit in front", ()
+        yield (
+            "is not the name of a variable: letters, digits and underscores, not starting with a digit",
+            (),
+        )
     elif _OURS.fullmatch(name):
-        yield "is decided by the launcher for every rank", ()
+        yield "is set by the launcher for every rank", ()
     elif name == "OMP_NUM_THREADS":
-        yield "is decided by launcher.threads", (f"launcher.threads={value}",)
+        yield "is set by launcher.threads", (f"launcher.threads={value}",)
     elif SECRET.search(name):
         message = (
             "looks like a secret, and would be written to the run directory; set it in your shell "

@@ -35,7 +35,8 @@ def check_recomputation(resolution: Resolution) -> None:
             "layout",
             "parallel.activation_checkpointing",
             f"cannot hold with parallel.schedule={layout.schedule}: it goes backward through a block twice, "
-            "for the gradients of inputs and of weights, and what selective kept is gone after the first",
+            "for the gradients of inputs and of weights, and the activations that selective "
+            "stores are freed after the first",
             f"parallel.activation_checkpointing=full{kept}",
             f"parallel.activation_checkpointing=none{kept}",
             "parallel.schedule=interleaved-1f1b",

@@ -73,9 +73,7 @@ def _nothing_held_out(resolution: Resolution, data: Data, instead: str) -> Data:
 def _document_mask(resolution: Resolution, data: Data) -> bool:
     whole = data.packing == "whole"
     if whole and not data.document_mask and resolution.composed.by_hand("data.document_mask"):
-        message = (
-            "lets attention cross documents, and data.packing=whole puts strange ones side by side"
-        )
+        message = "lets attention cross documents, and data.packing=whole packs unrelated documents together"
         resolution.refuse(
             "data", "data.document_mask", message, "data.document_mask=true", "data.packing=stream"
         )
@@ -89,9 +87,7 @@ def _loss_on(resolution: Resolution, data: Data) -> Literal["all", "answers"]:
     marked = any(path.is_file() for path in marks)
     if data.loss_on == "answers" and not marked:
         where = " nor ".join(map(str, marks)) or f"data.source={data.source}"
-        message = (
-            f"needs answers that are marked, which {where} has not: prepare the chats with --chat"
-        )
+        message = f"needs marked answers, and {where} has none: prepare the chats with --chat"
         resolution.refuse("data", "data.loss_on", message, "data.loss_on=all")
     return "answers" if marked and data.loss_on != "all" else "all"
 
@@ -129,7 +125,7 @@ def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
     if data.source == "stdlib" or resolution.composed.by_hand("data.tokenizer"):
         resolution.refuse("config", "model.vocab", message, rows)
     elif resolution.config.train.sample_tokens > 0:
-        named = f"{message}, which train.sample_tokens writes a text with"
+        named = f"{message}, which train.sample_tokens needs to write a text"
         instead = ("train.sample_tokens=0", "data.tokenizer=/path/to/tokenizer.json")
         resolution.refuse("config", "model.vocab", named, rows, *instead)
 
@@ -180,7 +176,7 @@ def check_saving(resolution: Resolution) -> None:
         multiples = near_multiples(saving.every, saving.keep_every)
         proposals = [f"checkpoint.keep_every={n}" for n in multiples]
     else:
-        message = "needs checkpoint.every: what is saved by time or at the end has no fixed step"
+        message = "needs checkpoint.every: checkpoints by time or at the end have no fixed step"
         proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
     resolution.refuse("config", "checkpoint.keep_every", message, *proposals)
 
@@ -208,8 +204,8 @@ def resolve_run(resolution: Resolution) -> Run:
     name = run.name
     if name is not None and (legal := _legal_name(name)) != name:
         message = (
-            "names a folder: at most 200 characters, no slash and no control character, "
-            "no dot or dash in front"
+            "names a folder: at most 200 characters, without slashes and control characters, not "
+            "starting with a dot or dash"
         )
         resolution.refuse(
             "run", "run.name", message, override("run.name", legal) if legal else None

@@ -115,7 +115,7 @@ def _check_ssh_args(resolution: Resolution) -> None:
     """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
     key, words = "launcher.ssh_args", resolution.config.launcher.ssh_args
     if _way(resolution.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
-        message = "cannot hold an argument with a space, at which pdsh would divide it"
+        message = "cannot hold an argument with a space, at which pdsh would split it"
         resolution.refuse("config", key, message, "launcher.name=ssh")
 
 
@@ -125,9 +125,7 @@ def _check_nodes(resolution: Resolution) -> None:
         resolution.add("config", wrong)
     count, dp = resolution.config.launcher.nodes, resolution.config.parallel.dp
     if nodes.elastic(count) and dp != "auto":
-        message = (
-            f"must be auto with launcher.nodes={count}: it follows from the hosts that are left"
-        )
+        message = f"must be auto with launcher.nodes={count}: it follows from the number of remaining hosts"
         most = str(count).partition(":")[2]
         resolution.refuse(
             "layout", "parallel.dp", message, "parallel.dp=auto", f"launcher.nodes={most}"
@@ -151,8 +149,8 @@ def _check_master(resolution: Resolution) -> None:
     ):
         first = resolution.hosts[0]
         message = (
-            f"is needed: {first.name} ({first.source}), where the ranks meet, is another machine "
-            "to every other host"
+            f"is needed: {first.name} ({first.source}), where the ranks meet, means another "
+            f"machine on every other host"
         )
         resolution.refuse("config", key, message, f"{key}={socket.gethostname()}")
 
@@ -167,7 +165,7 @@ def _check_cluster(resolution: Resolution) -> None:
         if value == 0:
             resolution.refuse("config", name, "must be above 0", f"{name}=null")
     if cluster.python is not None and not _is_path(cluster.python):
-        message = "is no path of an interpreter"
+        message = "is not the path of an interpreter"
         resolution.refuse("config", "cluster.python", message, "cluster.python=null")
     for name, python in cluster.pythons.items():
         if not _is_path(python):

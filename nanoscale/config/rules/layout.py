@@ -55,7 +55,7 @@ def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
         return "cuda" if resolution.remote else resolution.devices.kind
     if asked == "cuda" and resolution.devices.kind != "cuda" and not resolution.remote:
         resolution.refuse(
-            "layout", "launcher.device", "is asked for, and no GPU is here", "launcher.device=cpu"
+            "layout", "launcher.device", "is set, and this host has no GPU", "launcher.device=cpu"
         )
     return asked
 
@@ -121,7 +121,7 @@ def _too_large(
     resolution.refuse(
         "layout",
         f"parallel.{axis}",
-        f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {there} is no "
+        f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {there} is not a "
         f"multiple of that",
         _with_degree(resolution, axis, fits[-1]) if fits else "parallel=dp",
         instead,
@@ -164,7 +164,7 @@ def _replicas(resolution: Resolution, dp: int) -> None:
         resolution.refuse(
             "layout",
             "parallel.dp_replicate",
-            "makes copies of a sharded model, and zero.stage=0 shards nothing",
+            "replicates a sharded model, and zero.stage=0 shards nothing",
             "zero.stage=3",
             "parallel.dp_replicate=1",
         )
@@ -193,9 +193,9 @@ def _tensor(resolution: Resolution, model: Model) -> bool:
     for key, number, what in _rows(model):
         if number % tp:
             smaller = near_divisors(math.gcd(common, number), tp)[0]
-            more = f"rows that no {what} uses may be added"
+            more = f"unused rows may be added (no {what} uses them)"
             if loaded:
-                more = "to a model that is loaded (model.init_from) none can be added"
+                more = "a loaded model (model.init_from) keeps its number of rows"
             resolution.refuse(
                 "layout",
                 key,
@@ -244,8 +244,8 @@ def _context(resolution: Resolution, model: Model, shares: int) -> None:
         resolution.refuse(
             "layout",
             key,
-            "keeps attention within documents by a mask, which parallel.cp_method=ring does not know: keys and "
-            "values pass by it in pieces",
+            "keeps attention within documents by a mask, which parallel.cp_method=ring does not "
+            "support: it sees keys and values in chunks",
             "parallel.cp_method=ulysses",
             _with_degree(resolution, "cp", 1),
         )
@@ -282,7 +282,7 @@ def _sequence(resolution: Resolution, shares: int) -> None:
         return
     why = []
     if layout.cp > 1:
-        pieces = "two pieces" if ring else "one piece"
+        pieces = "two chunks" if ring else "one chunk"
         why.append(f"cp={layout.cp} gives every rank {pieces} ({layout.cp_method})")
     if shares > 1:
         why.append(f"tp={shares} divides it again (sequence_parallel)")

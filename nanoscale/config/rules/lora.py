@@ -22,16 +22,16 @@ def check_lora(resolution: Resolution) -> None:
             resolution.refuse_idle("config", key, _OFF, on)
         return
     if config.model.init_from is None:
-        message = "trains adapters alone, and model.init_from names no model that they are for"
+        message = "trains only adapters, and model.init_from names no base model"
         resolution.refuse("config", "lora.rank", message, "model.init_from=/path/to/model", _OFF)
     if config.lora.alpha == 0:
-        message = "is what adapters count: without it nothing is trained"
+        message = "scales the adapters: with 0 nothing is trained"
         resolution.refuse("config", "lora.alpha", message, f"lora.alpha={2 * config.lora.rank}")
     if config.precision.fp8:
-        message = "multiplies in torchao's layers, which adapters cannot stand beside"
+        message = "multiplies in torchao's layers, which do not support adapters"
         resolution.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
     if config.backend.name == "deepspeed" and config.zero.offload_param == "nvme":
-        message = "keeps frozen weights on a disk, to which a model cannot be read"
+        message = "keeps frozen weights on a disk, and a model cannot be loaded there"
         resolution.refuse("layout", "zero.offload_param", message, "zero.offload_param=cpu", _OFF)
     if config.lora.targets is not None:
         _check_targets(resolution, config.lora.targets)
@@ -41,7 +41,7 @@ def _check_targets(resolution: Resolution, targets: list[str]) -> None:
     model = resolution.config.model
     there = available(model)
     if not targets:
-        message = "names no layer, so that nothing would be trained"
+        message = "names no layer: nothing would be trained"
         resolution.refuse("config", "lora.targets", message, "lora.targets=null")
     absent = [name for name in targets if name not in there]
     if absent:

@@ -56,7 +56,7 @@ def _positions(resolution: Resolution, model: Model) -> None:
         resolution.refuse(
             "config",
             "train.seq_len",
-            f"is longer than the model admits (model.max_seq_len={model.max_seq_len})",
+            f"is longer than the model allows (model.max_seq_len={model.max_seq_len})",
             f"train.seq_len={model.max_seq_len}",
             f"model.max_seq_len={length}" if model.source == "own" else None,
         )
@@ -65,7 +65,7 @@ def _positions(resolution: Resolution, model: Model) -> None:
         resolution.refuse(
             "config",
             "train.seq_len",
-            f"is longer than model.sliding_window={window}, and attention here looks back to the beginning",
+            f"is longer than model.sliding_window={window}, and attention here covers the whole sequence",
             f"train.seq_len={window}",
         )
     scaling = model.rope_scaling

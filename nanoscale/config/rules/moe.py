@@ -39,7 +39,7 @@ def _check_shape(resolution: Resolution) -> None:
         message = "gives every linear layer a bias, and experts have none"
         resolution.refuse("config", "model.bias", message, "model.bias=false")
     if resolution.config.precision.fp8:
-        message = "would leave the experts' products, most of all there are, in 16 bits"
+        message = "would leave the products of the experts, which are most of them, in 16 bits"
         resolution.refuse("config", "precision.fp8", message, "precision.fp8=false")
 
 
@@ -52,7 +52,7 @@ def _check_degree(resolution: Resolution, dp: int) -> None:
     if model.experts % ep:
         laws.append(f"model.experts={model.experts}")
     if ranks % ep:
-        laws.append(f"the {counted(ranks, 'rank')} that it is taken from, (dp/dp_replicate)·cp")
+        laws.append(f"the {counted(ranks, 'rank')} that it divides, (dp/dp_replicate)·cp")
     enough = ep * layout.dp_replicate
     resolution.refuse(
         "layout",

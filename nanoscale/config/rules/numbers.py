@@ -83,7 +83,7 @@ def check_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) -> N
         resolution.refuse(
             "config",
             "precision.compute",
-            f"and precision.params={precision.params} do not go together: fp64 is for both",
+            f"and precision.params={precision.params} do not fit together: use fp64 for both",
             f"precision.{narrow}=fp64 precision.reduce=fp64",
             f"precision.{wide}=fp32 precision.reduce=fp32",
         )
@@ -91,8 +91,7 @@ def check_precision(resolution: Resolution, device: Literal["cpu", "cuda"]) -> N
         resolution.refuse(
             "config",
             "precision.reduce",
-            f"would sum gradients of {precision.compute} in another width than the weights' "
-            f"{precision.params}",
+            f"would sum gradients of {precision.compute} in another type than the weights ({precision.params})",
             f"precision.reduce={precision.params}",
         )
     elif precision.reduce in ("bf16", "fp16") and precision.reduce != precision.compute:
@@ -125,7 +124,7 @@ def check_mask(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
         resolution.refuse(
             "data",
             "train.seq_len",
-            "may give gradients that are no numbers where attention keeps to documents: cuDNN's kernels fail "
+            "may give NaN gradients with document masks: cuDNN's kernels fail "
             "at 64 above a multiple of 128",
             *(f"train.seq_len={near}" for near in (length - 64, length + 64) if near),
             "backend.attention=math",
@@ -140,7 +139,7 @@ def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     if device == "cpu":
         resolution.refuse("config", key, f"{needed}, and launcher.device is cpu", off)
     elif weak and not resolution.remote:
-        resolution.refuse("config", key, f"{needed}, and here is {listed(weak)}", off)
+        resolution.refuse("config", key, f"{needed}, and this machine has {listed(weak)}", off)
     if compute != "bf16":
         message = f"needs precision.compute=bf16 around its products, which is {compute}"
         bf16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
@@ -151,7 +150,7 @@ def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
         )
         resolution.refuse("config", key, message, off)
     if odd := _odd_sizes(resolution):
-        message = f"multiplies in tiles of 16, and {listed(odd)} are no multiples of that"
+        message = f"multiplies in tiles of 16, and {listed(odd)} are not multiples of 16"
         resolution.refuse("config", key, message, off)
     resolution.require_for_ranks(key, "torchao", "torchao", off)
 
@@ -177,7 +176,7 @@ def check_optimizer(resolution: Resolution) -> None:
         resolution.refuse_idle("config", f"optimizer.{name}", f"optimizer.name={optimizer.name}")
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) >= 1:
-            message = "must be below 1: at 1 the moment never moves"
+            message = "must be below 1: at 1 the moment never changes"
             resolution.refuse("config", f"optimizer.{name}", message, f"optimizer.{name}=0.95")
     if optimizer.name != "adamw8bit":
         return

@@ -88,7 +88,7 @@ def _too_many_stages(resolution: Resolution, model: Model, virtual: int) -> None
         "layout",
         "parallel.pp",
         f"makes pp·virtual stages = {layout.pp}·{virtual} = {layout.pp * virtual} stages, and "
-        f"model.layers={model.layers} leaves some without a block",
+        f"model.layers={model.layers} leaves some stages without a block",
         f"parallel.virtual_stages={fewer}" if fewer and not fixed else None,
         "parallel.schedule=1f1b parallel.virtual_stages=1" if fewer and virtual > 1 else None,
         f"parallel.pp={shorter}" if shorter > 1 else without_pipeline(resolution),
@@ -172,7 +172,7 @@ def near_batches(resolution: Resolution, step: int, dp: int) -> Iterator[int]:
 
 def _need(schedule: str, pp: int, number: int) -> str:
     if schedule in IN_ROUNDS:
-        return f"rounds of equal length: {number} is no multiple of its {number // pp} rounds of pp={pp}"
+        return f"rounds of equal length: {number} is not a multiple of its {number // pp} rounds of pp={pp}"
     least = keeps_busy(schedule, pp)
     return f"at least {least}, as many as there are stages"
 

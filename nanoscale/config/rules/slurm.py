@@ -84,19 +84,17 @@ def _check_directives(resolution: Resolution) -> None:
     key, given = "launcher.slurm.directives", resolution.config.launcher.slurm.directives
     wrong = [text for text in given if not text.startswith("--") or not _is_line(text)]
     if wrong:
-        mended = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
+        corrected = ",".join(f'"--{text.lstrip("- ")}"' for text in given if _is_line(text))
         message = f"holds {wrong[0]!r}; each is one long option of sbatch, beginning with `--`"
-        resolution.refuse("config", key, message, f"'{key}=[{mended}]'" if mended else None)
+        resolution.refuse("config", key, message, f"'{key}=[{corrected}]'" if corrected else None)
     for text in given:
         option = _OPTION.match(text)
         name, value = option[1] if option else "", text.partition("=")[2]
         if name in _KEYS:
-            message = f"holds --{name}, for which there is a key"
+            message = f"holds --{name}, for which nanoscale has a key"
             resolution.refuse("config", key, message, f"{_KEYS[name]}={value or '…'}")
         elif name in _OURS:
-            resolution.refuse(
-                "config", key, f"holds --{name}, which nanoscale decides itself", None
-            )
+            resolution.refuse("config", key, f"holds --{name}, which nanoscale sets itself", None)
 
 
 def _check_time(resolution: Resolution) -> None:

@@ -75,7 +75,7 @@ def _present(resolution: Resolution, source: Source, name: str, path: str | None
     kind, key = resolution.config.data.source, f"{source.key}.{name}"
     if path is None:
         what = {
-            "megatron": "a prepared folder, or the files' common path, without .bin and .idx",
+            "megatron": "a prepared folder, or the common path of the files, without .bin and .idx",
             "datatrove": "the .ds file",
         }[kind]
         message = f"is needed by data.source={kind}: {what}"
@@ -104,5 +104,5 @@ def _glance(resolution: Resolution, key: str, path: str) -> None:
     if largest >= vocab and not any(it.key == "model.vocab" for it in resolution.violations):
         held = f"token {largest}" if largest < sys.maxsize else "a negative token"
         enough = resolution.more_rows(largest + 1) if largest < sys.maxsize else None
-        message = f"has too few tokens for {path}, which holds {held}: ids lie in [0, {vocab})"
+        message = f"has too few tokens for {path}, which holds {held}: ids are in [0, {vocab})"
         resolution.refuse("data", "model.vocab", message, enough)

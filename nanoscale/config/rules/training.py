@@ -59,7 +59,7 @@ def _length(resolution: Resolution, train: Train) -> Train:
             resolution.refuse(
                 "config",
                 "train.steps",
-                "is not set, nor is train.tokens: one of them must say how long to train",
+                "is not set, nor is train.tokens: set one of them",
                 "train.steps=100",
                 "recipe=tiny" if resolution.composed.recipe is None else None,
             )
@@ -75,7 +75,7 @@ def _length(resolution: Resolution, train: Train) -> Train:
     resolution.refuse(
         "config",
         "train.tokens",
-        f"and train.steps={train.steps} both say how long to train, and this makes "
+        f"and train.steps={train.steps} are both set, and train.tokens means "
         f"{counted(from_tokens, 'step')} of {per_step} tokens",
         "train.tokens=null",
         "train.steps=null",

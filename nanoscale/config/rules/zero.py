@@ -24,10 +24,10 @@ def _check_nvme(resolution: Resolution) -> None:
         if getattr(zero, name) == "nvme"
     ]
     if not offloaded:
-        resolution.refuse_idle("config", "zero.nvme_path", "what is offloaded")
+        resolution.refuse_idle("config", "zero.nvme_path", "offloaded states")
         return
     if zero.offload_optimizer == "nvme" and zero.stage != 3:
-        message = "is for zero.stage=3; the stages below keep what they offload in host memory"
+        message = "is for zero.stage=3; the lower stages offload to host memory"
         resolution.refuse(
             "layout",
             "zero.offload_optimizer",
@@ -41,7 +41,7 @@ def _check_nvme(resolution: Resolution) -> None:
     elif resolution.remote:
         return  # a folder of each host, which only the host can check
     elif not Path(zero.nvme_path).is_dir() or not os.access(zero.nvme_path, os.W_OK):
-        resolution.refuse("config", "zero.nvme_path", "is no folder that can be written to")
+        resolution.refuse("config", "zero.nvme_path", "is not a writable folder")
 
 
 def _check_zero_plus(resolution: Resolution, device: Literal["cpu", "cuda"], dp: int) -> None:
@@ -53,5 +53,5 @@ def _check_zero_plus(resolution: Resolution, device: Literal["cpu", "cuda"], dp:
         )
     for name in ("quantized_weights", "quantized_gradients"):
         if getattr(zero, name) and device == "cpu":
-            message = "is done by kernels for GPUs, and launcher.device is cpu"
+            message = "needs GPU kernels, and launcher.device is cpu"
             resolution.refuse("config", f"zero.{name}", message, f"zero.{name}=false")

@@ -51,12 +51,12 @@ def unknown_key(name: str, value: object, source: str, file_section: str = "") -
     near = nearest_key(name, known) or nearest_key(name, reference.declared())
     if not near and section:
         near = nearest_key(name, known, cutoff=0.5)
-    message = "is no key"
+    message = "unknown key"
     if not near and section in sections:
         of = section or "the configuration"
-        message = f"is no key; {of} has " + ", ".join(reference.members(sections[section]))
+        message = f"unknown key; {of} has " + ", ".join(reference.members(sections[section]))
     if file_section and leaf == file_section:
-        message += f": in a file of the group {file_section}, its keys stand at the left margin"
+        message += f": in a file of the group {file_section}, its keys start at the left margin"
     if isinstance(value, Mapping):
         near = nearest(leaf, [part for part in sections if part])
         return Violation(name, value, source, message, tuple(f"{part}: …" for part in near))
@@ -74,13 +74,13 @@ def _elsewhere(name: str, value: object) -> tuple[str, tuple[str, ...]]:
         inner = [_elsewhere(f"{name}.{leaf}", of_leaf) for leaf, of_leaf in value.items()]
         overrides = [advice[0] for _, advice in inner if advice and "=" in advice[0]]
         if overrides:
-            return "is no key", (" ".join(overrides),)
+            return "unknown key", (" ".join(overrides),)
     meant = equivalent(name)
     if meant is not None:
         advice = meant.commands or tuple(_answers(meant, value))
         if not advice and meant.keys:  # with a value of its own
             advice = tuple(f"nanoscale config explain {key}" for key in meant.keys)
-        return f"is no key{'; it ' if meant.note else ''}{meant.note}", advice
+        return f"unknown key{'; it ' if meant.note else ''}{meant.note}", advice
     return "", ()
 
 
@@ -134,7 +134,7 @@ class _WrongError(Exception):
 
 
 def value_of(name: str, raw: object) -> object:
-    """Return the typed value of a key that is no section."""
+    """Return the typed value of a key that is not a section."""
     key = reference.declared()[name]
     for choice in reference.alternatives(key.annotation):
         matches, value = _match(choice, raw, key)
@@ -145,7 +145,7 @@ def value_of(name: str, raw: object) -> object:
 
 
 def fits(name: str, raw: object) -> bool:
-    """True if a key that is no section admits a value."""
+    """True if a key that is not a section allows a value."""
     try:
         value_of(name, raw)
     except _WrongError:
@@ -205,9 +205,9 @@ def _scaled(text: str, key: reference.Key) -> tuple[bool, object]:
 def _scale(key: reference.Key) -> str:
     match key.scaled:
         case "decimal":
-            return " (1e3, 5k, 2M, 1G and 1T may be written; k is 1000)"
+            return " (1e3, 5k, 2M, 1G and 1T can be written; k is 1000)"
         case "binary":
-            return " (32k may be written; k is 1024)"
+            return " (32k can be written; k is 1024)"
     return ""
 
 

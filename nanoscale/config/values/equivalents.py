@@ -80,7 +80,7 @@ def _see(key: str, note: str) -> Equivalent:
 
 
 _FULL, _NONE = "parallel.activation_checkpointing=full", "parallel.activation_checkpointing=none"
-_ACCUMULATION = "follows here: train.global_batch / (train.micro_batch · data-parallel degree)"
+_ACCUMULATION = "follows here from train.global_batch / (train.micro_batch · data-parallel degree)"
 _PREPARED = "is prepared once, by `nanoscale data prepare`; then data=megatron data.path=FOLDER"
 
 EQUIVALENTS: dict[str, Equivalent] = {
@@ -90,7 +90,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
     "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size device_batch_size "
     "local_batch_size train_micro_batch_size_per_gpu micro_bsz": _keys("train.micro_batch"),
     "per_device_eval_batch_size eval_batch_size": _see(
-        "train.eval_samples", "is that of training here: train.micro_batch"
+        "train.eval_samples", "is train.micro_batch here, as in training"
     ),
     "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps": _see(
         "train.global_batch", _ACCUMULATION
@@ -305,7 +305,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
     ),
     "resume resume_from_checkpoint resume_from load_checkpoint": Equivalent(
         commands=("nanoscale resume --help",),
-        note="is a command here: nanoscale resume RUN takes up a run's newest checkpoint",
+        note="is a command here: nanoscale resume RUN continues from a run's newest checkpoint",
     ),
     "logging_steps log_interval log_freq steps_per_print log_every_n_steps": _keys(
         "train.log_every"

@@ -42,7 +42,7 @@ def read(path: Path, name: str | None = None) -> Document:
     """Read one YAML file.
 
     Raises:
-        UserError: it is no readable UTF-8 file holding one plain mapping; the line is named.
+        UserError: it is not a readable UTF-8 file holding one plain mapping; the line is named.
     """
     name = name or str(path)
     if path.is_dir():
@@ -67,7 +67,7 @@ def parse(text: str, name: str) -> Document:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        what = error.problem or error.context or "cannot be understood"
+        what = error.problem or error.context or "cannot be parsed"
         last = len(text.splitlines())
         _refuse(name, f"is not YAML: {what}", min(mark.line + 1, last) if mark else None)
     except yaml.reader.ReaderError as error:
@@ -161,7 +161,7 @@ def _plain(node: yaml.Node, name: str, path: str, lines: dict[str, int]) -> Any:
     for key_node, value_node in node.value:
         line = _line(key_node)
         if not isinstance(key_node, yaml.ScalarNode):
-            _refuse(name, "has a list or a mapping for a key", line)
+            _refuse(name, "has a list or a mapping as a key", line)
         _scalar(key_node, name)
         key = key_node.value
         if key in result:

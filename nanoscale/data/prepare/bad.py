@@ -10,7 +10,7 @@ from nanoscale.common.errors import UserError, Violation
 
 @dataclass(frozen=True)
 class Bad:
-    """A record, or the rest of a file, that is no document."""
+    """A record, or the rest of a file, that is not a document."""
 
     place: str
     """`corpus/a.jsonl:17`, or `corpus/b.parquet, row 3`."""
@@ -19,7 +19,7 @@ class Bad:
 
 def refused(found: Sequence[Bad], kept: str = "") -> UserError:
     """Return the error for bad records, of which `found` are the first."""
-    remedy = "mend what is named, or leave such records out with --bad skip"
+    remedy = "fix these records, or skip them with --bad skip"
     violations = [
         Violation(bad.place, None, "", bad.what, remedy="" if more else f"{remedy}{kept}")
         for more, bad in zip(range(len(found) - 1, -1, -1), found, strict=True)

@@ -153,7 +153,7 @@ def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, 
 def too_long(separated: bool) -> str:
     """Describe a record longer than LONGEST."""
     what = f"this document is longer than {byte_size(LONGEST)}"
-    return what if separated else f"{what}; --separator TEXT says what stands between documents"
+    return what if separated else f"{what}; --separator TEXT sets the text between documents"
 
 
 @contextmanager

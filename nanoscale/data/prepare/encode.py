@@ -89,7 +89,7 @@ class Documents:
             try:
                 encoded = result.text.encode()
             except UnicodeEncodeError:
-                what = "holds half of a surrogate pair, which is no text"
+                what = "has half of a surrogate pair, which is not text"
                 self.bad.append(Bad(self._source.place(record), what))
                 continue
             if not result.text.strip():
@@ -134,7 +134,7 @@ class Documents:
             return error
 
     def _problem(self, raw: bytes | None) -> RecordError | None:
-        """Return why these bytes are no text; None if they are."""
+        """Return why these bytes are not text; None if they are."""
         if raw is None:
             return RecordError("is null, not text")
         if len(raw) > LONGEST:
@@ -151,7 +151,7 @@ class Documents:
     def _from_json(self, line: str) -> str:
         found = parsed(line)
         if not isinstance(found, dict):
-            raise RecordError("is JSON, but no object")
+            raise RecordError("is JSON, but not an object")
         field = self._reading.field
         if field not in found:
             names = ", ".join(list(found)[:8]) or "none"

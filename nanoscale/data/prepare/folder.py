@@ -210,15 +210,15 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
         return
     before = json.loads(path.read_bytes())
     wrong = [
-        Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "was another then")
+        Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "had another value")
         for name in {**before, **identity}
         if identity.get(name) != before.get(name)
     ]
     if wrong:
         names = ", ".join(violation.key for violation in wrong)
         found = Violation(
-            "--out", str(part), "", f"it was begun with other settings: {names}",
-            remedy=f"ask for what was begun, or begin anew: rm -r -- {shlex.quote(str(part))}",
+            "--out", str(part), "", f"it was started with other settings: {names}",
+            remedy=f"repeat the earlier request, or start again: rm -r -- {shlex.quote(str(part))}",
         )  # fmt: skip
         raise UserError("data", f"{part}: {found.message}", [found])
 

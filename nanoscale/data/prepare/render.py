@@ -81,7 +81,7 @@ class Template:
         after = self._render(messages[: number + 1])
         if not (after.startswith(before) and whole.startswith(after)):
             raise RecordError(
-                f"has its answers in message {number + 1} at no certain place: the chat template writes the"
+                f"has no certain position of the answer in message {number + 1}: the chat template writes the"
                 " messages before it differently with and without it (--chat-template FILE for another)"
             )
         kept = after[len(before) :].rstrip()
@@ -150,7 +150,7 @@ def parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"is no JSON: {error}") from error
+        raise RecordError(f"is not JSON: {error}") from error
 
 
 def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
 
 def _message(number: int, one: Any) -> dict[str, Any]:
     if not isinstance(one, dict):
-        raise RecordError(f"message {number} is no object with a role and a content")
+        raise RecordError(f"message {number} is not an object with a role and a content")
     role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
     role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
@@ -222,7 +222,7 @@ def _answer(answers: BinaryIO, template: Template, record: bytes, field: str) ->
         most = LONGEST + LONGEST_A_BYTE * len(record)
         if len(chat.text) > most:
             raise RecordError(
-                f"becomes {len(chat.text):,} characters by the chat template; at most {most:,} are admitted"
+                f"becomes {len(chat.text):,} characters by the chat template; at most {most:,} are allowed"
             )
     except RecordError as error:
         _write(answers, {"error": str(error)})

@@ -98,7 +98,7 @@ class Renderer:
             raise TemplateProblem(_why(self._end(), [first])) from error
         if problem is not None:
             self.close()
-            raise TemplateProblem(f"is no Jinja template: {problem}")
+            raise TemplateProblem(f"is not a Jinja template: {problem}")
 
     def _end(self) -> int:
         """Wait for the end of the process and return its exit code."""

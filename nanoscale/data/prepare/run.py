@@ -141,7 +141,7 @@ def _fill(
     file = path / "whole" / TOKENIZER
     setup = Setup(reading, file if file.exists() else None, part.dtype)
     if part.progress != Progress():
-        watcher.note(f"goes on after {part.progress.documents:,} documents")
+        watcher.note(f"continues after {part.progress.documents:,} documents")
     _refuse_bad(part, request, path)
     chunks = read_chunks(
         reading.sources, reading.field, reading.separator, part.progress.cursor, request.chat
@@ -192,7 +192,7 @@ def _refuse_unreadable(sources: list[Source], request: Request) -> None:
 def _refuse_existing(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    what = "is there already, and is not what this request makes"
+    what = "already exists, and is not the result of this request"
     found = Violation("--out", str(out), "", what, remedy="choose another folder, or remove it")
     raise UserError("data", f"{out} {what}", [found])
 

@@ -179,14 +179,14 @@ def _named(word: str) -> Iterator[Source]:
 def _several(word: str, paths: Iterator[Path]) -> Iterator[Source]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
-        raise _UnusableError(f"no file there: what can be read is {_KNOWN}")
+        raise _UnusableError(f"no readable file there; supported are {_KNOWN}")
     yield from map(_file, files)
 
 
 def _file(path: Path) -> Source:
     found = _kind(path)
     if found is None:
-        raise _UnusableError(f"{path.name} is of no kind that can be read: {_KNOWN}")
+        raise _UnusableError(f"{path.name} cannot be read; supported are {_KNOWN}")
     kind, compression = found
     about = path.stat()
     return Source(str(path.absolute()), kind, compression, about.st_size, str(about.st_mtime_ns))
@@ -224,7 +224,7 @@ def _parquet_problem(source: Source, field: str, chat: bool) -> Bad | None:
         with parquet.ParquetFile(source.name) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
     except (pa.ArrowException, OSError) as error:
-        return Bad(source.name, f"is no readable parquet file: {first_line(error)}")
+        return Bad(source.name, f"is not a readable parquet file: {first_line(error)}")
     if rows == 0:
         return Bad(source.name, "is empty")
     return _column_problem(source, schema, field, chat)

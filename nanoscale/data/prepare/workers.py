@@ -167,7 +167,7 @@ class Workers:
         how = f"signal {-codes[0]}" if codes and codes[0] < 0 else f"exit code {codes or '?'}"
         return LostWorkerError(
             f"a worker ended by {how}; if memory ran out, use fewer: --workers N. What was"
-            " prepared so far is kept: the same command goes on from there"
+            " prepared so far is kept: the same command continues from there"
         )
 
 

@@ -254,8 +254,8 @@ class Fleet:
             ):
                 self._lose(
                     member,
-                    f"the host fell silent: nothing was heard of it for {limit:g} s (launcher.lost_after_s)",
-                    "look whether it is up, and at the network between it and the launcher",
+                    f"the host stopped responding: no heartbeat for {limit:g} s (launcher.lost_after_s)",
+                    "check that it is up, and check the network between it and the launcher",
                 )
 
     def _lose(self, member: Member, diagnosis: str, remedy: str) -> None:
@@ -265,7 +265,7 @@ class Fleet:
 
     def give_up(self, member: Member) -> None:
         """Give up a host whose agent does not follow orders."""
-        self._lose(member, "the agent did not end its ranks when it was told to", "look at its log")
+        self._lose(member, "the agent did not terminate its ranks when asked to", "look at its log")
 
     def _explain(self, member: Member, code: int | None, limit_s: float = 0.0) -> tuple[str, str]:
         output = member.output.decode(errors="replace")

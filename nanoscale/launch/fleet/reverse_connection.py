@@ -163,7 +163,7 @@ class ReverseListener:
             self._welcome(stranger, end.value)
         except BlockingIOError:
             pass
-        except (OSError, ValueError, HandshakeError):  # it was no agent of ours
+        except (OSError, ValueError, HandshakeError):  # the peer is not our agent
             self._forget(stranger)
 
     def _welcome(self, stranger: _Stranger, hello: dict[str, Any]) -> None:

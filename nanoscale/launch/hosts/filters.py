@@ -129,11 +129,11 @@ def _read_entry(entry: str, known: dict[str, Host], chosen: Chosen) -> None:
     host = known.get(canonical(name))
     if host is None:
         if name and name in {other.name.rpartition("@")[0] for other in known.values()}:
-            raise _WrongEntryError(f"names the user {name}; hosts stand without users here", "")
+            raise _WrongEntryError(f"names the user {name}; write hosts without users here", "")
         raise _UnknownHostError(name)
     before = chosen.get(canonical(name), set())
     if before is None or (before and slots is None):
-        raise _WrongEntryError(f"names {name} twice, and once all of it", "")
+        raise _WrongEntryError(f"names {name} twice, once with all its slots", "")
     more = None if slots is None else _read_slots(name, slots, host)
     chosen[canonical(name)] = None if more is None else before | more
 
@@ -144,9 +144,9 @@ def _read_slots(name: str, text: str, host: Host) -> set[int]:
     for word in words:
         slot = int(word) if _SLOT.fullmatch(word) else -1
         if _RANGE.fullmatch(word):
-            message = f"holds the range {word} of {name}; slots are named one by one"
+            message = f"has the range {word} of {name}; list slots one by one"
         elif slot < 0:
-            message = f"names {word!r} of {name}, which is no slot"
+            message = f"names {word!r} of {name}, which is not a slot number"
         elif slot >= host.slots:
             there = "slot 0" if host.slots == 1 else f"slots 0 to {host.slots - 1}"
             message = f"names slot {slot} of {name}, which has {there} ({host.source})"
@@ -171,7 +171,7 @@ def _mended(name: str, words: Sequence[str], host: Host) -> str:
 
 def _unbracketed(entry: str, known: dict[str, Host]) -> _WrongEntryError:
     """Return the error for several colons: an IPv6 address, whose slots can only be guessed."""
-    message = f"holds {entry!r}: an IPv6 address stands in brackets here, as in [fe80::1]:0,2"
+    message = f"holds {entry!r}: write an IPv6 address in brackets here, as in [fe80::1]:0,2"
     name, _, slots = entry.rpartition(":")
     if canonical(entry) in known:
         return _WrongEntryError(message, hostnames.in_filter(entry))

@@ -104,7 +104,7 @@ def _line_problem(words: Sequence[str]) -> tuple[str, str] | None:
         plain = _PORT.sub("", name)
         return f"{name!r} {problem}", f"{'HOST' if hostnames.problem(plain) else plain} {proposed}"
     if slots is None:
-        wrong = f"has {' '.join(rest)!r} after {name}" if rest else f"says no slots of {name}"
+        wrong = f"has {' '.join(rest)!r} after {name}" if rest else f"gives no slots for {name}"
         return f"{wrong}; a line is `HOST slots=N`", f"{name} {proposed}"
     if not 1 <= count <= MOST_SLOTS:
         return f"gives {name} {count} slots; there are 1 to {MOST_SLOTS} on a host", f"# {name}"
@@ -125,17 +125,17 @@ def _read(composed: Composed) -> tuple[str, str]:
 
     path = Path(name).expanduser()
     if path.is_dir():
-        refuse([wrong("is a folder; a file of hosts is needed")])
+        refuse([wrong("is a folder; it must be a hostfile")])
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         refuse([wrong("is a file that does not exist", *_beside(path))])
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no path"
+        reason = getattr(error, "strerror", None) or "it is not a path"
         refuse([wrong(f"cannot be read: {reason}")])
     if len(raw) > LARGEST_FILE:
-        refuse([wrong(f"has more than {LARGEST_FILE} bytes, as no file of hosts has")])
+        refuse([wrong(f"has more than {LARGEST_FILE} bytes, too many for a hostfile")])
     try:
         return raw.decode("utf-8-sig"), name
     except UnicodeDecodeError as error:
@@ -191,7 +191,7 @@ def _check_pythons(composed: Composed, hosts: Sequence[Host]) -> Iterator[Violat
         writers = [it for it in composed.history[key] if isinstance(it.value, dict)]
         setting = next(it for it in reversed(writers) if name in it.value)  # type: ignore[operator]
         instead = tuple(_moved(pythons, name, other) for other in nearest(name, known) or [""])
-        message = "is no host of the hostfile"
+        message = "is not a host of the hostfile"
         yield Violation(f"{key}.{name}", None, setting.source, message, instead)
 
 

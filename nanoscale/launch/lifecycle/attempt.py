@@ -145,7 +145,7 @@ class Attempt:
             self.stopping_since = time.monotonic()
             self._forward(self.signals.first)
         elif self.signals.insists:
-            self._force("it was ended by force, as asked")
+            self._force("it was killed, as requested")
         elif time.monotonic() - self.stopping_since > self.launcher.stop_grace_s:
             limit = self.launcher.stop_grace_s
             self._force(f"it did not stop within {limit:g} s (launcher.stop_grace_s)")

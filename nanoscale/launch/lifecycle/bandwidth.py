@@ -93,7 +93,7 @@ def measure(fleet: Fleet, members: Sequence[Member], config: Config) -> Measured
     """Run the test on these hosts."""
     plan = _plan(members, config)
     if plan.world_size < 2:
-        text = "one rank alone has nobody to talk to"
+        text = "a single rank has no peer to communicate with"
         return Measured(None, (Verdict(members[0].name, CHECK, True, text),))
     ranks_config = _ranks_config(config, plan.world_size)
     limit_s = time_limit_s(plan.world_size)

@@ -170,7 +170,7 @@ def read_other(name: str) -> Document:
             found = json.loads(file.read_text(encoding="utf-8"))
             float(found["step_time_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            text = f"--compare {name} is no bench's JSON ({type(error).__name__}: {error})"
+            text = f"--compare {name} is not the JSON of a bench ({type(error).__name__}: {error})"
             raise UserError("usage", f"{text}: {_MEASURE} … --json > FILE makes one") from None
         return {"name": name, **{key: found.get(key) for key in COMPARED}}
     return _of_run(RunDirectory.open(name))

@@ -105,7 +105,7 @@ def read_plan(run: RunDirectory) -> LaunchPlan | None:
     except FileNotFoundError:
         return None
     except (TypeError, KeyError, AttributeError) as error:
-        raise damaged(run.launch, "is no plan of an attempt") from error
+        raise damaged(run.launch, "is not an attempt plan") from error
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def check_new_runs(requests: Sequence[Request], shared: str) -> None:
     if free != shared:
         raise UserError(
             "run",
-            f"runs of the name {shared!r} exist already in {root.absolute()}",
+            f"runs named {shared!r} exist already in {root.absolute()}",
             [
                 Violation(
                     "run.name",

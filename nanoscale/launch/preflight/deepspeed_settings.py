@@ -31,7 +31,7 @@ def check_extra(composed: Composed, config: Config) -> None:
     )
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
-        message = f"cannot be judged: {''.join(last) or 'DeepSpeed does not start'}"
+        message = f"cannot be checked: {''.join(last) or 'DeepSpeed does not start'}"
         refuse([Violation("backend.extra", None, composed.source("backend.extra"), message)])
     problems = json.loads(done.stdout.splitlines()[-1])
     violations = [

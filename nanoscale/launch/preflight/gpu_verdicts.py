@@ -110,5 +110,5 @@ def compile_problem(facts: Message) -> tuple[str, str]:
         return f"no Python.h for {found['path']}", f"install Python's headers there ({packages})"
     if found["problem"]:
         text = f"no C compiler that works ({found['path']}: {found['problem']})"
-        return text, f"mend it, or name another: {name_one}"
+        return text, f"fix it, or name another: {name_one}"
     return "", ""

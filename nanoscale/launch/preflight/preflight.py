@@ -35,7 +35,7 @@ _LEAST_GPU_SHARE = 0.9
 def require_ready(fleet: Fleet, config: Config) -> None:
     """Raise a UserError that lists every reason why the hosts cannot run the job.
 
-    Lost hosts are listed beside the others. Lost hosts alone are no error of the request: the attempt fails by
+    Lost hosts are listed beside the others. Lost hosts alone are not error of the request: the attempt fails by
     them, or continues without them.
     """
     wrong = [v for v in judge(fleet.members, config) if not v.good and v.needed]
@@ -59,7 +59,7 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
     if not wrong:
         return None
     hosts = "; ".join(f"{_having(group)} {group.finding}" for group in grouped(wrong))
-    return f"versions differ, and launcher.preflight=false admits that: {hosts}"
+    return f"versions differ, which launcher.preflight=false allows: {hosts}"
 
 
 def _having(group: Group) -> str:
@@ -306,7 +306,7 @@ def _gpus(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     same = names == hosts.usual_gpus
     kinds = " and ".join(f"{count} × {name}" for name, count in Counter(names).items())
     text = kinds if same else f"{kinds}, unlike most hosts"
-    remedy = "the slowest decides for all: leave it out, or run on hosts that are alike"
+    remedy = "the slowest host sets the speed: leave it out, or use hosts with equal GPUs"
     yield Verdict(member.name, "GPUs", same, text, remedy, needed=False)
     taken = [
         f"{number} ({share(int(GIB * (whole - free)), int(GIB * whole))})"
@@ -345,7 +345,7 @@ def _room(
 ) -> Verdict:
     least = _LEAST_GIB[check]
     good = free >= least
-    text = f"{{}} GiB {what}" if good else f"only {{}} GiB {what}; {least:g} is the least"
+    text = f"{{}} GiB {what}" if good else f"only {{}} GiB {what}; {least:g} is the minimum"
     return Verdict(member.name, check, good, text, remedy, amount=free, needed=needed)
 
 
@@ -361,7 +361,7 @@ def _root(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
         yield Verdict(member.name, "run.root", False, text, SHARED_ROOT)
     elif root["problem"] is not None:
         text = f"cannot write in {folder}: {root['problem']}"
-        remedy = "run.root=FOLDER, one that it may write in" if local else SHARED_ROOT
+        remedy = "run.root=FOLDER, where FOLDER is writable there" if local else SHARED_ROOT
         yield Verdict(member.name, "run.root", False, text, remedy)
     elif root["free_gib"] is not None:
         what = f"free in {folder}"
@@ -394,7 +394,7 @@ def _locks(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
     """Report stale locks, if there are any."""
     needed = hosts.config.backend.name == "deepspeed"
     for path in facts["stale_locks"]:
-        text = f"{path} was left by a compilation that is no more; the next one would wait for ever"
+        text = f"{path} was left by a compilation that has ended; the next one would wait for it forever"
         yield Verdict(
             member.name, "locks", False, text, f"rm -- {shlex.quote(path)}", needed=needed
         )
@@ -427,7 +427,7 @@ def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
     """Check that the address of the rendezvous resolves, and is the same for all."""
     problem = _wrong_address(hosts, member, facts["network"])
     if problem:
-        remedy = "launcher.master_addr=ADDRESS, one at which every host reaches the first"
+        remedy = "launcher.master_addr=ADDRESS, an address at which every host reaches the first"
         yield Verdict(member.name, "network", False, problem, remedy)
     else:
         text = f"meets the others over {facts['network']['interface']}"
@@ -437,19 +437,19 @@ def _network(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
 def _wrong_address(hosts: _Hosts, member: Member, network: Message) -> str:
     """Return the problem of a host's address of the rendezvous; empty if there is none."""
     target, found = network["asked_for"], network["found"]
-    where = f"{target} leads to {' and '.join(found)}"
+    where = f"{target} resolves to {' and '.join(found)}"
     if not found:
-        return f"finds no address for {target}, where the ranks are to meet"
+        return f"cannot resolve {target}, where the ranks meet"
     if ipaddress.ip_address(found[0]).is_loopback:  # the first is the one in use
         return f"{where} there, which no other host can reach (look at /etc/hosts)"
     if network["interface"] is None:
-        return f"{where}, and no route leads there"
+        return f"{where}, and there is no route to it"
     if target != (hosts.config.launcher.master_addr or hosts.first):
         return ""  # the rendezvous was at a host that is lost
     if not hosts.addresses_of_first or hosts.addresses_of_first.intersection(found):
         return ""
     whose = "its addresses" if member.name == hosts.first else f"the addresses of {hosts.first}"
-    return f"{where}, which is none of {whose}"
+    return f"{where}, which is not one of {whose}"
 
 
 def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
@@ -460,7 +460,7 @@ def _sockets(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]
         text = f"{name}={chosen}"
         if not good:
             text += f" fits none of its interfaces ({', '.join(there)})"
-        remedy = f"unset {name}, or name what all hosts have"
+        remedy = f"unset {name}, or name an interface that all hosts have"
         needed = name.startswith("GLOO") or hosts.config.launcher.device == "cuda"
         yield Verdict(member.name, "interface", good, text, remedy, needed=needed)
 
@@ -487,4 +487,4 @@ def _port(hosts: _Hosts, member: Member, facts: Message) -> Iterator[Verdict]:
         remedy = "launcher.master_port=auto, or another number"
         yield Verdict(member.name, "port", False, text, remedy)
     else:
-        yield Verdict(member.name, "port", True, f"port {port} is free to meet at")
+        yield Verdict(member.name, "port", True, f"port {port} is free for the rendezvous")

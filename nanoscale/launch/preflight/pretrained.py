@@ -47,8 +47,8 @@ def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
 def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
     """Raise a UserError: files that were fetched after their config.json have a head of their own."""
     message = (
-        f"must be false: {folder} holds an embedding and a head of other values ({HEAD}), which transformers "
-        "does not tie either"
+        f"must be false: {folder} has an embedding and a head ({HEAD}) with different values, and "
+        f"transformers does not tie them either"
     )
     key = "model.tie_embeddings"
     found = Violation(key, True, composed.source(key), message, (f"{key}=false",))
@@ -73,7 +73,7 @@ def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
     )
     if done.returncode:
         last = "".join(done.stderr.strip().splitlines()[-1:])
-        why = f"cannot be judged: {last or 'transformers does not start'}"
+        why = f"cannot be checked: {last or 'transformers does not start'}"
         answer = {"problem": why, "of": "model"}
     else:
         answer = json.loads(done.stdout.splitlines()[-1])

@@ -40,7 +40,7 @@ def given_nodes(composed: Composed) -> tuple[Host, ...]:
     """Return the nodes of the job that this process is a part of, `launcher.nodes` of them.
 
     Raises:
-        UserError: this is no job of SLURM, or it has too few nodes.
+        UserError: this is not a job of SLURM, or it has too few nodes.
     """
     wrong = nodes.violation(composed)
     if wrong is not None:
@@ -48,16 +48,18 @@ def given_nodes(composed: Composed) -> tuple[Host, ...]:
     given = os.environ.get("SLURM_JOB_NODELIST")
     key = "launcher.name"
     if given is None:
-        message = "starts ranks within a job of SLURM, and this is none"
+        message = "starts ranks within a SLURM job, and this shell is not in one"
         remedy = (
-            "put `salloc --nodes=2` before the command; a training can also be queued, with "
-            "`nanoscale submit` in the place of `nanoscale train`"
+            "put `salloc --nodes=2` before the command; to queue a training, type `nanoscale "
+            "submit` instead of `nanoscale train`"
         )
         refuse([Violation(key, "slurm", composed.source(key), message, remedy=remedy)])
     try:
         names = host_names(given)
     except SlurmError as error:
-        raise UserError("slurm", f"SLURM does not say which nodes {given} are: {error}") from error
+        raise UserError(
+            "slurm", f"SLURM cannot expand the list of nodes {given}: {error}"
+        ) from error
     least, most = nodes.node_range(composed.config.launcher.nodes) or (1, len(names))
     if least > len(names):
         key = "launcher.nodes"
@@ -147,7 +149,7 @@ def _ranks_a_node(composed: Composed, count: int, gpus: str | None = None) -> in
         if found:
             return sum(map(int, found))
         key = "launcher.devices"
-        message = "must be known here: it is how many GPUs of a node are used"
+        message = "must be set here: it says how many GPUs of a node are used"
         ways = ("--num-gpus 8", "launcher.device=cpu")
         refuse([Violation(key, "auto", composed.source(key), message, ways)])
     copies = layout.dp_replicate if layout.dp == "auto" else layout.dp

@@ -84,7 +84,7 @@ def submit(script: Path) -> Submission:
     try:
         answer = _run(["sbatch", "--parsable", str(script)], wait_s=None)
     except FileNotFoundError as error:
-        message = "there is no sbatch here; `nanoscale submit` runs where it is, on a login node"
+        message = "sbatch is not installed here; run `nanoscale submit` on a login node"
         raise UserError("slurm", message) from error
     job, _, cluster = answer.strip().splitlines()[-1].partition(";")
     return Submission(job, script=str(script), cluster=cluster or None)

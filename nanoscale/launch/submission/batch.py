@@ -21,9 +21,9 @@ _PLAIN = re.compile(r"[\w./:,=@+%^*\[\]-]+", re.ASCII)
 _INSTEAD_OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 
 LISTEN = """\
-# SLURM sends USR1 ahead of the time limit; TERM comes from `nanoscale runs stop` and from scancel.
+# SLURM sends USR1 before the time limit; `nanoscale runs stop` and scancel send TERM.
 # The launcher saves and stops on either, and ends with code 75, or 130 after `nanoscale runs stop`.
-export NANOSCALE_BATCH=$SLURM_JOB_ID # runs started here know that this job passes signals on
+export NANOSCALE_BATCH=$SLURM_JOB_ID # tells runs that this job forwards signals
 heard=
 launcher=
 pass_on() {
@@ -38,7 +38,7 @@ trap 'pass_on TERM' TERM
 FOLLOW = """\
 launcher=$!
 if [ "$heard" ]; then
-    sleep 1 # until the new process has become the launcher, it is deaf
+    sleep 1 # the launcher cannot receive signals before it has started
     kill -s "$heard" "$launcher"
 fi
 while :; do
@@ -47,24 +47,24 @@ while :; do
     wait "$launcher" || code=$?
     [ "$interrupted" ] || break
 done
-# A launcher that was too young to listen dies of the signal; of a child that does so at the same
-# moment as it, bash knows no code at all.
+# A launcher that has not installed its handlers yet is killed by the signal. If bash itself receives
+# the signal at that moment, it has no exit code of its child.
 case "$heard$code" in
 USR1138 | TERM143 | USR1-1 | TERM-1) code=75 ;;
 esac
 """
 
 REQUEUE = """\
-# Where SLURM takes the nodes away but grants some time for it, only the agents hear of that.
+# If SLURM preempts the nodes with a grace time, it signals only the agents.
 preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q '^ *PreemptEligibleTime=.* PreemptTime=[0-9]'
 }
 if [ "$code" = 75 ] && { [ "$heard" = USR1 ] || { [ -z "$heard" ] && preempted; }; }; then
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_requeues" ]; then
-        echo "the job queues again and will go on with the run"
+        echo "the job is queued again and will resume the run"
         scontrol requeue "$SLURM_JOB_ID"
     else
-        echo "the job was queued again $max_requeues times already, and is not once more"
+        echo "the job was queued again $max_requeues times already; it is not queued again"
     fi
 fi
 exit "$code"
@@ -122,7 +122,7 @@ def _script(config: Config, options: list[Option], choose: str, run: str) -> str
     call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
     parts = [
         "#!/bin/bash\n" + "".join(f"#SBATCH {_directive(*option)}\n" for option in options),
-        "# Written by `nanoscale submit`. Handed to sbatch again, it goes on where the run stopped.\n",
+        "# Written by `nanoscale submit`. Submitted again with sbatch, it continues where the run stopped.\n",
         LISTEN,
         "".join(f"{line}\n" for line in wanted.setup),
         choose,

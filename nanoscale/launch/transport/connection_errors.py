@@ -25,26 +25,26 @@ _CAUSES = (
     ),
     (
         "network",
-        r"no answer of the launcher at",
-        "it cannot reach the launcher, which it was to call back",
+        r"no answer from the launcher at",
+        "it cannot connect back to the launcher",
         "look for a firewall between them, or use launcher=ssh",
     ),
     (
         "ssh",
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed|host key is known",
-        "its ssh host key is not the one that is known: it changed, or was never accepted",
+        "its ssh host key has changed, or was never accepted",
         "make sure that it is the right machine, then `ssh-keygen -R {known_host}` and `{ssh} {name}` once",
     ),
     (
         "ssh",
         r"Permission denied|Too many authentication failures",
-        "ssh is not let in",
+        "ssh is refused (permission denied)",
         "`{ssh} -o BatchMode=yes {name} true` must work: put your key into its authorized_keys",
     ),
     (
         "ssh",
         r"Could not resolve hostname|Name or service not known",
-        "its name leads to no address",
+        "its name does not resolve to an address",
         "correct the name in the hostfile, or add it to DNS or /etc/hosts",
     ),
     (
@@ -57,8 +57,8 @@ _CAUSES = (
         "ssh",
         r"timed out|No route to host|Network is unreachable|Host is down|not responding|Broken pipe"
         r"|Connection reset|Connection closed|lost connection",
-        "host unreachable: the network does not lead there, or it is switched off",
-        "look whether it is up, or {leave_out}",
+        "host unreachable: there is no route to it, or it is switched off",
+        "check that it is up, or {leave_out}",
     ),
     (
         "interpreter",
@@ -75,13 +75,13 @@ _CAUSES = (
     (
         "interpreter",
         r"No such file or directory|not found|cannot execute|Exec format error",
-        "there is no such Python there",
+        "the Python interpreter does not exist there",
         "{another_python}",
     ),
 )
 
 _NOISE = re.compile(r"warn|^\[W\d+", re.IGNORECASE)
-_LOST = "the agent, which minds the ranks, was lost"
+_LOST = "the agent, which supervises the ranks, was lost"
 
 
 def check_of(diagnosis: str, transport: Transport) -> str:
@@ -120,14 +120,14 @@ def explain(
     if code is None:
         return (
             f"host unreachable: it did not answer within {limit_s:g} s (launcher.connect_timeout_s)",
-            f"look whether it is up, or {names['leave_out']}",
+            f"check that it is up, or {names['leave_out']}",
         )
     name = signal_name(code)
     how = f"it was ended by {name}" if name else f"it ended with code {code}"
     last = _last_line(output)
     return (
         f"{_LOST}: {how}" + (f" ({last})" if last else ""),
-        "its log says what it did last; if memory ran out, ask for less of it",
+        "its log shows what it did last; if memory ran out, use less of it",
     )
 
 

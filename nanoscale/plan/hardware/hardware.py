@@ -104,7 +104,7 @@ def hardware_of(config: Config) -> Hardware:
     if config.model.source == "hf":
         raise UnknownHardwareError(
             "config",
-            "model=hf: what memory and time a model of transformers takes is not predicted; `nanoscale train` "
+            "model=hf: memory and time of a transformers model are not predicted; `nanoscale train` "
             "launches it without a plan",
         )
     cluster = described(config)
@@ -114,13 +114,13 @@ def hardware_of(config: Config) -> Hardware:
         raise UserError(
             "config",
             f"{name} is in no file of the group cluster, and these keys of it are null: "
-            f"{', '.join(missing)}. Set them, or take one that is known: {known_overrides()}",
+            f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
         )
     if config.lora.rank:
         raise UnknownHardwareError(
             "config",
-            f"lora.rank={config.lora.rank}: what memory and time the training of adapters takes is not "
-            "predicted; `nanoscale train` launches it without a plan",
+            f"lora.rank={config.lora.rank}: memory and time of training adapters are not "
+            f"predicted; `nanoscale train` launches it without a plan",
         )
     peaks = {
         field.name: value * 1e12
@@ -137,7 +137,7 @@ def hardware_of(config: Config) -> Hardware:
         ways.append(f"cluster.peaks.{trained}=TFLOP/s")
         raise UnknownHardwareError(
             "config",
-            f"cluster.peaks.{trained} is null: {cluster.device} has no products in {trained} that are known. "
+            f"cluster.peaks.{trained} is null: {cluster.device} has no known peak in {trained}. "
             f"Type {' or '.join(ways)}",
         )
     return _in_si(cluster, peaks, _efficiency(cluster))
@@ -198,21 +198,22 @@ def _measured(path: str, device: str | None) -> dict[str, float]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             "config",
-            f"cluster.efficiency={path} is no file of efficiencies ({error}); it holds "
-            '{"efficiency": {"matmul": 0.7}}. Type cluster.efficiency=null to go without',
+            f"cluster.efficiency={path} is not a file of efficiencies ({error}); it holds "
+            '{"efficiency": {"matmul": 0.7}}. Type cluster.efficiency=null to use the assumed ones',
         ) from None
     if of != device:
         raise UserError(
             "config",
             f"cluster.efficiency={path} was learned on {of}, and the device is {device}. Type "
-            "cluster.efficiency=null to go without",
+            f"cluster.efficiency=null to use the assumed ones",
         )
     known = {field.name for field in fields(Efficiency)}
     wrong = sorted(name for name in values if name not in known or not 0 < values[name] < 10)
     if wrong:
         raise UserError(
             "config",
-            f"cluster.efficiency={path} holds {', '.join(wrong)}, which is no efficiency or not above 0; "
-            f"known are {', '.join(sorted(known))}. Type cluster.efficiency=null to go without",
+            f"cluster.efficiency={path} holds {', '.join(wrong)}, which is not an efficiency or "
+            f"not above 0; known are {', '.join(sorted(known))}. Type cluster.efficiency=null to "
+            f"use the assumed ones",
         )
     return values

@@ -199,13 +199,13 @@ def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) 
     bucket = setting.config.backend.reduce_bucket
     own = f"{share:,} of this rank (of {numel:,}, over {setting.shards} ranks)"
     return {
-        "weights": f"{states.weights:g} B · {own}: what is updated, unless it waits in host memory",
+        "weights": f"{states.weights:g} B · {own}: updated states, unless they wait in host memory",
         "compute copies": f"{setting.compute} B · parameters in DeepSpeed's flat buffer: "
         + (own if setting.stage == 3 else f"{numel:,}"),
         "gradients": f"{setting.reduce} B · {numel:,} in stages 0 and 1, above · {own}",
         "optimizer": f"{states.optimizer:g} B · {own}",
         "units in flight": f"{setting.compute} B · parameters that are used again within "
-        f"{REUSED_WITHIN:,}, and those fetched ahead",
+        f"{REUSED_WITHIN:,}, and prefetched ones",
         "activations": f"as in the native backend, {shape.tokens:,} tokens a micro batch; at "
         f"'{phase.name}'",
         "logits and loss": f"{setting.vocabulary:,} · {shape.hidden:,} gradients of the head's weights, from "

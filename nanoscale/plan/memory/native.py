@@ -349,12 +349,12 @@ def _explain(
     if name == "compute copies":
         return (
             f"{setting.compute} B · {held.numel:,}: whole weights in the type of computation, "
-            f"{'beside their masters' if setting.single else 'by FSDP2'}"
+            f"{'beside the fp32 master weights' if setting.single else 'by FSDP2'}"
         )
     if name == "gradients":
         return (
             f"{states.gradients:g} B · {rank} once reduced; {_waiting(setting)} B · {held.numel:,} "
-            f"while they wait whole; at '{phase.name}' with those of the unit that is computed"
+            f"while they wait whole; at '{phase.name}' with those of the unit being computed"
         )
     if name == "units in flight":
         return (
@@ -369,7 +369,7 @@ def _explain(
             f"pass on, and at most {LOGITS_AT_ONCE:,} logits at once in {setting.compute} B + {setting.loss} B"
         )
     if setting.single:
-        return f"a bucket of gradients on their way, of at most {byte_size(GRADIENT_BUCKET)}"
+        return f"a bucket of gradients being reduced, of at most {byte_size(GRADIENT_BUCKET)}"
     return (
         f"reductions {setting.reduce} B · {held.block:,} of a block or {held.head:,} of the head; "
         f"boundaries of the pipeline {byte_size(fly.received)}"
@@ -383,7 +383,7 @@ def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
     )
     block = stage_activations(1, setting.shape, setting.run, setting.config.parallel, setting.keep)
     return (
-        f"micro batches under way · what they keep ({counts}; a block {byte_size(block.kept)}) = "
+        f"micro batches in flight · their activations ({counts}; a block {byte_size(block.kept)}) = "
         f"{byte_size(fly.activations)}, and {byte_size(fly.extra)} while the highest one goes backward; "
         f"whole, a block saves {describe(setting.shape, setting.run)}"
     )

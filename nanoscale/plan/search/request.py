@@ -95,7 +95,9 @@ def recipe_of(composed: Composed, chosen: Config) -> str:
     overrides = " ".join(to_type(composed, chosen))
     values = _without(asdict(asked), usual)
     values.get("run", {}).pop("name", None)
-    return f"# As found by `nanoscale plan --search`: {overrides or 'what was asked for'}\n{to_yaml(values)}"
+    return (
+        f"# As found by `nanoscale plan --search`: {overrides or 'the request'}\n{to_yaml(values)}"
+    )
 
 
 def _without(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:

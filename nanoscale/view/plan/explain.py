@@ -32,7 +32,8 @@ def how(
         "dp": _dp(config, hardware, count),
         "bubble": _bubble(config),
         "optimizer": _optimizer(config, hardware),
-        "offload": f"host memory is {hardware.host_bandwidth / 1e9:g} GB/s away; what computing does not hide",
+        "offload": f"host memory is {hardware.host_bandwidth / 1e9:g} GB/s away; the part that "
+        f"computation does not hide",
         "data": "ids of tokens, 8 bytes each, over the link to the host",
         "jitter": f"the slowest host: {hardware.efficiency.jitter:.1%} · √(2 ln hosts) of the rest, the mean "
         "of the largest of so many normal numbers",
@@ -68,13 +69,15 @@ def _names(part: Slice) -> list[str]:
 def _launch(hardware: Hardware, part: Slice) -> str:
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    return f"kernels end sooner than the CPU starts them, which takes {duration(each)} or more each"
+    return (
+        f"kernels finish faster than the CPU launches them; a launch takes {duration(each)} or more"
+    )
 
 
 def _attention(hardware: Hardware, part: Slice) -> str:
     again = operations.BACKWARD_ATTENTION
     if part.cp > 1 and part.cp_method == "ring":
-        shared = f"a ring of {part.cp} computes it in as many blocks, of which one is causal"
+        shared = f"a ring of {part.cp} computes it in as many blocks, one of them causal"
     else:
         shared = f"cp divides it by {part.cp}"
     share, kernel = hardware.efficiency.attention, "FlashAttention-2"
@@ -127,8 +130,8 @@ def _ep(hardware: Hardware, part: Slice) -> str:
     once, _ = moe.exchange(hardware, part)
     return (
         f"two all-to-alls forward and two backward among {part.ep} ranks (arXiv:2006.16668, section 3.3) of "
-        f"{rows:,} rows of {part.model.hidden}, all experts chosen alike; forward the host first learns how "
-        f"many arrive, {duration(once)} in all"
+        f"{rows:,} rows of {part.model.hidden}, with equally loaded experts; forward the host first learns how "
+        f"many arrive, {duration(once)} in total"
     )
 
 

@@ -51,7 +51,7 @@ def bf16_advice(fp32: float, bf16: float | None) -> str | None:
         return None
     times = f"{bf16 / fp32:.1f} times as many"
     return (
-        f"precision=bf16 would give {bf16:,.0f} tokens/s a device instead of {fp32:,.0f}, {times}"
+        f"precision=bf16 would give {bf16:,.0f} tokens/s per device instead of {fp32:,.0f}, {times}"
     )
 
 

@@ -22,7 +22,7 @@ MEANINGS = {
     "matmul": "matrix products",
     "attention": "attention",
     "elementwise": "norms, activations, residuals, loss",
-    "recomputed": "computed a second time",
+    "recomputed": "recomputed",
     "launch": "starting kernels",
     "tp": "tensor parallel, exposed",
     "cp": "context parallel, exposed",
@@ -75,7 +75,7 @@ def head(plan: Prediction) -> list[str]:
     )
     size = f"{parameters(model) / 1e9:.4g} B parameters"
     if model.experts:
-        size += f", {active_parameters(model) / 1e9:.4g} B of them for a token"
+        size += f", {active_parameters(model) / 1e9:.4g} B active"
     own = plan.software is NANOSCALE
     engine = config.backend.name if own else f"as {plan.software.name}"
     return [
@@ -99,7 +99,9 @@ def outcome(plan: Prediction) -> list[str]:
     """Return the speed, the duration and cost of the training, and the times of checkpoints."""
     time, run = plan.time, plan.training
     advice = bf16_advice(time.tokens_per_s_per_gpu, tokens_per_s_in_bf16(plan))
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s a device, {time.tokens_per_s:,.0f} in all"
+    speed = (
+        f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per device, {time.tokens_per_s:,.0f} in total"
+    )
     shares = f"MFU {time.mfu:.1%}, causal {time.mfu_causal:.1%}, HFU {time.hfu:.1%}"
     cost = f", {run.cost:,.0f} at {plan.hardware.price:g} an hour" if run.cost is not None else ""
     device_hours = f"{three_digits(run.device_hours)} device hours"
@@ -120,7 +122,7 @@ def _print_memory(console: Console, plan: Prediction, explain: bool) -> None:
 
     worst = plan.worst
     title = (
-        f"memory of pipeline rank {worst.rank} at its highest" if len(plan.memory) > 1 else "memory"
+        f"memory of pipeline rank {worst.rank} at its peak" if len(plan.memory) > 1 else "memory"
     )
     table = Table("part", "size", title=title, title_justify="left", box=None, pad_edge=False)
     table.columns[1].justify = "right"

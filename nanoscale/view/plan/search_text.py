@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 WIDTH = 120
-"""The width if the output is no terminal."""
+"""The width if the output is not a terminal."""
 _LEAST_NEEDED = ("MFU", "fits", "ms", "schedule", "cost", "micro")
 """Columns that a narrow terminal omits, in this order."""
 
@@ -49,7 +49,7 @@ def print_found(
     """Print the fastest layouts, with marks on the Pareto front, and the reasons for the first."""
     some = result.best or result.nearest
     on = f"{space.world} × {some.hardware.device}" if some else f"{space.world} devices"
-    counts = f"{result.considered:,} layouts looked at, {len(result.ranked):,} fit"
+    counts = f"{result.considered:,} layouts considered, {len(result.ranked):,} fit"
     console.print(f"{space.base.model.name} on {on}: {counts}\n", markup=False, soft_wrap=True)
     if result.best is None:
         _print_nearest(console, composed, result)
@@ -60,7 +60,7 @@ def print_found(
     )
     for line in reasons(result):
         console.print(f"- {line}", markup=False)
-    words = " ".join(to_type(composed, result.best.config)) or "nothing: it is what was asked for"
+    words = " ".join(to_type(composed, result.best.config)) or "nothing: it is the request"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
 
 
@@ -76,11 +76,11 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 def _print_nearest(console: Console, composed: Composed, result: SearchResult) -> None:
     if result.nearest is None:
-        console.print("no layout is legal with what was held", style="bold red")
+        console.print("no layout is legal with the fixed keys", style="bold red")
         return
     worst = result.nearest.worst
     console.print(
-        f"nothing fits; the least is {share(worst.total, result.nearest.capacity)}, with\n"
+        f"no layout fits; the smallest needs {share(worst.total, result.nearest.capacity)}, with\n"
         f"  {' '.join(to_type(composed, result.nearest.config))}",
         markup=False,
         soft_wrap=True,

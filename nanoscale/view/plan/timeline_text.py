@@ -48,7 +48,7 @@ Line = list[Piece]
 
 
 def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
-    """Return the timeline with colours; rich omits them if the output is no terminal."""
+    """Return the timeline with colours; rich omits them if the output is not a terminal."""
     from rich.text import Text
 
     text = Text(no_wrap=True)

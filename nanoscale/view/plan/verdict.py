@@ -32,7 +32,7 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
         for near in nearest(composed, plan, devices)
     ]
     remedy = "" if found else "; no layout of these devices fits, see nanoscale plan --search"
-    raise UserError("plan", f"{verdict(plan)}{remedy}. Go on with --force", found)
+    raise UserError("plan", f"{verdict(plan)}{remedy}. Continue with --force", found)
 
 
 def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
@@ -49,7 +49,7 @@ def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Pred
 
 
 def _different(composed: Composed, ranked: list[Prediction]) -> Iterator[Prediction]:
-    """Yield one layout for each set of changed keys: the same keys with other values are no new alternative."""
+    """Yield one layout for each set of changed keys: other values of the same keys are left out."""
     seen: set[frozenset[str]] = set()
     for plan in ranked:
         words = to_type(composed, plan.config)
@@ -66,4 +66,4 @@ def _enough(devices: Devices, world: int) -> Devices:
 
 def _gain(plan: Prediction) -> str:
     sizes = share(plan.worst.total, plan.capacity)
-    return f"would take {sizes} at {plan.time.tokens_per_s_per_gpu:,.0f} tokens/s a device"
+    return f"would take {sizes} at {plan.time.tokens_per_s_per_gpu:,.0f} tokens/s per device"

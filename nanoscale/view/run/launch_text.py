@@ -222,10 +222,10 @@ def print_plan(
     if len(places) > _MOST_RANKS:
         console.print(f"… and {len(places) - _MOST_RANKS} more ranks; --json lists all of them")
 
-    console.print("\nenvironment, on top of what is inherited")
+    console.print("\nenvironment, in addition to the inherited one")
     for name, value in plan.environment.items():
         console.print(f"  {name}={shlex.quote(value)}", markup=False, soft_wrap=True)
-    console.print(f"\nthe ranks meet at {plan.master_addr}:{plan.master_port}")
+    console.print(f"\nrendezvous at {plan.master_addr}:{plan.master_port}")
     console.print("\ncommands")
     for entry in plan.hosts:
         line = f"  {entry.host}: {shlex.join(entry.command)}"

@@ -126,7 +126,7 @@ class LiveView:
         left_out = tail.skip(_BACKLOG_BYTES)
         self._output(name, tail.poll(limit))
         if left_out:
-            text = f"[{left_out:,} bytes that it printed here are only in {tail.path}]"
+            text = f"[{left_out:,} bytes of its output here are only in {tail.path}]"
             self._output(name, [*_unfinished(tail), text.encode()])
 
     def _heed(self, new: list[Object]) -> list[Object]:

@@ -99,7 +99,7 @@ def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Docume
         if on_cpu:  # the measurement covers a process with its libraries, which is not predicted
             rows.append(("memory of a process", "GiB", None, seen.memory_gib))
     except (KeyError, TypeError, AttributeError) as error:
-        raise damaged(run.plan, "is no plan of nanoscale") from error
+        raise damaged(run.plan, "is not a plan of nanoscale") from error
     return [
         {
             "what": name,
