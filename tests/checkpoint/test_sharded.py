@@ -124,7 +124,7 @@ def test_nothing_is_renamed_where_nothing_is_whole(workspace: Path) -> None:
     for path in paths:
         damage(path)
     said: list[str] = []
-    with pytest.raises(UserError, match="no checkpoint in .* is whole") as caught:
+    with pytest.raises(UserError, match="no checkpoint in .* is complete") as caught:
         sharded.load_newest(workspace, {"a": torch.zeros(3)}, said.append)
     assert all(f"{path.name}: __0_0.distcp: " in str(caught.value) for path in paths)
     assert ". To start again: nanoscale train --config /" in str(caught.value)
