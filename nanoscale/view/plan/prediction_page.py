@@ -53,7 +53,7 @@ def search_page(result: SearchResult, why: Sequence[str]) -> str:
     """Return the page of a search: all fitting layouts as a scatter, and the best in full. One must fit."""
     best = result.best
     assert best is not None
-    title = f"{best.config.model.name}: {result.considered:,} layouts looked at, {len(result.ranked):,} fit"
+    title = f"{best.config.model.name}: {result.considered:,} layouts considered, {len(result.ranked):,} fit"
     front = [
         (
             name_of(plan),
@@ -96,14 +96,14 @@ def memory_chart(plan: Prediction) -> str:
 def layouts_chart(ranked: Sequence[Prediction], front: Sequence[Prediction]) -> str:
     """Return memory to the right, speed upwards; hovering over a point shows its layout."""
     some = ranked[:: max(1, len(ranked) // MOST_POINTS)]
-    names = ("GiB on the fullest device", "tokens/s a device")
+    names = ("GiB on the fullest device", "tokens/s per device")
     points, best = list(map(_point, some)), list(map(_point, front))
     return scatter("Layouts by memory and speed", names, points, best)
 
 
 def _point(plan: Prediction) -> Point:
     speed, size = plan.time.tokens_per_s_per_gpu, plan.worst.total
-    hint = f"{name_of(plan)}: {byte_size(size)}, {speed:,.0f} tokens/s a device"
+    hint = f"{name_of(plan)}: {byte_size(size)}, {speed:,.0f} tokens/s per device"
     return size / GIB, speed, hint
 
 
