@@ -123,7 +123,7 @@ def explain(
             f"check that it is up, or {names['leave_out']}",
         )
     name = signal_name(code)
-    how = f"it was ended by {name}" if name else f"it ended with code {code}"
+    how = f"it was killed by {name}" if name else f"it ended with code {code}"
     last = _last_line(output)
     return (
         f"{_LOST}: {how}" + (f" ({last})" if last else ""),
