@@ -137,7 +137,7 @@ class Attempt:
     def _handle_signals(self) -> None:
         if self.signals.suspended:
             self.signals.suspended = False
-            why = "Ctrl-Z is ignored: the ranks would take a suspended launcher for lost"
+            why = "Ctrl-Z is ignored: the ranks would treat a suspended launcher as lost"
             events.append(self.run, "note", why)
         if self.signals.first is None or self.execution.killing_since is not None:
             return
