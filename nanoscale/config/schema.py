@@ -240,7 +240,8 @@ class Precision:
     )
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
         "auto",
-        "compute dtype of matrix products and activations; auto: bf16 on GPUs that have it, fp16 "
+        "compute dtype of compute dtype of matrix products and activations; auto: bf16 on GPUs "
+        "that have it, fp16 "
         "on older ones, fp32 on CPUs",
     )
     reduce: Literal["fp32", "bf16", "fp16", "fp64"] = key(
@@ -577,7 +578,7 @@ class Cluster:
     )
     python: str | None = key(
         None,
-        "Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
+        "Python Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
         executes=True,
         path=True,
     )
@@ -693,7 +694,9 @@ class Launcher:
 class Logger:
     """The outputs of metrics besides metrics.jsonl."""
 
-    tensorboard: Literal["auto", "on", "off"] = key("off", "auto: on if it is installed")
+    tensorboard: Literal["auto", "on", "off"] = key(
+        "off", "write TensorBoard event files; auto: if it is installed"
+    )
     csv: bool = key(False, "write metrics.csv, a table with one row per logged step")
     wandb: Literal["off", "online", "offline"] = key(
         "off",
@@ -770,7 +773,7 @@ class Train:
         at_least=1,
     )
     seq_len: int = key(64, "tokens per sample", unit="tokens", at_least=1, scaled="binary")
-    seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
+    seed: int = key(0, "seed seed of the initial weights and of the order of samples", at_least=0)
     log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)
     eval_every: int = key(
         0, "steps between evaluations on the validation split; 0: never", unit="steps", at_least=0
@@ -779,7 +782,7 @@ class Train:
         64, "validation samples per evaluation", unit="samples", at_least=1, scaled="decimal"
     )
     stop_when: StopWhen = field(default_factory=StopWhen)
-    sample_prompt: str = key("", "what the sample after the training continues")
+    sample_prompt: str = key("", "text that the sample after the training continues")
     sample_tokens: int = key(
         0, "length of the sample after the training; 0: no sample", unit="tokens", at_least=0
     )
