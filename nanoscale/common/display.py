@@ -20,13 +20,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
+    from rich.table import Table
     from rich.text import Text
 
+_NO_EDGE = 1000
+"""Columns of a file, in which no table wraps."""
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\U000e0000-\U000e007f"  # bidi, invisible
@@ -164,6 +167,18 @@ def console(stream: TextIO | None = None) -> Console:
     return _screen_class()(
         file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty()
     )
+
+
+def print_table(screen: Console, table: Table) -> None:
+    """Print a table; a file has no edge to wrap at, and needs no trailing blanks."""
+    if screen.is_terminal:
+        screen.print(table)
+        return
+    screen.width = _NO_EDGE
+    with screen.capture() as printed:
+        screen.print(table)
+    for line in printed.get().splitlines():
+        show(line.rstrip(), stream=cast("TextIO", screen.file))
 
 
 @cache

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.cli.measure.bench_text import _parts
 from nanoscale.config.model_math import flops_per_token
 from nanoscale.config.schema import Cluster, Config, Train
 from nanoscale.launch.lifecycle.bench import compared, document
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.step_parts import PARTS
+from nanoscale.view.bench_text import _parts
 from tests.support.jobs import make_config
 
 LIMIT_S = 60.0

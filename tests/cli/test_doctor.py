@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nanoscale.cli.measure import doctor as cli
+from nanoscale.common import display
 from nanoscale.launch.lifecycle.bandwidth import AllReduce, Figures, Measured, Pair
 from nanoscale.launch.preflight.verdicts import Verdict
+from nanoscale.view.doctor_text import print_doctor
 
 SOURCE = Path(__file__).parents[2]
 LIMIT_S = 120
@@ -205,7 +206,7 @@ def judged(ill: int) -> list[Verdict]:
 
 
 def shown(capsys, verdicts, measured=None, *, verbose=False, names=MANY) -> str:
-    cli._print(names, verdicts, measured, verbose=verbose)
+    print_doctor(display.console(), names, verdicts, measured, verbose=verbose)
     return capsys.readouterr().out
 
 

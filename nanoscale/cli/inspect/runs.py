@@ -195,10 +195,7 @@ def _print_table(summaries: list[dict[str, Any]]) -> None:
             "?" if entry["attempt"] is None else str(entry["attempt"]),
             clock(entry["created"]),
         )
-    screen = console()
-    if not screen.is_terminal:
-        screen.width = 1000  # a file has no edge to wrap at
-    screen.print(table)
+    display.print_table(console(), table)
 
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:

@@ -9,8 +9,7 @@ from signal import SIGINT
 from typing import Any, TextIO
 
 from nanoscale.cli.common.output import console, print_json
-from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.request import saving_lines, saving_of
+from nanoscale.cli.common.request import Refusals, saving_lines, saving_of
 from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
 from nanoscale.common.errors import UserError

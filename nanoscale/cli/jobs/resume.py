@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, print_json
-from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.request import CommandLine, planned, request_job, require_disk
+from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
 from nanoscale.common import display
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, console, print_json
-from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.request import CommandLine, planned, request_job, require_disk
+from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -284,7 +283,4 @@ def _print_runs(batch: Batch, variants: list[Variant]) -> None:
     table = Table("run", *variants[0].chosen, box=None)
     for request, variant in zip(batch.requests, variants, strict=True):
         table.add_row(request.run.name, *variant.chosen.values())
-    screen = console(error=True)
-    if not screen.is_terminal:
-        screen.width = 1000
-    screen.print(table)
+    display.print_table(console(error=True), table)

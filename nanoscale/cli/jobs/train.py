@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
-from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.request import CommandLine, request_new_run
+from nanoscale.cli.common.request import CommandLine, Refusals, request_new_run
 
 
 def train(

@@ -9,7 +9,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
-from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
+from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
 from nanoscale.cli.common.request import CommandLine, request_new_run
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
@@ -77,9 +77,9 @@ def bench(
     if as_json:
         print_json(told)
     else:
-        from nanoscale.cli.measure.bench_text import print_bench
+        from nanoscale.view.bench_text import print_bench
 
-        print_bench(told)
+        print_bench(console(), told)
     return DONE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.output import DONE, console, print_json
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import CPU, recognise
@@ -23,9 +23,9 @@ from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.predict import predict
 from nanoscale.runs.directory import RunDirectory, read_json
 from nanoscale.runs.steady import WARM_UP, Steady, steady
+from nanoscale.view.plan.calibration_text import print_calibration
 
 LEAST_STEPS = 5
-_OFF = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def calibrate_from(
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        print_calibration(console(), document)
     return DONE
 
 
@@ -203,77 +203,3 @@ def _outcome(run: _Run, found: Calibration) -> dict[str, Any]:
         "memory_gib": None if run.device == CPU else run.steady.memory_gib,
         "predicted_memory_gib": None if run.device == CPU else plan.worst.allocated / GIB,
     }
-
-
-def _print(document: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    screen = console()
-    table = Table("run", "steps", "measured", "as assumed", "as learned", box=None, pad_edge=False)
-    has_memory = any(run["memory_gib"] is not None for run in document["runs"])
-    if has_memory:
-        table.add_column("memory")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for run in document["runs"]:
-        memory = [_memory(run)] if has_memory else []
-        table.add_row(
-            run["run"],
-            str(run["steps"]),
-            duration(run["measured_s"]),
-            *(
-                f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
-                for when in ("before", "after")
-            ),
-            *memory,
-        )
-    if not screen.is_terminal:
-        screen.width = 1000  # a file has no edge to wrap at
-    screen.print(table)
-    screen.print()
-    for line in [*_learned(document), "", *_advice(document)]:
-        screen.print(line, markup=False, soft_wrap=True)
-
-
-def _memory(run: dict[str, Any]) -> str:
-    seen, plan = run["memory_gib"], run["predicted_memory_gib"]
-    if not seen:
-        return ""
-    return f"{byte_size(GIB * seen)}, planned {byte_size(GIB * plan)} ({plan / seen - 1:+.1%})"
-
-
-def _learned(document: dict[str, Any]) -> list[str]:
-    """List the values, and how many of them were identified separately."""
-    lines = [
-        f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
-        for name, value in document["efficiency"].items()
-    ]
-    first, *apart = document["learned"] or [None]
-    if first is None:
-        return ["the steps of these runs depend on nothing that can be learned"]
-    shared = [name for name in first["efficiencies"] if len(first["efficiencies"]) > 1]
-    if shared:
-        lines.append(f"{', '.join(shared)} share one factor, {first['factor']:.3f}")
-    if apart:
-        lines.append(f"the runs determine separately: {', '.join(knob['name'] for knob in apart)}")
-    return lines
-
-
-def _advice(document: dict[str, Any]) -> list[str]:
-    off = max((abs(run["after_error"]) for run in document["runs"]), default=0.0)
-    lines = [f"written; type  {document['override']}"]
-    if off > _OFF:
-        lines.insert(
-            0,
-            f"the runs agree only to {off:.0%}: something else decides their speed",
-        )
-    too_much = [
-        name
-        for name, value in document["efficiency"].items()
-        if value > 1 and name not in ("overlap", "cudnn")
-    ]
-    if too_much:
-        lines.insert(
-            0, f"{', '.join(too_much)} above 1: the machine is faster than its description"
-        )
-    return lines

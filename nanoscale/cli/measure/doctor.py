@@ -13,23 +13,12 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
 from nanoscale.cli.common.request import CommandLine
-from nanoscale.common import display
-from nanoscale.common.units import byte_size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from nanoscale.config.rules import Host
     from nanoscale.config.schema import Config
-    from nanoscale.launch.lifecycle.bandwidth import Figures, Measured, Pair
-    from nanoscale.launch.preflight.verdicts import Group, Verdict
-
-_FEW_HOSTS = 4
-"""Up to this many hosts, everything is shown."""
-_FEW_PAIRS = 6
-"""Up to this many pairs are shown, or the slowest of more."""
-_NO_EDGE = 1000
+    from nanoscale.launch.lifecycle.bandwidth import Measured
+    from nanoscale.launch.preflight.verdicts import Verdict
 
 
 def doctor(
@@ -59,7 +48,9 @@ def doctor(
     if as_json:
         print_json(_document(names, verdicts, measured))
     else:
-        _print(names, verdicts, measured, verbose=verbose)
+        from nanoscale.view.doctor_text import print_doctor
+
+        print_doctor(console(), names, verdicts, measured, verbose=verbose)
     all_of_them = [*verdicts, *(measured.verdicts if measured is not None else ())]
     return DONE if all(verdict.good for verdict in all_of_them) else FAILED
 
@@ -140,139 +131,3 @@ def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any]
         "pairs_left_out": found.left_out,
         "verdicts": verdicts,
     }
-
-
-# --- for people -----------------------------------------------------------------------------------
-
-
-def _print(
-    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None, *, verbose: bool
-) -> None:
-    screen = console()
-    both = [*verdicts, *(measured.verdicts if measured is not None else ())]
-    screen.print(_summary(names, both), style="bold")
-    everything = verbose or len(names) <= _FEW_HOSTS
-    shown = [verdict for verdict in both if everything or not verdict.good]
-    if shown:
-        screen.print()
-        _print_verdicts(screen, names, shown, verbose=verbose)
-    if measured is not None and measured.figures is not None:
-        _print_figures(screen, names, measured.figures, verbose=verbose)
-
-
-def _summary(names: Sequence[str], verdicts: Sequence[Verdict]) -> str:
-    from nanoscale.launch.preflight.verdicts import named
-
-    ill = list(dict.fromkeys(verdict.host for verdict in verdicts if not verdict.good))
-    if len(names) == 1:
-        return f"{names[0]}: {'a problem was found' if ill else 'no problem found'}"
-    if not ill:
-        return f"{len(names)} hosts: no problem found"
-    count = f"{len(ill)} of them: " if len(ill) > 1 else ""
-    return f"{len(names)} hosts: problems on {count}{named(ill)}"
-
-
-def _print_verdicts(
-    screen: Console, names: Sequence[str], verdicts: Sequence[Verdict], *, verbose: bool
-) -> None:
-    """Print a line for each finding shared by some hosts, with the remedy below it."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from nanoscale.launch.preflight.verdicts import grouped
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    order = list(dict.fromkeys(verdict.check for verdict in verdicts))
-    for group in sorted(grouped(verdicts), key=lambda group: order.index(group.check)):
-        text, who = Text(_without_label(group)), _who(group, names)
-        if not group.good:
-            text.append(f"\nremedy: {group.remedy}", style="dim")
-        if verbose and " more" in who:
-            text.append(f"\nhosts: {', '.join(group.hosts)}", style="dim")
-        mark = Text("✓", style="green") if group.good else Text("✗", style="bold red")
-        style = "" if group.good else "red"
-        hosts = [who] if len(names) > 1 else []
-        table.add_row(mark, Text(group.check, style=style), *hosts, text)
-    _print_table(screen, table)
-
-
-def _without_label(group: Group) -> str:
-    """Return the finding without its check's name, which is printed beside it."""
-    label, finding = f"{group.check} ", group.finding
-    return finding[len(label) :] if finding.lower().startswith(label) else finding
-
-
-def _who(group: Group, names: Sequence[str]) -> str:
-    from nanoscale.launch.preflight.verdicts import named
-
-    return "all" if len(group.hosts) == len(names) else named(group.hosts)
-
-
-def _print_figures(
-    screen: Console, names: Sequence[str], figures: Figures, *, verbose: bool
-) -> None:
-    from rich.table import Table
-
-    from nanoscale.config.rules.resolution import counted
-    from nanoscale.launch.preflight.verdicts import named
-
-    without = [name for name in names if name not in figures.hosts]
-    title = f"\nall-reduce of {counted(figures.ranks, 'rank')} over {figures.backend}"
-    title += f", without {named(without)}" if without else ""
-    reduced = Table("size", "latency µs", "bus bandwidth GB/s", box=None, pad_edge=False)
-    for column in reduced.columns:
-        column.justify = "right"
-    for one in figures.all_reduce:
-        reduced.add_row(byte_size(one.bytes), f"{one.latency_us:,.0f}", _gb_s(one.bus_gb_s))
-    screen.print(title, style="bold")
-    _print_table(screen, reduced)
-    _print_pairs(screen, figures, verbose=verbose)
-
-
-def _print_pairs(screen: Console, figures: Figures, *, verbose: bool) -> None:
-    from rich.table import Table
-
-    if not figures.pairs:
-        return
-    pairs = figures.pairs
-    shown = pairs
-    if len(pairs) > _FEW_PAIRS and not verbose:
-        shown = tuple(sorted(pairs, key=lambda pair: pair.gb_s)[:_FEW_PAIRS])
-    title = "\npoint to point"
-    if len(shown) < len(pairs):
-        title += f", the slowest {len(shown)} of {len(pairs)} pairs"
-    if figures.left_out:
-        title += f"; {figures.left_out} pairs were not measured for lack of time"
-    table = Table("between", "latency µs", "bandwidth GB/s", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for pair in shown:
-        row = (" – ".join(pair.ends), f"{pair.latency_us:,.0f}", _gb_s(pair.gb_s))
-        table.add_row(*row, style="red" if pair.slow else None)
-    if len(shown) < len(pairs):
-        table.add_row("median", *_medians(pairs), style="dim")
-    screen.print(title, style="bold")
-    _print_table(screen, table)
-
-
-def _print_table(screen: Console, table: Table) -> None:
-    """Print a table; a file has no edge to wrap at, and needs no trailing blanks."""
-    if screen.is_terminal:
-        screen.print(table)
-        return
-    screen.width = _NO_EDGE
-    with screen.capture() as printed:
-        screen.print(table)
-    for line in printed.get().splitlines():
-        display.show(line.rstrip())
-
-
-def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:
-    from statistics import median
-
-    latency = median(pair.latency_us for pair in pairs)
-    return f"{latency:,.0f}", _gb_s(median(pair.gb_s for pair in pairs))
-
-
-def _gb_s(value: float) -> str:
-    return f"{value:.3g}"

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoscale.cli.common.output import console
+from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.runs.step_parts import in_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _KERNELS, _NAME = 8, 66
 
 
-def print_bench(told: dict[str, Any]) -> None:
+def print_bench(screen: Console, told: dict[str, Any]) -> None:
     """Print the figures, from the whole to its parts."""
-    screen = console()
     for line in [*_head(told), "", *_figures(told), *_parts(told), *_checkpoint(told)]:
         screen.print(line, markup=False, soft_wrap=True)
     if "compared" in told:
-        _print_compared(told)
+        _print_compared(screen, told)
 
 
 def _head(told: dict[str, Any]) -> Iterator[str]:
@@ -129,7 +131,7 @@ def _checkpoint(told: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _print_compared(told: dict[str, Any]) -> None:
+def _print_compared(screen: Console, told: dict[str, Any]) -> None:
     from rich.table import Table
 
     other = told["compared"]
@@ -139,8 +141,5 @@ def _print_compared(told: dict[str, Any]) -> None:
     for name, ratio in other["ratios"].items():
         label = name.replace("_", " ")
         table.add_row(label, f"{told[name]:,.4g}", f"{other[name]:,.4g}", f"{ratio:.3f}")
-    screen = console()
-    if not screen.is_terminal:
-        screen.width = 1000  # a file has no edge to wrap at
     screen.print()
-    screen.print(table)
+    display.print_table(screen, table)

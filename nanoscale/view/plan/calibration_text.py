@@ -1,0 +1,86 @@
+"""The output of `nanoscale plan --calibrate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common import display
+from nanoscale.common.units import GIB, byte_size, duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_OFF = 0.1
+"""Differences above it are mentioned."""
+
+
+def print_calibration(screen: Console, document: dict[str, Any]) -> None:
+    """Print prediction and measurement of each run, and what was learned."""
+    from rich.table import Table
+
+    table = Table("run", "steps", "measured", "as assumed", "as learned", box=None, pad_edge=False)
+    has_memory = any(run["memory_gib"] is not None for run in document["runs"])
+    if has_memory:
+        table.add_column("memory")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for run in document["runs"]:
+        memory = [_memory(run)] if has_memory else []
+        table.add_row(
+            run["run"],
+            str(run["steps"]),
+            duration(run["measured_s"]),
+            *(
+                f"{duration(run[f'{when}_s'])} {run[f'{when}_error']:+.1%}"
+                for when in ("before", "after")
+            ),
+            *memory,
+        )
+    display.print_table(screen, table)
+    screen.print()
+    for line in [*_learned(document), "", *_advice(document)]:
+        screen.print(line, markup=False, soft_wrap=True)
+
+
+def _memory(run: dict[str, Any]) -> str:
+    seen, plan = run["memory_gib"], run["predicted_memory_gib"]
+    if not seen:
+        return ""
+    return f"{byte_size(GIB * seen)}, planned {byte_size(GIB * plan)} ({plan / seen - 1:+.1%})"
+
+
+def _learned(document: dict[str, Any]) -> list[str]:
+    """List the values, and how many of them were identified separately."""
+    lines = [
+        f"{name:10} {document['assumed'][name]:.3g} → {value:.3g}"
+        for name, value in document["efficiency"].items()
+    ]
+    first, *apart = document["learned"] or [None]
+    if first is None:
+        return ["the steps of these runs depend on nothing that can be learned"]
+    shared = [name for name in first["efficiencies"] if len(first["efficiencies"]) > 1]
+    if shared:
+        lines.append(f"{', '.join(shared)} share one factor, {first['factor']:.3f}")
+    if apart:
+        lines.append(f"the runs determine separately: {', '.join(knob['name'] for knob in apart)}")
+    return lines
+
+
+def _advice(document: dict[str, Any]) -> list[str]:
+    off = max((abs(run["after_error"]) for run in document["runs"]), default=0.0)
+    lines = [f"written; type  {document['override']}"]
+    if off > _OFF:
+        lines.insert(
+            0,
+            f"the runs agree only to {off:.0%}: something else decides their speed",
+        )
+    too_much = [
+        name
+        for name, value in document["efficiency"].items()
+        if value > 1 and name not in ("overlap", "cudnn")
+    ]
+    if too_much:
+        lines.insert(
+            0, f"{', '.join(too_much)} above 1: the machine is faster than its description"
+        )
+    return lines
