@@ -110,7 +110,7 @@ def _attention(raw: dict[str, str]) -> Literal["cudnn", "flash"]:
 def _software(raw: dict[str, str]) -> Software:
     """Return the record of the row's software; Megatron-LM of 2021, and MPT's, computed as this engine does."""
     if "Korthikanti" in raw["source"] or "SimuMax" in raw["source"]:
-        return MEGATRON
+        return replace(MEGATRON, hidden_tp="backward")  # without NeMo's userbuffers
     return TORCH_WHOLELOSS if "torchtitan" in raw["source"] else NANOSCALE
 
 

@@ -148,7 +148,7 @@ def test_a_simulated_pipeline_takes_the_place_of_the_closed_form():
     assert simulated.parts.bubble + simulated.parts.pp == pytest.approx(0.5)
     assert simulated.parts.matmul == estimated.parts.matmul
     none = step_time(config, machine(), makespan=busiest)
-    assert none.parts.bubble == pytest.approx(0.0, abs=1e-9) and none.parts.pp == 0.0
+    assert none.parts.bubble + none.parts.pp == pytest.approx(0.0, abs=1e-9)
 
 
 def test_costs_of_stages_are_the_busy_time_of_the_step():
@@ -424,4 +424,6 @@ def test_cudnn_is_faster_where_pytorch_prefers_it():
         assert seconds(device, "auto") == seconds(device, "cudnn") < 0.8 * seconds(device, "flash")
     for device in ("a100-80", "mi300x"):
         assert seconds(device, "auto") == seconds(device, "flash")
-    assert seconds("h200", "flash") / seconds("h200", "auto") == pytest.approx(0.5 / 0.35, rel=0.01)
+    assert seconds("h200", "flash") / seconds("h200", "auto") == pytest.approx(
+        0.58 / 0.35, rel=0.01
+    )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+DTENSOR_S = 150e-6
+"""Seconds of the host for an operation on DTensors: 100 to 190 µs were seen in PyTorch 2.6 to 2.9, where a few
+µs suffice for plain tensors."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Software:
@@ -23,6 +27,11 @@ class Software:
     gradient_accumulation_fusion)."""
     hidden_tp: Literal["none", "backward", "both"] = "none"
     """The passes in which the collectives of tp run beside products."""
+    dtensor: bool = False
+    """True if tp and FSDP compute on DTensors: an operation costs the host `DTENSOR_S`, and what tp gathers or
+    reduces along the sequence is copied once more, since it is not the first dimension."""
+    narrow_gathers: bool = False
+    """True if tp gathers the inputs of 8-bit products in 8 bits, where one scale serves a whole tensor."""
     cast_bytes: float = 6
     """Bytes per number that is cast to 8 bits: it is read for its largest, read again, and laid out twice.
     Transformer Engine knows the largest from earlier steps, and fuses half of its casts into the operations
@@ -42,11 +51,15 @@ TORCH = Software(
     "torch",
     "PyTorch-native software with FSDP2 and DTensor, such as torchtitan",
     composed_norm=True,
+    dtensor=True,
+    narrow_gathers=True,
 )
 TORCH_WHOLELOSS = Software(
     "torch-wholeloss",
     "the same, with all logits of a micro batch in memory at once",
     composed_norm=True,
+    dtensor=True,
+    narrow_gathers=True,
     whole_logits=True,
 )
 MEGATRON = Software(
@@ -54,7 +67,8 @@ MEGATRON = Software(
     "Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach",
     fused=True,
     sums_in_products=True,
-    hidden_tp="backward",
+    hidden_tp="both",
+    narrow_gathers=True,
     cast_bytes=3,
     flat=True,
     whole_logits=True,

@@ -9,7 +9,7 @@ from functools import lru_cache
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.hardware.software import NANOSCALE, Software
+from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
 from nanoscale.plan.time.micro_batch_shape import Slice
 from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
@@ -43,6 +43,12 @@ _SUMMING = 0.4
 """The exposed share of the traffic of fp32 sums that a product adds to: such products reach 0.71 of an A100's
 peak where others reach 0.75, and 0.455 of a B200's in place of 0.5 (SimuMax's a100_pcie.json and
 b200_bf16_ceperm.json)."""
+_ROWWISE = 1.33
+"""The time of an 8-bit product with a scale for every row over that of one with a scale for a tensor
+(torchao's tables for Llama-3 8B on 8 H100, docs/source/workflows/training.md)."""
+_OTHER_WAY = 4
+"""Bytes per number that row-wise scales cost beside `Software.cast_bytes`: the largest of each row and of each
+column are found apart, and the number is read once more for each."""
 _MERGE = (26, 10)
 """Bytes per number to merge the result of a hop of the ring with the results so far, in fp32: the average and
 its weight; the gradients (`parallel.ring`)."""
@@ -69,19 +75,20 @@ def slice_of(config: Config, software: Software = NANOSCALE) -> Slice:
         compiled=software.fused or config.backend.compile != "off",
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
-        attention=attention_kernel(config),
+        attention=attention_kernel(config, software),
         software=software,
+        fp8_recipe=config.precision.fp8_recipe,
     )
 
 
-def attention_kernel(config: Config) -> str:
+def attention_kernel(config: Config, software: Software = NANOSCALE) -> str:
     """Return the kernel whose rate attention has: cudnn where it is asked for, or PyTorch would choose it.
 
     On devices for which PyTorch never chooses it, both have one rate. Single operations (math) are planned at
     FlashAttention's.
     """
     asked, layout, model = config.backend.attention, config.parallel, config.model
-    ring = layout.cp > 1 and layout.cp_method == "ring"
+    ring = layout.cp > 1 and layout.cp_method == "ring" and not software.fused
     if ring or asked in ("flash", "math"):
         return "flash"
     head_dim = model.head_dim or model.hidden // model.heads
@@ -140,9 +147,15 @@ def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") ->
     elif swap == "weights":
         m, n, k = n, k, m
     kind = _wide(part) if linear.wide else part.kind
+    slower = 1.0
+    if kind == "fp8" and part.fp8_recipe != "tensorwise":
+        if swap == "weights" and part.fp8_recipe == "rowwise_with_gw_hp":
+            kind = part.wide
+        else:
+            slower = _ROWWISE
     if linear.experts == 1 or kind == "bf16":
-        return operations.product(hardware, kind, m, n, k, linear.experts)
-    return linear.experts * operations.product(hardware, kind, m, n, k)
+        return slower * operations.product(hardware, kind, m, n, k, linear.experts)
+    return slower * linear.experts * operations.product(hardware, kind, m, n, k)
 
 
 def _wide(part: Slice) -> str:
@@ -176,7 +189,7 @@ def block(hardware: Hardware, part: Slice) -> Passes:
             matmul=sum(forward_products),
             attention=core,
             elementwise=operations.elementwise(hardware, bytes_forward + inputs),
-            tp=2 * (tp_gather + tp_scatter),
+            tp=_tp_forward(hardware, part, sum(forward_products)),
             cp=cp_forward,
             ep=ep_forward,
         ),
@@ -198,13 +211,18 @@ def block(hardware: Hardware, part: Slice) -> Passes:
     recomputed = NOTHING
     if part.recompute != "none":
         whole = part.recompute in ("full", "sqrt")
-        recomputed = Work(
-            matmul=sum(forward_products[i] for i in again),
-            attention=core if whole else 0.0,
-            elementwise=forward.elementwise,
-            tp=2 * tp_gather + (tp_scatter if whole else 0.0),
-            cp=cp_forward if whole else 0.0,
-            ep=ep_forward if whole else 0.0,
+        recomputed = _waiting(
+            hardware,
+            part,
+            0,
+            Work(
+                matmul=sum(forward_products[i] for i in again),
+                attention=core if whole else 0.0,
+                elementwise=forward.elementwise,
+                tp=2 * tp_gather + (tp_scatter if whole else 0.0),
+                cp=cp_forward if whole else 0.0,
+                ep=ep_forward if whole else 0.0,
+            ),
         )
     taken = [p.taken * p.inputs * p.outputs for p in products]
     flops = sum(2.0 * part.tokens * taken[i] for i in again)
@@ -252,7 +270,15 @@ def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
     `parallel.ring`)."""
     tokens = part.seq // part.cp
     return operations.attention(
-        hardware, part.wide, part.batch, tokens, max(1, tokens // 2), heads, width, causal=False
+        hardware,
+        part.wide,
+        part.batch,
+        tokens,
+        max(1, tokens // 2),
+        heads,
+        width,
+        causal=False,
+        kernel=part.attention,
     )
 
 
@@ -299,6 +325,8 @@ def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
     inputs = products[0].inputs + products[3].inputs + products[4].inputs + products[-1].inputs
     outputs = sum(p.outputs for p in products)
     each = part.software.cast_bytes
+    if part.fp8_recipe != "tensorwise":
+        each += _OTHER_WAY
     return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
 
 
@@ -311,8 +339,28 @@ def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
     if part.tp == 1:
         return 0.0, 0.0
     size = part.tokens * part.model.hidden * operations.WIDTH[part.wide]
-    once = collectives.all_gather(hardware, collectives.group(hardware, part.tp, 1), size)
-    return once, once
+    ranks = collectives.group(hardware, part.tp, 1)
+    scatter = gather = collectives.all_gather(hardware, ranks, size)
+    if part.kind == "fp8" and part.software.narrow_gathers and part.fp8_recipe == "tensorwise":
+        gather = collectives.all_gather(hardware, ranks, size / operations.WIDTH[part.wide])
+    if part.software.dtensor:
+        copied = operations.elementwise(hardware, 2 * size)
+        return gather + copied, scatter + copied
+    return gather, scatter
+
+
+def _tp_forward(hardware: Hardware, part: Slice, products: float) -> float:
+    """Return the exposed seconds of tp forward: all pairs, or less if they run beside products.
+
+    Each is cut into as many chunks as there are ranks, which copy engines move beside the products of the
+    other chunks; one chunk has no product beside it.
+    """
+    gather, scatter = _tp_pair(hardware, part)
+    whole = 2 * (gather + scatter)
+    if part.software.hidden_tp != "both":
+        return whole
+    late = max(0.0, whole - products)
+    return late + (whole - late) / part.tp
 
 
 def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
@@ -324,6 +372,8 @@ def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
     gather, scatter = _tp_pair(hardware, part)
     if part.software.hidden_tp == "none":
         return 2 * (gather + scatter)
+    if part.software.hidden_tp == "both":
+        return _tp_forward(hardware, part, products)
     hidden = 2 * (gather + scatter) if part.sequence_parallel else gather + scatter
     shown = 2 * gather if part.sequence_parallel else gather + scatter
     late = max(0.0, hidden - products)
@@ -359,13 +409,16 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
     """Return the work with the time in which the device waits for the CPU to start kernels."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
-    cpu = _kernels(part)[direction] * each * (_DIVIDED if part.tp > 1 else 1)
+    if part.tp > 1:
+        each = DTENSOR_S if part.software.dtensor else _DIVIDED * each
+    cpu = _kernels(part)[direction] * each
     return replace(work, launch=max(0.0, cpu - work.total))
 
 
 def _kernels(part: Slice) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
-    forward, backward = _KERNELS[part.compiled]
+    # DTensors are seldom compiled as a whole: their operations start one by one.
+    forward, backward = _KERNELS[part.compiled and not (part.software.dtensor and part.tp > 1)]
     if part.model.experts:
         more = moe.KERNELS[part.ep > 1]
         apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1

@@ -64,6 +64,20 @@ def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
     return seconds + _latency(hardware, ranks, size)
 
 
+def device_share(hardware: Hardware, ranks: Group) -> float:
+    """Return the share of a gather's time in which the device itself copies, at the rate of its fast links.
+
+    In the rest of the time the device waits for the network, and computing beside it loses nothing.
+    """
+    if ranks.inside == ranks.size:
+        return 1.0
+    efficiency = hardware.efficiency
+    fast = hardware.intra_bandwidth * efficiency.intra_host
+    network = hardware.inter_bandwidth * efficiency.inter_host * ranks.inside
+    network *= (ranks.size - 1) / (ranks.size - ranks.inside)
+    return min(1.0, network / fast)
+
+
 def reduce_scatter(hardware: Hardware, ranks: Group, size: float) -> float:
     """Return the seconds until every rank has its shard of the sum of `size` bytes."""
     return all_gather(hardware, ranks, size)

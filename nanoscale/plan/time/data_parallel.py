@@ -1,8 +1,9 @@
 """The time of data parallelism on a rank in a step: gathers of parameters, reductions of gradients, copies.
 
 A collective that runs beside a block's computation costs the time by which it is longer, and a share of the
-time in which both run (`Efficiency.overlap`). `parallel.data` describes the times of each for the native
-backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5 and 7.
+time in which the device both computes and copies (`Efficiency.overlap`). `parallel.data` describes the times
+of each for the native backend; DeepSpeed's stages are Rajbhandari et al. 2020, arXiv:1910.02054, sections 5
+and 7.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
+from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.memory.shards import Holding
 from nanoscale.plan.time import collectives, operations
 from nanoscale.plan.time.block import linears
 from nanoscale.plan.time.micro_batch_shape import Slice
+
+_PER_TENSOR = 3
+"""Operations that the update starts for each tensor: its norm, its clipping, its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,10 @@ class Plan:
     """True if gradients are communicated beside the backward pass."""
     at_end: float
     """Seconds a block after the update, to gather the updated parameters."""
+    device_share: float
+    """The share of a collective's time in which the device copies (`collectives.device_share`)."""
+    replica_share: float
+    """The same for the sum over replicas."""
 
 
 def shards(config: Config) -> int:
@@ -85,7 +95,9 @@ def own_parameters(config: Config, holding: Holding) -> float:
     return rest / ranks + experts / max(1, ranks // layout.ep)
 
 
-def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
+def plan(
+    config: Config, hardware: Hardware, micro_batches: int, software: Software = NANOSCALE
+) -> Plan:
     """Return the plan for a block of either backend."""
     layout, zero = config.parallel, config.zero
     assert isinstance(layout.dp, int)
@@ -108,14 +120,18 @@ def plan(config: Config, hardware: Hardware, micro_batches: int) -> Plan:
         gather_again=gather,
         reduce=reduce,
         all_reduce=all_reduce,
-        copies_gather=operations.elementwise(hardware, 2.0 * wide * size),
-        copies_reduce=operations.elementwise(hardware, (wide + narrow) * size),
+        copies_gather=0.0 if software.flat else operations.elementwise(hardware, 2.0 * wide * size),
+        copies_reduce=0.0
+        if software.flat
+        else operations.elementwise(hardware, (wide + narrow) * size),
         accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
         gathers=micro_batches if every else 1,
         gathers_again=micro_batches if every else 0,
         reduces=micro_batches if zero.stage >= 2 and layout.pp == 1 else 1,
-        hidden=layout.pp == 1,
+        hidden=layout.pp == 1 or software.flat,
         at_end=0.0,
+        device_share=collectives.device_share(hardware, _near(config, hardware, 1)),
+        replica_share=collectives.device_share(hardware, _far(config, hardware, 1)),
     )
 
 
@@ -126,16 +142,26 @@ def _travel(
 
     `size` counts parameters that every ep-th rank of those with other tokens has.
     """
-    layout = config.parallel
-    assert isinstance(layout.dp, int)
-    shard, stride = max(1, shards(config) // ep), layout.tp * ep
-    near = collectives.group(hardware, shard, stride)
-    far = collectives.group(hardware, layout.dp * layout.cp // ep // shard, stride * shard)
+    shard = max(1, shards(config) // ep)
+    near, far = _near(config, hardware, ep), _far(config, hardware, ep)
     return (
         collectives.all_gather(hardware, near, size * wide),
         collectives.reduce_scatter(hardware, near, size * narrow),
         collectives.all_reduce(hardware, far, size / shard * narrow),
     )
+
+
+def _near(config: Config, hardware: Hardware, ep: int) -> collectives.Group:
+    """Return the ranks that share the states of a parameter, of those that every ep-th rank has."""
+    return collectives.group(hardware, max(1, shards(config) // ep), config.parallel.tp * ep)
+
+
+def _far(config: Config, hardware: Hardware, ep: int) -> collectives.Group:
+    """Return the ranks that have the same shard of these, one in each replica."""
+    layout, shard = config.parallel, max(1, shards(config) // ep)
+    assert isinstance(layout.dp, int)
+    replicas = layout.dp * layout.cp // ep // shard
+    return collectives.group(hardware, replicas, layout.tp * ep * shard)
 
 
 def _deepspeed(
@@ -176,6 +202,8 @@ def _deepspeed(
         reduces=micro_batches if zero.stage >= 2 else 1,
         hidden=overlap and zero.stage > 0,
         at_end=gather if zero.stage in (1, 2) else 0.0,
+        device_share=collectives.device_share(hardware, everyone),
+        replica_share=0.0,
     )
 
 
@@ -210,7 +238,7 @@ def cost(
     if part.model.tie_embeddings:
         ends = min(ends, table)
     units = blocks + ends
-    exposed = hidden = 0.0
+    exposed = hidden = slowdown = 0.0
     if plan.gathers:
         # The first unit has nothing to hide behind, the others have the block before them.
         first = plan.gather * (table if holding.first else 1)
@@ -232,21 +260,38 @@ def cost(
             shown = min(shown, whole)
         exposed += times * shown
         hidden += times * (whole - shown)
-    exposed += (plan.all_reduce + plan.at_end) * units
+    exposed += plan.at_end * units
+    summed = plan.all_reduce * units
+    if plan.hidden and summed:
+        # FSDP2 sums over replicas on a stream of its own, beside the reductions within a replica.
+        spare = max(0.0, backward - plan.reduce)
+        shown = plan.all_reduce * (table if holding.first else 1)
+        shown = min(summed, shown + max(0.0, plan.all_reduce - spare) * (blocks - 1))
+        slowdown += plan.replica_share * (summed - shown)
+        summed = shown
+    exposed += summed
     copies = plan.copies_gather * (plan.gathers + plan.gathers_again)
     copies += plan.copies_reduce * plan.reduces
     if not part.software.sums_in_products:
         copies += plan.accumulate * (micro_batches - plan.reduces)
-    return Cost(exposed, overlap * hidden, copies * units)
+    slowdown += plan.device_share * hidden
+    return Cost(exposed, overlap * slowdown, copies * units)
 
 
 def _block(part: Slice) -> int:
     return block_parameters(part.model, part.tp, part.ep)
 
 
-def update(config: Config, hardware: Hardware, parameters: float) -> float:
-    """Return the seconds of clipping and of the optimizer on a rank with so many parameters, all bound by
-    memory.
+def update(
+    config: Config,
+    hardware: Hardware,
+    parameters: float,
+    blocks: int,
+    software: Software = NANOSCALE,
+) -> float:
+    """Return the seconds of clipping and of the optimizer on a rank with so many parameters and blocks.
+
+    They are bound by memory, or on DTensors by the host, which starts some operations for every tensor.
 
     AdamW reads parameter, gradient and both moments and writes all but the gradient; clipping reads the
     gradients for their norm, then reads and writes them.
@@ -256,7 +301,11 @@ def update(config: Config, hardware: Hardware, parameters: float) -> float:
     if config.optimizer.clip_norm is not None:
         passes += 3
     if config.zero.offload_optimizer == "none":
-        return operations.elementwise(hardware, passes * wide * parameters)
+        moved = operations.elementwise(hardware, passes * wide * parameters)
+        if not software.dtensor or derive(config).world_size == 1:
+            return moved
+        tensors = blocks * (len(linears(config.model, 1)) + 2)
+        return max(moved, _PER_TENSOR * DTENSOR_S * tensors)
     # The devices of a host share its memory; gradients go down and parameters come up.
     share = hardware.host_memory_bandwidth / hardware.devices_per_host
     moved = 2.0 * operations.WIDTH[config.precision.compute] * parameters

@@ -32,6 +32,7 @@ class Slice:
     attention: str = "flash"
     """Kernel of attention: flash or cudnn."""
     software: Software = NANOSCALE
+    fp8_recipe: str = "tensorwise"
 
     @property
     def tokens(self) -> int:

@@ -122,7 +122,7 @@ def step_time(
         waits = max(0.0, makespan - count * load)
         late = min(late, waits)
         idle = waits - late
-    plan = data_parallel.plan(config, hardware, count)
+    plan = data_parallel.plan(config, hardware, count, software)
     dp = data_parallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = data_parallel.own_parameters(config, holding)
     parts = Parts(
@@ -137,7 +137,7 @@ def step_time(
         pp=late,
         dp=dp.total,
         bubble=idle,
-        optimizer=data_parallel.update(config, hardware, local),
+        optimizer=data_parallel.update(config, hardware, local, holding.blocks, software),
         offload=offload.waiting(config, hardware, part, holding, count, forward),
         # Token ids, in 8 bytes.
         data=8.0 * part.tokens * count / hardware.host_bandwidth,

@@ -29,7 +29,7 @@ def how(
         "ep": _ep(hardware, part),
         "pp": "waiting for what neighbours send: at the ends of the step, and with 1F1B, which has no micro "
         "batch to spare, for every one",
-        "dp": _dp(config, hardware, count),
+        "dp": _dp(config, hardware, count, software),
         "bubble": _bubble(config),
         "optimizer": _optimizer(config, hardware),
         "offload": f"host memory is {hardware.host_bandwidth / 1e9:g} GB/s away; the part that "
@@ -135,8 +135,8 @@ def _ep(hardware: Hardware, part: Slice) -> str:
     )
 
 
-def _dp(config: Config, hardware: Hardware, count: int) -> str:
-    plan = data_parallel.plan(config, hardware, count)
+def _dp(config: Config, hardware: Hardware, count: int, software: Software) -> str:
+    plan = data_parallel.plan(config, hardware, count, software)
     return (
         f"a block's parameters are gathered in {duration(plan.gather)}, {plan.gathers} times forward and "
         f"{plan.gathers_again} backward; its gradients are reduced in "
