@@ -1,4 +1,4 @@
-"""What the records of software change in a step's time, and the costs that were found by comparing them."""
+"""The differences that the records of software make to a step, and the costs found by comparing them."""
 
 from __future__ import annotations
 
