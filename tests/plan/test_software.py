@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.config.schema import Backend, Zero
+from nanoscale.config.schema import Backend, Launcher, Zero
 from nanoscale.plan.hardware.hardware import Efficiency
 from nanoscale.plan.hardware.software import DTENSOR_S, MEGATRON, NANOSCALE, TORCH, Software
+from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.plan.time import block, collectives
 from nanoscale.plan.time.step import Parts, step_time
 from tests.plan.machines import BF16, changed, job, machine
@@ -111,3 +112,29 @@ def test_megatron_s_ring_uses_cudnn_and_ours_its_own_kernel():
     assert parts(MEGATRON, **layout).attention == pytest.approx(
         0.35 / 0.58 * parts(**layout).attention, rel=0.01
     )
+
+
+def test_fp8_keeps_what_a_compiler_would_compute_again():
+    """Products in 8 bits follow a reduction over their input, which is kept with the input."""
+    compiled = {"backend": Backend(compile="on"), "launcher": Launcher(device="cuda")}
+    wide, narrow = (
+        rank_memory(job(precision=precision, **compiled))[0].allocated for precision in (BF16, FP8)
+    )
+    normed, product = 2 * 8192 * 4096 * 2, 8192 * 14336 * 2
+    assert narrow - wide > 32 * (normed + product)
+
+
+def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compiled():
+    eager, compiled = (
+        [
+            rank_memory(
+                job(backend=Backend(compile=on), launcher=Launcher(device="cuda")),
+                software=software,
+            )[0].allocated
+            for software in (NANOSCALE, TORCH)
+        ]
+        for on in ("off", "on")
+    )
+    # the cast input and the normalised one of two norms, in place of two inputs in bf16
+    assert eager[1] - eager[0] > 32 * (4 * 4 - 2 * 2) * 8192 * 4096 * 0.9
+    assert compiled[0] == compiled[1]

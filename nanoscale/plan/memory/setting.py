@@ -66,7 +66,7 @@ def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
     compute, params = BYTES[precision.compute], BYTES[precision.params]
     single = not deepspeed and (sizes.world_size == 1 or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
-    gpu = config.launcher.device != "cpu"
+    gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
     run = Execution(
         compute=compute,
         stream=params if autocast else compute,
@@ -75,8 +75,9 @@ def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
         tensor_parallel=layout.tp > 1,
         turned=config.model.position == "rope" and layout.cp == 1,
         exchanged=layout.cp > 1 and layout.cp_method == "ulysses",
-        composed_norm=not gpu,
-        fused=config.backend.compile == "on",
+        composed_norm=not gpu or (software.composed_norm and not compiled),
+        # What is cast to 8 bits follows a reduction, which a compiler keeps instead of computing it again.
+        fused=compiled and not precision.fp8,
         offloaded=layout.offload_activations and gpu,
         grouped=gpu and _one_kernel(config),
         narrow=precision.fp8,

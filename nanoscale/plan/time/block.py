@@ -72,7 +72,8 @@ def slice_of(config: Config, software: Software = NANOSCALE) -> Slice:
         cp_method=layout.cp_method,
         kind=kind(precision),
         wide=wide_kind(precision),
-        compiled=software.fused or config.backend.compile != "off",
+        compiled=software.fused
+        or (config.backend.compile != "off" and not (software.dtensor and layout.tp > 1)),
         recompute=layout.selective_keep if mode == "selective" else mode,
         ep=layout.ep,
         attention=attention_kernel(config, software),
@@ -417,8 +418,7 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
 
 def _kernels(part: Slice) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
-    # DTensors are seldom compiled as a whole: their operations start one by one.
-    forward, backward = _KERNELS[part.compiled and not (part.software.dtensor and part.tp > 1)]
+    forward, backward = _KERNELS[part.compiled]
     if part.model.experts:
         more = moe.KERNELS[part.ep > 1]
         apart = 0 if part.kind == "bf16" else part.model.experts // part.ep - 1
