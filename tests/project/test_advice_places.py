@@ -9,7 +9,14 @@ import nanoscale
 
 PACKAGE = Path(nanoscale.__file__).parent
 TESTS = Path(__file__).parents[1]
-_POSITION = {"Violation": 4, "refuse": 3, "refuse_idle": 3, "Verdict": 4, "agent_failure": 2}
+_POSITION = {
+    "Violation": 4,
+    "refuse": 3,
+    "refuse_idle": 3,
+    "Rule": 4,
+    "Verdict": 4,
+    "agent_failure": 2,
+}
 """constructors of errors and verdicts: how many arguments stand before the advice"""
 
 TYPED_BACK = {
@@ -36,10 +43,10 @@ TYPED_BACK = {
     "config/rules/any_model.py": "config/test_any_model_advice.py",
     "config/rules/backends.py": "cli/test_advice_on_files.py",
     "config/rules/data_mixture.py": "config/test_mixture.py",
+    "config/rules/devices.py": "config/test_launcher_rules.py",
     "config/rules/environment.py": "config/test_launcher_rules.py",
     "config/rules/execution.py": "config/test_rules.py",
     "config/rules/files.py": "config/test_rules.py",
-    "config/rules/hosts.py": "config/test_launcher_rules.py",
     "config/rules/launcher.py": "config/test_launcher_rules.py",
     "config/rules/layout.py": "config/test_rules.py",
     "config/rules/lora.py": "config/test_rules.py",
@@ -52,7 +59,6 @@ TYPED_BACK = {
     "config/rules/slurm.py": "config/test_launcher_rules.py",
     "config/rules/token_files.py": "cli/test_advice_on_files.py",
     "config/rules/training.py": "config/test_rules.py",
-    "config/rules/zero.py": "config/test_rules.py",
     "config/values/convert.py": "cli/test_advice.py",
     "data/corpus.py": "data/test_data_advice.py",
     "data/dataset.py": "train/test_evaluation.py",

@@ -7,13 +7,24 @@ values, and resolves keys that were left open (`auto`, null).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.machines import Host
+from nanoscale.config.rules import (
+    any_model,
+    backends,
+    execution,
+    layout,
+    lora,
+    numbers,
+    pipeline,
+    training,
+)
 from nanoscale.config.rules.any_model import check_foreign
-from nanoscale.config.rules.backends import check_backend
-from nanoscale.config.rules.execution import check_attention, check_recomputation, resolve_compile
+from nanoscale.config.rules.backends import check_backend, check_zero
+from nanoscale.config.rules.devices import resolve_device, resolve_layout
+from nanoscale.config.rules.execution import check_attention
 from nanoscale.config.rules.files import (
     absolute,
     check_loggers,
@@ -22,7 +33,6 @@ from nanoscale.config.rules.files import (
     resolve_run,
 )
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
-from nanoscale.config.rules.layout import resolve_device, resolve_layout
 from nanoscale.config.rules.lora import check_lora
 from nanoscale.config.rules.model import resolve_model
 from nanoscale.config.rules.moe import check_experts
@@ -32,11 +42,10 @@ from nanoscale.config.rules.numbers import (
     check_precision,
     resolve_precision,
 )
-from nanoscale.config.rules.pipeline import resolve_virtual_stages
+from nanoscale.config.rules.pipeline import virtual_stages
 from nanoscale.config.rules.profiling import check_profile
-from nanoscale.config.rules.resolution import Resolution
+from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
-from nanoscale.config.rules.zero import check_zero
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import refuse
@@ -44,7 +53,25 @@ from nanoscale.config.violations import refuse
 __all__ = ["Devices", "Host", "check", "check_machines"]
 
 
-def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:
+RULES: tuple[Rule, ...] = (
+    *any_model.RULES,
+    *layout.RULES,
+    *pipeline.RULES,
+    *execution.RULES,
+    *training.RULES,
+    *numbers.RULES,
+    *backends.RULES,
+    *lora.RULES,
+)
+"""The rules of the layout, which `check` refuses with and the search of layouts enumerates with."""
+
+
+def check(
+    composed: Composed,
+    devices: Devices,
+    hosts: tuple[Host, ...] = (),
+    searched: frozenset[str] = frozenset(),
+) -> Config:
     """Apply every rule to the configuration and resolve keys that were left open.
 
     Args:
@@ -52,6 +79,7 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
         devices: the devices of this machine.
         hosts: those of the hostfile or of SLURM, whose slots are then the world size; without any, all ranks
             are on this machine.
+        searched: keys that a search of layouts sets later; rules of the layout that read them are left to it.
 
     Returns:
         the configuration with integers for `parallel.dp`, `parallel.virtual_stages`, `train.micro_batch`,
@@ -69,23 +97,21 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     check_foreign(resolution)
     if resolution.violations:  # the other rules depend on degrees that must change
         _refuse(resolution)
-    model = resolve_model(resolution)
-    layout = resolve_layout(resolution, model)
-    precision = resolve_precision(resolution, layout.device)
-    resolution.decide(precision=precision)
-    check_experts(resolution, layout.dp)
+    resolution.decide(model=resolve_model(resolution))
+    degrees = resolve_layout(resolution)
+    resolution.decide(parallel=replace(config.parallel, dp=degrees.dp))
+    resolution.decide(precision=resolve_precision(resolution, degrees.device))
+    resolution.apply(rule for rule in RULES if searched.isdisjoint(rule.reads))
+    check_experts(resolution)
     check_lora(resolution)
-    virtual_stages = resolve_virtual_stages(resolution, model)
-    check_recomputation(resolution)
-    compiled = resolve_compile(resolution, layout.device)
-    train = resolve_train(resolution, layout.dp)
+    train = resolve_train(resolution)
     scheduler = resolve_scheduler(resolution, train)
-    check_profile(resolution, train, layout.ranks)
-    check_precision(resolution, layout.device)
-    check_mask(resolution, layout.device)
-    check_attention(resolution, layout.device)
+    check_profile(resolution, train, degrees.ranks)
+    check_precision(resolution, degrees.device)
+    check_mask(resolution, degrees.device)
+    check_attention(resolution, degrees.device)
     check_backend(resolution)
-    check_zero(resolution, layout.device, layout.dp)
+    check_zero(resolution, degrees.device)
     check_optimizer(resolution)
     data = resolve_data(resolution)
     check_loggers(resolution)
@@ -93,18 +119,27 @@ def check(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) ->
     run = resolve_run(resolution)
     if resolution.violations:
         _refuse(resolution)
+    parallel = resolution.config.parallel
     return replace(
-        config,
+        resolution.config,
         run=run,
-        model=model,
-        parallel=replace(config.parallel, dp=layout.dp, virtual_stages=virtual_stages),
-        precision=precision,
-        backend=replace(config.backend, compile=compiled),
-        launcher=resolve_ranks(resolution, launcher, layout.device, layout.ranks),
+        parallel=replace(parallel, virtual_stages=virtual_stages(parallel)),
+        backend=replace(config.backend, compile=_compile(resolution.config, degrees.device)),
+        launcher=resolve_ranks(resolution, launcher, degrees.device, degrees.ranks),
         train=train,
         scheduler=scheduler,
         data=data,
     )
+
+
+def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:
+    """Return `on` if blocks are compiled, else `off`; `auto` is `on` on GPUs if no rule forbids it."""
+    backend = config.backend
+    if backend.compile != "auto":
+        return backend.compile
+    compiled = replace(config, backend=replace(backend, compile="on"))
+    possible = all(rule.holds(compiled) for rule in RULES if "backend.compile" in rule.reads)
+    return "on" if device == "cuda" and possible else "off"
 
 
 def check_machines(composed: Composed, devices: Devices, hosts: tuple[Host, ...] = ()) -> Config:

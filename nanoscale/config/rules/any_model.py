@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanoscale.config.hf.shape import FAMILIES
-from nanoscale.config.rules.resolution import Resolution
-from nanoscale.config.schema import Parallel
+from nanoscale.config.rules.resolution import Resolution, Rule, value_of
+from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.violations import override
 
 _KEYS = ("model.trust_remote_code", "model.hf_config", "model.parameters")
@@ -24,29 +24,21 @@ _BESIDE = {
 
 
 def check_foreign(resolution: Resolution) -> None:
-    model, layout = resolution.config.model, resolution.config.parallel
+    model = resolution.config.model
     if model.source == "own":
         for key in _KEYS:
             resolution.refuse_idle("config", key, "model.source=own", "model=hf")
         return
     resolution.require("model.source", "transformers", "transformers")
-    family = model.hf_config["model_type"]
-    ours = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
-    known = ours if family in FAMILIES else ""
-    for axis, why in _AXES.items():
-        if getattr(layout, axis) > 1:
-            message = f"{why}, and those of model=hf belong to transformers{known}"
-            resolution.refuse("layout", f"parallel.{axis}", message, _without(layout, axis))
-    if layout.activation_checkpointing == "sqrt":
-        message = "runs groups of blocks, and transformers runs the blocks of model=hf itself"
-        full = "parallel.activation_checkpointing=full"
-        resolution.refuse("layout", "parallel.activation_checkpointing", message, full)
+    resolution.apply(RULES)
     if resolution.config.precision.fp8:
         message = "replaces linear layers, and those of model=hf belong to transformers"
         resolution.refuse("config", "precision.fp8", message, "precision=bf16")
     if resolution.config.lora.rank:
         why = "adds adapters to layers that it finds by their names"
-        message = f"{why}, and those of model=hf belong to transformers{known}"
+        message = (
+            f"{why}, and those of model=hf belong to transformers{_own_model(resolution.config)}"
+        )
         resolution.refuse("config", "lora.rank", message, "lora.rank=0")
     _check_documents(resolution)
 
@@ -59,6 +51,39 @@ def _check_documents(resolution: Resolution) -> None:
         resolution.refuse("data", "data.packing", why, stream)
     elif data.document_mask:
         resolution.refuse("data", "data.document_mask", why, "data.document_mask=false")
+
+
+def _own_model(config: Config) -> str:
+    """Return advice, to follow a reason, if nanoscale implements the model itself."""
+    family = config.model.hf_config["model_type"]
+    advice = f"; nanoscale's own transformer supports it for {family}: use model.init_from instead of model=hf"
+    return advice if family in FAMILIES else ""
+
+
+def _axis(axis: str, why: str) -> Rule:
+    """Return the rule that an axis needs a model of nanoscale."""
+    key = f"parallel.{axis}"
+    return Rule(
+        key,
+        (key, "model.source"),
+        lambda config: config.model.source == "own" or value_of(config, key) == 1,
+        lambda config: f"{why}, and those of model=hf belong to transformers{_own_model(config)}",
+        lambda config: [_without(config.parallel, axis)],
+    )
+
+
+RULES = (
+    *(_axis(axis, why) for axis, why in _AXES.items()),
+    Rule(
+        "parallel.activation_checkpointing",
+        ("parallel.activation_checkpointing", "model.source"),
+        lambda config: (
+            config.model.source == "own" or config.parallel.activation_checkpointing != "sqrt"
+        ),
+        lambda _: "runs groups of blocks, and transformers runs the blocks of model=hf itself",
+        lambda _: ["parallel.activation_checkpointing=full"],
+    ),
+)
 
 
 def _without(layout: Parallel, axis: str) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
-from nanoscale.config.rules.resolution import Resolution, listed
+from nanoscale.config.rules.resolution import (
+    Resolution,
+    Rule,
+    idle,
+    listed,
+    near_divisors,
+    value_of,
+)
 from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override
@@ -21,17 +30,37 @@ OUTSIDE = (
 """Sections of the launcher or the training loop: they apply to every backend."""
 
 
-@dataclass(frozen=True)
-class Limit:
+@dataclass(frozen=True, eq=False)
+class Limit(Rule):
     """The values of one key that a backend supports."""
 
-    key: str
-    takes: Callable[[Config], bool]
-    words: str
-    """The supported values, for the table."""
-    why: str
-    """The problem of all other values, to follow the key and its value."""
-    instead: tuple[str, ...] = ()
+    supported: str = ""
+    """These values, for the table of backends."""
+
+
+def _limit(
+    backend: str,
+    key: str,
+    beside: tuple[str, ...],
+    takes: Callable[[Config], bool],
+    supported: str,
+    why: str,
+    instead: tuple[str, ...],
+) -> Limit:
+    """Return the limit of a key.
+
+    Args:
+        beside: the other keys that `takes` reads.
+        takes: True if the backend supports the value.
+        why: the problem of all other values, to follow the key and its value.
+        instead: overrides to paste.
+    """
+
+    def holds(config: Config) -> bool:
+        return config.backend.name != backend or takes(config)
+
+    reads = ("backend.name", key, *beside)
+    return Limit(key, reads, holds, lambda _: why, lambda _: instead, supported=supported)
 
 
 def limits(backend: str) -> list[Limit]:
@@ -39,13 +68,8 @@ def limits(backend: str) -> list[Limit]:
 
 
 def check_backend(resolution: Resolution) -> None:
-    """Refuse every setting that the chosen backend does not support, all at once."""
-    config = resolution.config
-    name = config.backend.name
-    for limit in limits(name):
-        if not limit.takes(config):
-            resolution.refuse("layout", limit.key, limit.why, *limit.instead)
-    if name == "deepspeed":
+    """Check what DeepSpeed needs; the rules of the layout refuse what a backend does not support."""
+    if resolution.config.backend.name == "deepspeed":
         resolution.require("backend.name", "deepspeed", "DeepSpeed", "backend=native")
         _check_extra(resolution)
 
@@ -53,29 +77,23 @@ def check_backend(resolution: Resolution) -> None:
 def table() -> list[tuple[str, str, str]]:
     """Return, for every key that concerns a backend, the values that native and DeepSpeed support."""
     return [
-        (name, _words("native", name), _words("deepspeed", name))
+        (name, _supported("native", name), _supported("deepspeed", name))
         for name in reference.declared()
         if name.partition(".")[0] not in OUTSIDE
     ]
 
 
-def _words(backend: str, key: str) -> str:
-    return " · ".join(limit.words for limit in limits(backend) if limit.key == key) or "yes"
+def _supported(backend: str, key: str) -> str:
+    return " · ".join(limit.supported for limit in limits(backend) if limit.key == key) or "yes"
 
 
-def value(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
-
-
-def _only(key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
+def _only(backend: str, key: str, *values: Any, why: str, instead: tuple[str, ...]) -> Limit:
     """Return the limit of a key of which a backend supports some values."""
-
-    def takes(config: Config) -> bool:
-        return value(config, key) in values
-
     named = [each for each in values if isinstance(each, str) and each not in ("none", "auto")]
-    words = " or ".join(named) or "no"
-    return Limit(key, takes, words, why, instead)
+    supported = " or ".join(named) or "no"
+    return _limit(
+        backend, key, (), lambda config: value_of(config, key) in values, supported, why, instead
+    )
 
 
 def _check_extra(resolution: Resolution) -> None:
@@ -111,6 +129,7 @@ _DEEPSPEEDS = [
 NATIVE = [
     *(
         _only(
+            "native",
             name,
             usual,
             why="is a setting of DeepSpeed, and backend=native would ignore it",
@@ -124,41 +143,65 @@ NATIVE = [
 # --- deepspeed ------------------------------------------------------------------------------------
 
 
+def _of_stages(key: str, stages: tuple[int, ...], supported: str) -> Limit:
+    """Return the limit of a key that has a meaning with some stages only."""
+    usual = reference.declared()[key].default
+    return _limit(
+        "deepspeed",
+        key,
+        ("zero.stage",),
+        lambda config: config.zero.stage in stages or value_of(config, key) == usual,
+        supported,
+        f"belongs to {supported.removeprefix('with ')} and would be ignored",
+        (override(key, usual), f"zero.stage={stages[-1]}"),
+    )
+
+
 def _is_narrow(config: Config) -> bool:
     return config.precision.compute in ("bf16", "fp16")
 
 
 DEEPSPEED = [
-    Limit(
+    _limit(
+        "deepspeed",
         "parallel.sequence_parallel",
+        ("parallel.tp",),
         lambda config: config.parallel.tp == 1 or not config.parallel.sequence_parallel,
         "false with tp > 1",
         "divides the sequence between tensor-parallel layers, which DeepSpeed's do not",
         ("parallel.sequence_parallel=false", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "model.qk_norm",
+        ("parallel.tp",),
         lambda config: config.parallel.tp == 1 or not config.model.qk_norm,
         "with tp = 1",
         "has weights that the heads of all ranks share, and DeepSpeed's layers would not sum their gradients",
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "parallel.schedule",
+        ("parallel.pp",),
         lambda config: config.parallel.pp == 1 or config.parallel.schedule == "1f1b",
         "1f1b",
         "is not among DeepSpeed's pipeline schedules",
         ("parallel.schedule=1f1b parallel.virtual_stages=auto", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "zero.stage",
+        ("parallel.pp",),
         lambda config: config.parallel.pp == 1 or config.zero.stage <= 1,
         "0 and 1 with pp > 1",
         "shards gradients, which DeepSpeed's pipeline does not",
         ("zero.stage=1", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "precision.compute",
+        ("zero.stage", "parallel.pp", "parallel.tp"),
         lambda config: (
             config.zero.stage > 0
             or not _is_narrow(config)
@@ -168,8 +211,10 @@ DEEPSPEED = [
         "is done by autocast in DeepSpeed's stage 0, which takes data and context parallel only",
         ("zero.stage=1", "precision=fp32", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "backend.compile",
+        ("zero.stage", "parallel.pp", "parallel.tp"),
         lambda config: (
             config.backend.compile != "on"
             or (config.zero.stage < 3 and config.parallel.tp * config.parallel.pp == 1)
@@ -179,25 +224,30 @@ DEEPSPEED = [
         ("backend.compile=off", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "precision.params",
         "fp32",
         why="is not supported by DeepSpeed, whose master weights are fp32",
         instead=("precision=fp32", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "precision.fp8",
         False,
         why="is done by torchao, whose layers DeepSpeed's engine does not know",
         instead=("precision=bf16", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "precision.reduce",
+        ("zero.stage",),
         lambda config: config.zero.stage > 0 or config.precision.reduce in ("fp32", "fp64"),
         "fp32 with stage 0",
         "rounds gradients that DeepSpeed's stage 0 sums in fp32",
         ("precision.reduce=fp32", "zero.stage=1", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "optimizer.name",
         "adamw",
         "sgd",
@@ -205,63 +255,66 @@ DEEPSPEED = [
         instead=("optimizer=adamw", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "parallel.dp_replicate",
         1,
         why="is for FSDP2; DeepSpeed shards over all ranks of dp, and ZeRO++ within a subset of them",
         instead=("parallel.dp_replicate=1", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "parallel.ep",
         1,
         why="distributes experts, which DeepSpeed's engine would treat as copies of each other",
         instead=("parallel.ep=1", "backend=native"),
     ),
     _only(
+        "deepspeed",
         "model.balance",
         "none",
         "bias",
         why="adds a loss inside the blocks, and DeepSpeed sets its scale",
         instead=("model.balance=bias", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "model.experts",
+        ("parallel.tp",),
         lambda config: config.parallel.tp == 1 or config.model.experts == 0,
         "with tp = 1",
         "cannot be divided by DeepSpeed's tensor-parallel layers",
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "lora.rank",
+        ("parallel.tp",),
         lambda config: config.parallel.tp == 1 or not config.lora.rank,
         "with tp = 1",
         "has no adapters for DeepSpeed's tensor-parallel layers",
         ("parallel.tp=1 parallel.sequence_parallel=true", "backend=native", "lora.rank=0"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "zero.offload_optimizer",
+        ("zero.stage",),
         lambda config: config.zero.offload_optimizer == "none" or config.zero.stage > 0,
         "with stages 1 to 3",
         "needs sharded optimizer states, and zero.stage=0 shards nothing",
         ("zero.stage=1", "zero.offload_optimizer=none"),
     ),
-    Limit(
+    _limit(
+        "deepspeed",
         "zero.offload_param",
+        ("zero.stage",),
         lambda config: config.zero.offload_param == "none" or config.zero.stage == 3,
         "with stage 3",
         "needs sharded parameters, which only zero.stage=3 has",
         ("zero.stage=3", "zero.offload_param=none"),
     ),
     *(
-        Limit(
-            name,
-            lambda config, name=name, stages=stages, usual=usual: (  # type: ignore[misc]
-                config.zero.stage in stages or value(config, name) == usual
-            ),
-            words,
-            f"belongs to {words.removeprefix('with ')} and would be ignored",
-            (override(name, usual), f"zero.stage={stages[-1]}"),
-        )
-        for name, stages, words in (
+        _of_stages(name, stages, supported)
+        for name, stages, supported in (
             ("backend.overlap_comm", (1, 2, 3), "with stages 1 to 3"),
             ("backend.reduce_bucket", (1, 2, 3), "with stages 1 to 3"),
             ("backend.allgather_bucket", (1, 2), "with stages 1 and 2"),
@@ -270,11 +323,93 @@ DEEPSPEED = [
             ("zero.quantized_weights", (3,), "with stage 3"),
             ("zero.quantized_gradients", (3,), "with stage 3"),
         )
-        for usual in (reference.declared()[name].default,)
     ),
 ]
 
 
 def honoured(config: Config) -> bool:
     """Return True if the backend can do all that is asked."""
-    return all(limit.takes(config) for limit in limits(config.backend.name))
+    return all(limit.holds(config) for limit in limits(config.backend.name))
+
+
+# --- DeepSpeed's offload and ZeRO++ ---------------------------------------------------------------
+
+_OFFLOADS = ("zero.offload_optimizer", "zero.offload_param")
+
+
+def _offloads_to_nvme(config: Config) -> bool:
+    return any(value_of(config, key) == "nvme" for key in _OFFLOADS)
+
+
+def _is_deepspeed(config: Config) -> bool:
+    return config.backend.name == "deepspeed"
+
+
+def _divides_dp(config: Config) -> bool:
+    assert isinstance(config.parallel.dp, int)
+    return not _is_deepspeed(config) or config.parallel.dp % config.zero.hpz == 0
+
+
+def _near_hpz(config: Config) -> Iterator[str]:
+    assert isinstance(config.parallel.dp, int)
+    return (f"zero.hpz={n}" for n in near_divisors(config.parallel.dp, config.zero.hpz))
+
+
+RULES = (
+    *NATIVE,
+    *DEEPSPEED,
+    idle(
+        "zero.nvme_path",
+        (*_OFFLOADS, "backend.name"),
+        lambda config: not _is_deepspeed(config) or _offloads_to_nvme(config),
+        "offloaded states",
+        "config",
+    ),
+    Rule(
+        "zero.offload_optimizer",
+        ("zero.offload_optimizer", "zero.stage", "backend.name"),
+        lambda config: (
+            not _is_deepspeed(config)
+            or config.zero.offload_optimizer != "nvme"
+            or config.zero.stage == 3
+        ),
+        lambda _: "is for zero.stage=3; the lower stages offload to host memory",
+        lambda _: ["zero.offload_optimizer=cpu zero.nvme_path=null", "zero.stage=3"],
+    ),
+    Rule(
+        "zero.hpz",
+        ("zero.hpz", "parallel.dp", "backend.name"),
+        _divides_dp,
+        lambda config: f"must divide parallel.dp, which is {config.parallel.dp}",
+        _near_hpz,
+    ),
+)
+
+
+def check_zero(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
+    if resolution.config.backend.name != "deepspeed":
+        return
+    _check_nvme(resolution)
+    _check_zero_plus(resolution, device)
+
+
+def _check_nvme(resolution: Resolution) -> None:
+    zero = resolution.config.zero
+    offloaded = [key for key in _OFFLOADS if value_of(resolution.config, key) == "nvme"]
+    if not offloaded:
+        return
+    if zero.nvme_path is None:
+        message = f"is needed by {' and '.join(offloaded)}: a folder on a fast disk"
+        resolution.refuse("config", "zero.nvme_path", message, "zero.nvme_path=/local_nvme")
+    elif resolution.remote:
+        return  # a folder of each host, which only the host can check
+    elif not Path(zero.nvme_path).is_dir() or not os.access(zero.nvme_path, os.W_OK):
+        resolution.refuse("config", "zero.nvme_path", "is not a writable folder")
+
+
+def _check_zero_plus(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
+    zero = resolution.config.zero
+    for name in ("quantized_weights", "quantized_gradients"):
+        if getattr(zero, name) and device == "cpu":
+            message = "needs GPU kernels, and launcher.device is cpu"
+            resolution.refuse("config", f"zero.{name}", message, f"zero.{name}=false")

@@ -6,89 +6,125 @@ from collections.abc import Iterator
 from typing import Literal
 
 from nanoscale.config.rules.numbers import device_names, lacks_bf16
-from nanoscale.config.rules.resolution import Resolution, listed
-from nanoscale.config.schema import Parallel
-from nanoscale.config.stages import SPLIT_BACKWARD
+from nanoscale.config.rules.pipeline import splits_backward
+from nanoscale.config.rules.resolution import Resolution, Rule, idle, listed
+from nanoscale.config.schema import Config, Parallel
 
 _FUSED = {"flash": 256, "cudnn": 128}
 """The widest heads that the kernels support on GPUs, backward too (PyTorch's sdp_utils.cpp)."""
 _USUAL_KEEP = f" parallel.selective_keep={Parallel().selective_keep}"
 
 
-def check_recomputation(resolution: Resolution) -> None:
-    """Check activation checkpointing and the keys of its modes."""
-    layout = resolution.config.parallel
-    mode = layout.activation_checkpointing
-    beside = f"parallel.activation_checkpointing={mode}"
-    if mode != "full":
-        resolution.refuse_idle("layout", "parallel.checkpoint_every", beside)
-    elif layout.checkpoint_every > resolution.config.model.layers:
-        layers = resolution.config.model.layers
-        message = f"is more than model.layers={layers}: nothing would be recomputed"
-        every = f"parallel.checkpoint_every={layers}"
-        resolution.refuse("layout", "parallel.checkpoint_every", message, every)
-    if mode != "selective":
-        resolution.refuse_idle("layout", "parallel.selective_keep", beside)
-    if mode == "selective" and layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
-        kept = "" if layout.selective_keep == Parallel().selective_keep else _USUAL_KEEP
-        resolution.refuse(
-            "layout",
-            "parallel.activation_checkpointing",
-            f"cannot hold with parallel.schedule={layout.schedule}: it goes backward through a block twice, "
-            "for the gradients of inputs and of weights, and the activations that selective "
-            "stores are freed after the first",
-            f"parallel.activation_checkpointing=full{kept}",
-            f"parallel.activation_checkpointing=none{kept}",
-            "parallel.schedule=interleaved-1f1b",
-        )
+_MODE = "parallel.activation_checkpointing"
+_SPLIT = ("parallel.pp", "parallel.schedule")
 
 
-def resolve_compile(resolution: Resolution, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:
-    """Return `on` if blocks are compiled, else `off`."""
-    layout, asked = resolution.config.parallel, resolution.config.backend.compile
-    split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
-    experts = resolution.config.model.experts
-    if asked == "auto":
-        possible = device == "cuda" and not (split or layout.offload_activations or experts)
-        return "on" if possible else "off"
-    if asked == "on" and split:
-        resolution.refuse(
-            "layout",
-            "backend.compile",
-            f"cannot hold with parallel.schedule={layout.schedule}: the backward pass of a compiled block "
-            "cannot be split",
-            "backend.compile=off",
-            "parallel.schedule=interleaved-1f1b",
-        )
-    if asked == "on" and layout.offload_activations:
-        resolution.refuse(
-            "layout",
-            "backend.compile",
-            "cannot hold with parallel.offload_activations=true: a compiled block keeps its activations "
-            "itself",
-            "backend.compile=off",
-            "parallel.offload_activations=false",
-        )
-    if asked == "on" and experts:
-        resolution.refuse(
-            "layout",
-            "backend.compile",
-            f"cannot hold with model.experts={experts}: how many tokens an expert has is "
-            "known only when a block runs",
-            "backend.compile=off",
-        )
-    return asked
+def _loses_kept(config: Config) -> bool:
+    return config.parallel.activation_checkpointing == "selective" and splits_backward(config)
+
+
+def _near_modes(config: Config) -> list[str]:
+    kept = "" if config.parallel.selective_keep == Parallel().selective_keep else _USUAL_KEEP
+    return [
+        f"{_MODE}=full{kept}",
+        f"{_MODE}=none{kept}",
+        "parallel.schedule=interleaved-1f1b",
+    ]
+
+
+def _every_block_is_kept(config: Config) -> bool:
+    layout = config.parallel
+    full = layout.activation_checkpointing == "full"
+    return full and layout.checkpoint_every > config.model.layers
+
+
+def _is_compiled(config: Config) -> bool:
+    return config.backend.compile == "on"
+
+
+def _chooses_kernel(config: Config) -> bool:
+    layout = config.parallel
+    return config.backend.attention != "auto" and layout.cp > 1 and layout.cp_method == "ring"
+
+
+RULES = (
+    idle(
+        "parallel.checkpoint_every",
+        (_MODE,),
+        lambda config: config.parallel.activation_checkpointing == "full",
+        f"{_MODE}={{c.parallel.activation_checkpointing}}",
+    ),
+    Rule(
+        "parallel.checkpoint_every",
+        ("parallel.checkpoint_every", _MODE, "model.layers"),
+        lambda config: not _every_block_is_kept(config),
+        lambda config: (
+            f"is more than model.layers={config.model.layers}: nothing would be recomputed"
+        ),
+        lambda config: [f"parallel.checkpoint_every={config.model.layers}"],
+    ),
+    idle(
+        "parallel.selective_keep",
+        (_MODE,),
+        lambda config: config.parallel.activation_checkpointing == "selective",
+        f"{_MODE}={{c.parallel.activation_checkpointing}}",
+    ),
+    Rule(
+        _MODE,
+        (_MODE, *_SPLIT),
+        lambda config: not _loses_kept(config),
+        lambda config: (
+            f"cannot hold with parallel.schedule={config.parallel.schedule}: it goes backward through a block "
+            "twice, for the gradients of inputs and of weights, and the activations that selective "
+            "stores are freed after the first"
+        ),
+        _near_modes,
+    ),
+    Rule(
+        "backend.compile",
+        ("backend.compile", *_SPLIT),
+        lambda config: not (_is_compiled(config) and splits_backward(config)),
+        lambda config: (
+            f"cannot hold with parallel.schedule={config.parallel.schedule}: the backward pass of a compiled "
+            "block cannot be split"
+        ),
+        lambda _: ["backend.compile=off", "parallel.schedule=interleaved-1f1b"],
+    ),
+    Rule(
+        "backend.compile",
+        ("backend.compile", "parallel.offload_activations"),
+        lambda config: not (_is_compiled(config) and config.parallel.offload_activations),
+        lambda _: (
+            "cannot hold with parallel.offload_activations=true: a compiled block keeps its activations itself"
+        ),
+        lambda _: ["backend.compile=off", "parallel.offload_activations=false"],
+    ),
+    Rule(
+        "backend.compile",
+        ("backend.compile", "model.experts"),
+        lambda config: not (_is_compiled(config) and config.model.experts),
+        lambda config: (
+            f"cannot hold with model.experts={config.model.experts}: how many tokens an expert has is known "
+            "only when a block runs"
+        ),
+        lambda _: ["backend.compile=off"],
+    ),
+    Rule(
+        "backend.attention",
+        ("backend.attention", "parallel.cp", "parallel.cp_method"),
+        lambda config: not _chooses_kernel(config),
+        lambda _: "would be ignored by parallel.cp_method=ring, which has kernels of its own",
+        lambda _: ["backend.attention=auto", "parallel.cp_method=ulysses"],
+    ),
+)
 
 
 def check_attention(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     """Refuse an attention kernel that does not support the configuration, or that the backend chooses."""
     config = resolution.config
-    key, asked, layout = "backend.attention", config.backend.attention, config.parallel
+    key, asked = "backend.attention", config.backend.attention
     if asked == "auto":
         return
-    if layout.cp > 1 and layout.cp_method == "ring":
-        message = "would be ignored by parallel.cp_method=ring, which has kernels of its own"
-        resolution.refuse("layout", key, message, f"{key}=auto", "parallel.cp_method=ulysses")
     if config.model.source == "hf":
         message = "would be ignored by model=hf, whose code chooses its kernels itself"
         resolution.refuse("config", key, message, f"{key}=auto")

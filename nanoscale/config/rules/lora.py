@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
-from nanoscale.config.rules.resolution import Resolution, listed
+from nanoscale.config.rules.resolution import Resolution, Rule, listed
 from nanoscale.config.suggest import nearest
 from nanoscale.config.violations import override
 
@@ -30,11 +30,25 @@ def check_lora(resolution: Resolution) -> None:
     if config.precision.fp8:
         message = "multiplies in torchao's layers, which do not support adapters"
         resolution.refuse("config", "precision.fp8", message, "precision=bf16", _OFF)
-    if config.backend.name == "deepspeed" and config.zero.offload_param == "nvme":
-        message = "keeps frozen weights on a disk, and a model cannot be loaded there"
-        resolution.refuse("layout", "zero.offload_param", message, "zero.offload_param=cpu", _OFF)
     if config.lora.targets is not None:
         _check_targets(resolution, config.lora.targets)
+
+
+RULES = (
+    Rule(
+        "zero.offload_param",
+        ("zero.offload_param", "backend.name", "lora.rank"),
+        lambda config: (
+            not (
+                config.lora.rank
+                and config.backend.name == "deepspeed"
+                and config.zero.offload_param == "nvme"
+            )
+        ),
+        lambda _: "keeps frozen weights on a disk, and a model cannot be loaded there",
+        lambda _: ["zero.offload_param=cpu", _OFF],
+    ),
+)
 
 
 def _check_targets(resolution: Resolution, targets: list[str]) -> None:

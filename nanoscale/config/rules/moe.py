@@ -1,25 +1,21 @@
-"""Rules of MoE and of the ranks that share the experts."""
+"""Rules of MoE."""
 
 from __future__ import annotations
 
-import math
-
-from nanoscale.config.rules.resolution import Resolution, counted, listed, near_divisors
+from nanoscale.config.rules.resolution import Resolution
 
 _KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
 
 
-def check_experts(resolution: Resolution, dp: int) -> None:
-    model, layout = resolution.config.model, resolution.config.parallel
+def check_experts(resolution: Resolution) -> None:
+    model = resolution.config.model
     if model.experts == 0:
-        for key in (*_KEYS, "parallel.ep"):
+        for key in _KEYS:
             resolution.refuse_idle("config", key, "model.experts=0")
         return
     if model.balance == "none":
         resolution.refuse_idle("config", "model.balance_rate", "model.balance=none")
     _check_shape(resolution)
-    if layout.ep > 1:
-        _check_degree(resolution, dp)
 
 
 def _check_shape(resolution: Resolution) -> None:
@@ -41,25 +37,3 @@ def _check_shape(resolution: Resolution) -> None:
     if resolution.config.precision.fp8:
         message = "would leave the products of the experts, which are most of them, in 16 bits"
         resolution.refuse("config", "precision.fp8", message, "precision.fp8=false")
-
-
-def _check_degree(resolution: Resolution, dp: int) -> None:
-    model, layout = resolution.config.model, resolution.config.parallel
-    ep, ranks = layout.ep, dp // layout.dp_replicate * layout.cp
-    if model.experts % ep == 0 and ranks % ep == 0:
-        return
-    laws = []
-    if model.experts % ep:
-        laws.append(f"model.experts={model.experts}")
-    if ranks % ep:
-        laws.append(f"the {counted(ranks, 'rank')} that it divides, (dp/dp_replicate)·cp")
-    enough = ep * layout.dp_replicate
-    resolution.refuse(
-        "layout",
-        "parallel.ep",
-        f"must divide {listed(laws)}",
-        *(f"parallel.ep={n}" for n in near_divisors(math.gcd(model.experts, ranks), ep)),
-        f"parallel.dp={enough}"
-        if model.experts % ep == 0 and resolution.config.train.global_batch % enough == 0
-        else None,
-    )

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from nanoscale.config.rules.resolution import Resolution, listed
-from nanoscale.config.schema import Precision
+from nanoscale.config.rules.resolution import Resolution, Rule, listed
+from nanoscale.config.schema import Config, Precision
 
 _NOT_OF = {
     "adamw": ("momentum",),
@@ -133,7 +133,7 @@ def check_mask(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
 
 def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
     key, off = "precision.fp8", "precision.fp8=false"
-    compute, tp = resolution.config.precision.compute, resolution.config.parallel.tp
+    compute = resolution.config.precision.compute
     needed = "needs GPUs with 8-bit products (H100, L40S, RTX 4090 or newer)"
     weak = sorted({name for name in resolution.devices.names if not _HAS_FP8.search(name)})
     if device == "cpu":
@@ -144,29 +144,49 @@ def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
         message = f"needs precision.compute=bf16 around its products, which is {compute}"
         bf16 = "precision.params=fp32 precision.compute=bf16 precision.reduce=fp32"
         resolution.refuse("config", key, message, bf16, off)
-    if tp > 1:
-        message = (
-            f"cannot hold with parallel.tp={tp}: products of tensor-parallel layers stay in bf16"
-        )
-        resolution.refuse("config", key, message, off)
-    if odd := _odd_sizes(resolution):
-        message = f"multiplies in tiles of 16, and {listed(odd)} are not multiples of 16"
-        resolution.refuse("config", key, message, off)
     resolution.require_for_ranks(key, "torchao", "torchao", off)
 
 
-def _odd_sizes(resolution: Resolution) -> list[str]:
+def _odd_sizes(config: Config) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
-    model, train = resolution.config.model, resolution.config.train
+    model, train = config.model, config.train
     width = model.head_dim or model.hidden // model.heads
     sizes = {
         "model.hidden": model.hidden,
         "model.ffn": model.ffn,
         "the query heads together": width * model.heads,
         "the key heads together": width * (model.kv_heads or model.heads),
-        "the tokens of a rank": train.seq_len // resolution.config.parallel.cp,
+        "the tokens of a rank": train.seq_len // config.parallel.cp,
     }
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]
+
+
+RULES = (
+    Rule(
+        "precision.fp8",
+        ("precision.fp8", "parallel.tp"),
+        lambda config: not config.precision.fp8 or config.parallel.tp == 1,
+        lambda config: (
+            f"cannot hold with parallel.tp={config.parallel.tp}: products of tensor-parallel layers stay in "
+            "bf16"
+        ),
+        lambda _: ["precision.fp8=false"],
+        "config",
+    ),
+    Rule(
+        "precision.fp8",
+        (
+            *("precision.fp8", "parallel.cp", "train.seq_len", "model.hidden", "model.ffn"),
+            *("model.heads", "model.kv_heads", "model.head_dim"),
+        ),
+        lambda config: not (config.precision.fp8 and _odd_sizes(config)),
+        lambda config: (
+            f"multiplies in tiles of 16, and {listed(_odd_sizes(config))} are not multiples of 16"
+        ),
+        lambda _: ["precision.fp8=false"],
+        "config",
+    ),
+)
 
 
 def check_optimizer(resolution: Resolution) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from nanoscale.config.rules.resolution import Resolution, divisors
-from nanoscale.config.schema import Model
+from nanoscale.config.rules.resolution import Rule, divisors, idle
+from nanoscale.config.schema import Config, Parallel
 from nanoscale.config.stages import (
     IN_ROUNDS,
     ONE_STAGE,
+    SPLIT_BACKWARD,
     V_SHAPED,
     keeps_busy,
     stage_layers,
@@ -18,151 +19,183 @@ from nanoscale.config.stages import (
 )
 from nanoscale.config.violations import override
 
-_ONLY_WITH_PP = ("parallel.schedule", "parallel.layers_per_stage")
+
+def has_pipeline(config: Config) -> bool:
+    return config.parallel.pp > 1
 
 
-def resolve_virtual_stages(resolution: Resolution, model: Model) -> int:
-    """Check the pipeline against the model; return the stages a rank."""
-    layout = resolution.config.parallel
+def splits_backward(config: Config) -> bool:
+    """True if a block's backward pass is run in two parts, for inputs and for weights."""
+    return has_pipeline(config) and config.parallel.schedule in SPLIT_BACKWARD
+
+
+def virtual_stages(layout: Parallel) -> int:
+    """Return the stages a rank."""
     if layout.pp == 1:
-        for key in _ONLY_WITH_PP:
-            resolution.refuse_idle("layout", key, "parallel.pp=1")
-        if layout.virtual_stages != 1:
-            resolution.refuse_idle("layout", "parallel.virtual_stages", "parallel.pp=1")
         return 1
-    virtual = _virtual_stages(resolution)
-    if layout.pp * virtual > model.layers:
-        _too_many_stages(resolution, model, virtual)
-    else:
-        _layers_per_stage(resolution, model, layout.pp * virtual)
-    if model.tie_embeddings:
-        resolution.refuse(
-            "layout",
-            "model.tie_embeddings",
-            f"cannot hold with parallel.pp={layout.pp}: the embedding belongs to the first stage and "
-            "the head to the last",
-            "model.tie_embeddings=false",
-            without_pipeline(resolution),
-        )
-    return virtual
+    if layout.virtual_stages == "auto" or _has_fixed_stages(layout):
+        return usual_virtual_stages(layout.schedule)
+    return layout.virtual_stages
 
 
-def without_pipeline(resolution: Resolution) -> str:
+def without_pipeline(config: Config) -> str:
     """Return the overrides that lead to pp=1, and reset keys that would then be ignored."""
-    layout = resolution.config.parallel
-    words = ["parallel.pp=1"]
+    layout = config.parallel
+    overrides = ["parallel.pp=1"]
     if layout.schedule != "1f1b":
-        words.append("parallel.schedule=1f1b")
+        overrides.append("parallel.schedule=1f1b")
     if layout.virtual_stages not in ("auto", 1):
-        words.append("parallel.virtual_stages=auto")
+        overrides.append("parallel.virtual_stages=auto")
     if layout.layers_per_stage is not None:
-        words.append("parallel.layers_per_stage=null")
-    return " ".join(words)
+        overrides.append("parallel.layers_per_stage=null")
+    return " ".join(overrides)
 
 
-def _virtual_stages(resolution: Resolution) -> int:
-    layout = resolution.config.parallel
-    asked, schedule = layout.virtual_stages, layout.schedule
+# --- stages ---------------------------------------------------------------------------------------
+
+
+def _has_fixed_stages(layout: Parallel) -> bool:
+    return layout.schedule in ONE_STAGE or layout.schedule in V_SHAPED
+
+
+def _stages(config: Config) -> int:
+    return config.parallel.pp * virtual_stages(config.parallel)
+
+
+def _has_usual_stages(config: Config) -> bool:
+    layout = config.parallel
+    usual = usual_virtual_stages(layout.schedule)
+    return (
+        layout.pp == 1
+        or not _has_fixed_stages(layout)
+        or layout.virtual_stages
+        in (
+            "auto",
+            usual,
+        )
+    )
+
+
+def _near_virtual_stages(config: Config) -> list[str]:
+    schedule = config.parallel.schedule
+    other = "interleaved-1f1b" if schedule in ONE_STAGE else "zero-bubble"
     usual = usual_virtual_stages(schedule)
-    if asked == "auto":
-        return usual
-    fixed = schedule in ONE_STAGE or schedule in V_SHAPED
-    if not fixed or asked == usual:
-        return asked
-    resolution.refuse(
-        "layout",
-        "parallel.virtual_stages",
-        f"must be {usual} where parallel.schedule={schedule}",
-        f"parallel.virtual_stages={usual}",
-        "parallel.schedule=" + ("interleaved-1f1b" if schedule in ONE_STAGE else "zero-bubble"),
+    return [f"parallel.virtual_stages={usual}", f"parallel.schedule={other}"]
+
+
+def _has_blocks(config: Config) -> bool:
+    return not has_pipeline(config) or _stages(config) <= config.model.layers
+
+
+def _too_many_stages(config: Config) -> str:
+    pp, virtual = config.parallel.pp, virtual_stages(config.parallel)
+    return (
+        f"makes pp·virtual stages = {pp}·{virtual} = {pp * virtual} stages, and "
+        f"model.layers={config.model.layers} leaves some stages without a block"
     )
-    return usual
 
 
-def _too_many_stages(resolution: Resolution, model: Model, virtual: int) -> None:
-    layout = resolution.config.parallel
-    fewer = model.layers // layout.pp
-    fixed = layout.schedule in ONE_STAGE or layout.schedule in V_SHAPED
-    shorter = model.layers // virtual
-    resolution.refuse(
-        "layout",
-        "parallel.pp",
-        f"makes pp·virtual stages = {layout.pp}·{virtual} = {layout.pp * virtual} stages, and "
-        f"model.layers={model.layers} leaves some stages without a block",
-        f"parallel.virtual_stages={fewer}" if fewer and not fixed else None,
+def _near_stages(config: Config) -> list[str | None]:
+    layout, layers, virtual = config.parallel, config.model.layers, virtual_stages(config.parallel)
+    fewer, shorter = layers // layout.pp, layers // virtual
+    return [
+        f"parallel.virtual_stages={fewer}" if fewer and not _has_fixed_stages(layout) else None,
         "parallel.schedule=1f1b parallel.virtual_stages=1" if fewer and virtual > 1 else None,
-        f"parallel.pp={shorter}" if shorter > 1 else without_pipeline(resolution),
-    )
+        f"parallel.pp={shorter}" if shorter > 1 else without_pipeline(config),
+    ]
 
 
-def _layers_per_stage(resolution: Resolution, model: Model, stages: int) -> None:
-    asked = resolution.config.parallel.layers_per_stage
-    if asked is None or (len(asked) == stages and sum(asked) == model.layers):
-        return
-    if len(asked) != stages:
-        problem = f"has {len(asked)} entries, and there are pp·virtual stages = {stages} stages"
-    else:
-        problem = f"adds up to {sum(asked)} blocks, and model.layers={model.layers}"
-    resolution.refuse(
-        "layout",
-        "parallel.layers_per_stage",
-        problem,
-        override("parallel.layers_per_stage", stage_layers(model, stages, None)),
-        "parallel.layers_per_stage=null",
-    )
+def _lists_blocks(config: Config) -> bool:
+    listed = config.parallel.layers_per_stage
+    if listed is None or not has_pipeline(config) or not _has_blocks(config):
+        return True
+    return len(listed) == _stages(config) and sum(listed) == config.model.layers
+
+
+def _wrong_list(config: Config) -> str:
+    listed, stages = config.parallel.layers_per_stage or [], _stages(config)
+    if len(listed) != stages:
+        return f"has {len(listed)} entries, and there are pp·virtual stages = {stages} stages"
+    return f"adds up to {sum(listed)} blocks, and model.layers={config.model.layers}"
+
+
+def _near_lists(config: Config) -> list[str]:
+    divided = stage_layers(config.model, _stages(config), None)
+    return [override("parallel.layers_per_stage", divided), "parallel.layers_per_stage=null"]
 
 
 # --- micro batches --------------------------------------------------------------------------------
 
 
-def largest_micro_batch(resolution: Resolution, samples: int) -> int | None:
+def largest_micro_batch(config: Config, samples: int) -> int | None:
     """Return the largest micro batch of a rank's samples a step that keeps the pipeline busy.
 
     If there are too few samples for that, return the smallest that the schedule supports, or None.
     """
-    layout = resolution.config.parallel
+    layout = config.parallel
     counts = [n for n in divisors(samples) if takes(layout.schedule, layout.pp, n)]
     busy = keeps_busy(layout.schedule, layout.pp) if layout.pp > 1 else 1
     enough = [n for n in counts if n >= busy] or counts[-1:]
     return samples // enough[0] if enough else None
 
 
-def micro_batches(resolution: Resolution, dp: int) -> None:
-    """Check the number of micro batches against the schedule; the batch is divisible as required."""
-    layout, train = resolution.config.parallel, resolution.config.train
-    schedule, pp = layout.schedule, layout.pp
-    samples, micro = train.global_batch // dp, train.micro_batch
-    if micro == "auto":
-        if largest_micro_batch(resolution, samples) is not None:
-            return
-        key, number, micro = "train.global_batch", samples, 1
-        makes = f"makes at most {samples}"
-    else:
-        key, number = "train.micro_batch", samples // micro
-        if takes(schedule, pp, number):
-            return
-        makes = f"makes global_batch/(dp·micro_batch) = {number}"
-    sizes = [samples // n for n in _around(divisors(samples), number, schedule, pp)]
-    counts = _around(range(1, number + 2 * pp + 1), number, schedule, pp)
-    resolution.refuse(
-        "layout",
-        key,
-        f"{makes} micro batches a step; parallel.schedule={schedule} needs "
-        f"{_need(schedule, pp, number)}",
-        *(f"train.micro_batch={size}" for size in sizes),
-        *(f"train.global_batch={n * micro * dp}" for n in counts),
-        "parallel.schedule=" + ("gpipe" if schedule in ONE_STAGE else "looped-bfs"),
-    )
+def _samples(config: Config) -> int:
+    """Return a rank's samples a step."""
+    dp = config.parallel.dp
+    assert isinstance(dp, int)
+    return config.train.global_batch // dp
 
 
-def near_batches(resolution: Resolution, step: int, dp: int) -> Iterator[int]:
+def _micro_batches(config: Config) -> int:
+    """Return the micro batches a step: the most that there can be, if their size is open."""
+    micro = config.train.micro_batch
+    return _samples(config) // (1 if micro == "auto" else micro)
+
+
+def divides_batch(config: Config) -> bool:
+    """True if the global batch is a whole number of micro batches on each rank."""
+    dp, micro = config.parallel.dp, config.train.micro_batch
+    assert isinstance(dp, int)
+    return config.train.global_batch % (dp if micro == "auto" else dp * micro) == 0
+
+
+def _feeds_schedule(config: Config) -> bool:
+    layout = config.parallel
+    if not divides_batch(config):
+        return True
+    if config.train.micro_batch == "auto":
+        return largest_micro_batch(config, _samples(config)) is not None
+    return takes(layout.schedule, layout.pp, _micro_batches(config))
+
+
+def _misfed_schedule(config: Config) -> str:
+    schedule, number = config.parallel.schedule, _micro_batches(config)
+    makes = f"makes global_batch/(dp·micro_batch) = {number}"
+    if config.train.micro_batch == "auto":
+        makes = f"makes at most {number}"
+    need = _need(schedule, config.parallel.pp, number)
+    return f"{makes} micro batches a step; parallel.schedule={schedule} needs {need}"
+
+
+def _near_micro_batches(config: Config) -> Iterator[str]:
+    layout, samples, number = config.parallel, _samples(config), _micro_batches(config)
+    for n in _around(divisors(samples), number, layout.schedule, layout.pp):
+        yield f"train.micro_batch={samples // n}"
+    per_micro_batch = config.train.global_batch // number
+    counts = range(1, number + 2 * layout.pp + 1)
+    for n in _around(counts, number, layout.schedule, layout.pp):
+        yield f"train.global_batch={n * per_micro_batch}"
+    yield "parallel.schedule=" + ("gpipe" if layout.schedule in ONE_STAGE else "looped-bfs")
+
+
+def near_batches(config: Config, step: int, dp: int) -> Iterator[int]:
     """Yield the nearest global batches that are multiples of `step` and that the schedule supports."""
-    layout, train = resolution.config.parallel, resolution.config.train
+    layout, train = config.parallel, config.train
     micro = train.micro_batch
 
     def fits(batch: int) -> bool:
         if micro == "auto":
-            return largest_micro_batch(resolution, batch // dp) is not None
+            return largest_micro_batch(config, batch // dp) is not None
         return takes(layout.schedule, layout.pp, batch // (dp * micro))
 
     start = train.global_batch // step * step
@@ -182,3 +215,66 @@ def _around(numbers: Iterator[int] | range, value: int, schedule: str, pp: int) 
     legal = [n for n in numbers if takes(schedule, pp, n)]
     below, above = [n for n in legal if n < value], [n for n in legal if n > value]
     return [*below[-1:], *above[:1]]
+
+
+_AXIS = ("parallel.pp", "parallel.schedule")
+_BATCH = ("train.global_batch", "train.micro_batch", "parallel.dp")
+
+
+def _needs_micro_batches(key: str, is_open: bool) -> Rule:
+    """Return the rule that a schedule has enough micro batches, for the key that is to be changed."""
+    return Rule(
+        key,
+        (*_AXIS, *_BATCH),
+        lambda config: (config.train.micro_batch == "auto") != is_open or _feeds_schedule(config),
+        _misfed_schedule,
+        _near_micro_batches,
+    )
+
+
+RULES = (
+    idle("parallel.schedule", ("parallel.pp",), has_pipeline, "parallel.pp=1"),
+    idle("parallel.layers_per_stage", ("parallel.pp",), has_pipeline, "parallel.pp=1"),
+    idle(
+        "parallel.virtual_stages",
+        ("parallel.pp",),
+        lambda config: has_pipeline(config) or config.parallel.virtual_stages == 1,
+        "parallel.pp=1",
+    ),
+    Rule(
+        "parallel.virtual_stages",
+        ("parallel.virtual_stages", *_AXIS),
+        _has_usual_stages,
+        lambda config: (
+            f"must be {usual_virtual_stages(config.parallel.schedule)} where "
+            f"parallel.schedule={config.parallel.schedule}"
+        ),
+        _near_virtual_stages,
+    ),
+    Rule(
+        "parallel.pp",
+        ("parallel.virtual_stages", *_AXIS, "model.layers"),
+        _has_blocks,
+        _too_many_stages,
+        _near_stages,
+    ),
+    Rule(
+        "parallel.layers_per_stage",
+        ("parallel.layers_per_stage", "parallel.virtual_stages", *_AXIS, "model.layers"),
+        _lists_blocks,
+        _wrong_list,
+        _near_lists,
+    ),
+    Rule(
+        "model.tie_embeddings",
+        ("model.tie_embeddings", "parallel.pp"),
+        lambda config: not (has_pipeline(config) and config.model.tie_embeddings),
+        lambda config: (
+            f"cannot hold with parallel.pp={config.parallel.pp}: the embedding belongs to the first stage and "
+            "the head to the last"
+        ),
+        lambda config: ["model.tie_embeddings=false", without_pipeline(config)],
+    ),
+    _needs_micro_batches("train.global_batch", is_open=True),
+    _needs_micro_batches("train.micro_batch", is_open=False),
+)

@@ -35,13 +35,13 @@ def check_profile(resolution: Resolution, train: Train, ranks: int) -> None:
             _example(train),
             longer,
         )
-    there = [rank for rank in profile.ranks if rank < ranks]
-    if len(there) < len(profile.ranks) or not there:
+    present = [rank for rank in profile.ranks if rank < ranks]
+    if len(present) < len(profile.ranks) or not present:
         resolution.refuse(
             "config",
             "profile.ranks",
             f"must be some of the {counted(ranks, 'rank')}, which are numbered from 0",
-            override("profile.ranks", there or [0]),
+            override("profile.ranks", present or [0]),
         )
 
 

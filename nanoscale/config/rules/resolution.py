@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from importlib.util import find_spec
@@ -17,6 +17,58 @@ from nanoscale.config.machines import Host
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """A rule of the layout: `check` refuses with it, and the search enumerates with it.
+
+    Its functions get a configuration with the model, the precision and `parallel.dp` resolved.
+    """
+
+    key: str
+    """The key that a violation names."""
+    reads: tuple[str, ...]
+    """Every key that `holds` depends on."""
+    holds: Callable[[Config], bool]
+    message: Callable[[Config], str]
+    """The sentence that follows the key and its value."""
+    nearest: Callable[[Config], Iterable[str | None]]
+    """The nearest legal values, as overrides to paste."""
+    kind: str = "layout"
+    """The kind of the error."""
+
+
+def idle(
+    key: str,
+    reads: tuple[str, ...],
+    concerns: Callable[[Config], bool],
+    beside: str,
+    kind: str = "layout",
+) -> Rule:
+    """Return the rule that a key keeps its default where it has no meaning: nothing is ignored silently.
+
+    Args:
+        concerns: True if the key has a meaning.
+        beside: the setting that gives it no meaning; `{c}` in it is the configuration.
+    """
+    usual = reference.declared()[key].default
+    return Rule(
+        key,
+        (key, *reads),
+        lambda config: value_of(config, key) == usual or concerns(config),
+        lambda config: _ignored(beside.format(c=config)),
+        lambda _: [override(key, usual)],
+        kind,
+    )
+
+
+def value_of(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _ignored(beside: str) -> str:
+    return f"does not concern {beside} and would be ignored"
 
 
 @dataclass
@@ -53,10 +105,17 @@ class Resolution:
 
     def refuse(self, kind: str, key: str, message: str, *suggestions: str | None) -> None:
         """Record a violation of `key` as it was set."""
-        value = reduce(getattr, key.split("."), self.config)
+        value = value_of(self.config, key)
         proposals = tuple(dict.fromkeys(text for text in suggestions if text))
         typed, source = self.composed.as_typed(key), self.composed.source(key)
         self.add(kind, Violation(key, value, source, message, proposals, typed=typed))
+
+    def apply(self, rules: Iterable[Rule]) -> None:
+        """Record a violation for each rule that does not hold."""
+        for rule in rules:
+            if not rule.holds(self.config):
+                message, nearest = rule.message(self.config), rule.nearest(self.config)
+                self.refuse(rule.kind, rule.key, message, *nearest)
 
     def add(self, kind: str, violation: Violation) -> None:
         self.violations.append(violation)
@@ -65,8 +124,8 @@ class Resolution:
     def refuse_idle(self, kind: str, key: str, beside: str, *instead: str | None) -> None:
         """Refuse a key that has no meaning with another key's value: nothing is ignored silently."""
         usual = reference.declared()[key].default
-        if reduce(getattr, key.split("."), self.config) != usual:
-            message = f"does not concern {beside} and would be ignored"
+        if value_of(self.config, key) != usual:
+            message = _ignored(beside)
             usually = f"~{key}" if isinstance(usual, dict) else override(key, usual)
             self.refuse(kind, key, message, usually, *instead)
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from nanoscale.config.rules.pipeline import largest_micro_batch, micro_batches, near_batches
-from nanoscale.config.rules.resolution import Resolution, counted, near_divisors
-from nanoscale.config.schema import Scheduler, Train
+from nanoscale.config.rules.layout import data_parallel
+from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
+from nanoscale.config.rules.resolution import Resolution, Rule, counted, near_divisors
+from nanoscale.config.schema import Config, Scheduler, Train
 
 
-def resolve_train(resolution: Resolution, dp: int) -> Train:
+def resolve_train(resolution: Resolution) -> Train:
     """Return the batch and the steps."""
-    train = _length(resolution, _batch(resolution, dp))
+    train = _length(resolution, _batch(resolution.config))
     data = resolution.config.data
-    apart = data.valid_path is not None or data.mixture
-    if train.eval_every and not data.valid_fraction and not apart:
+    has_split = data.valid_path is not None or data.mixture
+    if train.eval_every and not data.valid_fraction and not has_split:
         resolution.refuse(
             "config",
             "train.eval_every",
@@ -26,28 +28,55 @@ def resolve_train(resolution: Resolution, dp: int) -> Train:
     return train
 
 
-def _batch(resolution: Resolution, dp: int) -> Train:
-    train = resolution.config.train
-    batch, micro = train.global_batch, train.micro_batch
-    each = dp if micro == "auto" else micro * dp
-    if batch % each == 0:
-        micro_batches(resolution, dp)
-        chosen = largest_micro_batch(resolution, batch // dp) if micro == "auto" else micro
-        return replace(train, micro_batch=chosen or 1)
-    law = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {each}"
-    smaller = [
-        f"train.micro_batch={n}"
-        for n in (near_divisors(batch // dp, micro) if micro != "auto" and batch % dp == 0 else [])
-    ]
-    resolution.refuse(
-        "layout",
+def _batch(config: Config) -> Train:
+    """Return the micro batch as a number; 1 if no size is legal."""
+    train, dp = config.train, data_parallel(config)
+    micro: int | None
+    if train.micro_batch != "auto":
+        micro = train.micro_batch
+    else:
+        micro = largest_micro_batch(config, train.global_batch // dp)
+    return replace(train, micro_batch=micro or 1)
+
+
+def _undivided_batch(config: Config) -> str:
+    dp, micro = data_parallel(config), config.train.micro_batch
+    step = f"dp = {dp}" if micro == "auto" else f"micro_batch·dp = {micro}·{dp} = {micro * dp}"
+    return f"must be a multiple of {step}"
+
+
+def _near_global_batches(config: Config) -> Iterator[str]:
+    batch, micro, dp = config.train.global_batch, config.train.micro_batch, data_parallel(config)
+    step = dp if micro == "auto" else dp * micro
+    yield from (f"train.global_batch={n}" for n in near_batches(config, step, dp))
+    if micro != "auto" and batch % dp == 0:
+        yield f"train.micro_batch={near_divisors(batch // dp, micro)[0]}"
+    if batch % dp:
+        yield f"parallel.dp={near_divisors(batch, dp)[0]}"
+
+
+def _divides_among_dp(config: Config) -> bool:
+    return config.train.global_batch % data_parallel(config) == 0
+
+
+_BATCH = ("train.global_batch", "parallel.dp")
+
+RULES = (
+    Rule(
         "train.global_batch",
-        f"must be a multiple of {law}",
-        *(f"train.global_batch={n}" for n in near_batches(resolution, each, dp)),
-        *smaller[:1],
-        f"parallel.dp={near_divisors(batch, dp)[0]}" if batch % dp else None,
-    )
-    return replace(train, micro_batch=1)
+        _BATCH,
+        _divides_among_dp,
+        _undivided_batch,
+        _near_global_batches,
+    ),
+    Rule(
+        "train.global_batch",
+        (*_BATCH, "train.micro_batch"),
+        lambda config: not _divides_among_dp(config) or divides_batch(config),
+        _undivided_batch,
+        _near_global_batches,
+    ),
+)
 
 
 def _length(resolution: Resolution, train: Train) -> Train:

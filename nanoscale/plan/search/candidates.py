@@ -1,21 +1,24 @@
 """Legal layouts of one job on a number of devices: the search space.
 
-The rules are those of `config.rules`, in a form that generates layouts instead of refusing them. A held key
-keeps its value.
+Which layouts are legal is decided by the table of `config.rules` alone: each rule is tested as soon as the keys
+that it reads are set. A held key keeps its value.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from typing import Literal, TypeVar
 
-from nanoscale.config.rules.backends import honoured
-from nanoscale.config.rules.resolution import divisors
+from nanoscale.config import rules
+from nanoscale.config.rules.devices import copies
+from nanoscale.config.rules.layout import data_parallel, expert_ranks
+from nanoscale.config.rules.resolution import Rule, divisors
 from nanoscale.config.schema import Config, Parallel
-from nanoscale.config.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
+from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 
 T = TypeVar("T")
 Recomputation = Literal["none", "full", "selective", "sqrt"]
@@ -53,72 +56,103 @@ class SearchSpace:
 def shapes(space: SearchSpace) -> Iterator[Config]:
     """Yield degrees and ZeRO stages, with one stage a rank, accumulation still open and no recomputation
     yet."""
-    base = space.base
-    for tp in _tensor(space):
-        for pp in _pipeline(space, tp):
-            for cp, method in _context(space, tp, pp):
-                dp = space.world // (tp * pp * cp)
-                if base.train.global_batch % dp:
-                    continue
-                for stage in _stages(space, dp * cp, pp):
-                    for replicas in _replicas(space, tp, cp, dp, stage):
-                        shape = _shape(space, tp, pp, cp, method, dp, stage, replicas)
-                        yield from islice(expert_degrees(space, shape), 1)
+    for config in _degrees(space):
+        for staged in _legal(_stages(space, config), {"zero.stage"}, _AFTER_STAGE):
+            replicas = _replicas(space, staged)
+            for copied in _legal(replicas, {"parallel.dp_replicate"}, _AFTER_REPLICAS):
+                for shape in islice(expert_degrees(space, copied), 1):
+                    yield from _compiled(space, shape)
+
+
+def _legal(
+    configs: Iterable[Config], changed: Set[str], open_keys: Set[str] = frozenset()
+) -> Iterator[Config]:
+    """Yield the configurations that the rules of the layout allow.
+
+    Args:
+        changed: the keys that were set just now.
+        open_keys: keys that are set later; rules that read them wait.
+    """
+    due = [rule.holds for rule in _due(rules.RULES, frozenset(changed), frozenset(open_keys))]
+    for config in configs:
+        for holds in due:
+            if not holds(config):
+                break
+        else:
+            yield config
+
+
+def _compiled(space: SearchSpace, config: Config) -> Iterator[Config]:
+    """Yield the configuration compiled as requested, or if that is open, compiled if it can be."""
+    backend = config.backend
+    modes = [space.base.backend.compile]
+    if space.resets_compile:
+        modes.append("off")
+    compiled = (
+        config
+        if mode == backend.compile
+        else replace(config, backend=replace(backend, compile=mode))
+        for mode in modes
+    )
+    return islice(_legal(compiled, {_COMPILE}, _AFTER_SHAPE), 1)
+
+
+@cache
+def _due(
+    table: tuple[Rule, ...], changed: frozenset[str], open_keys: frozenset[str]
+) -> tuple[Rule, ...]:
+    """Return the rules that read a changed key and no open one."""
+    return tuple(
+        rule
+        for rule in table
+        if not changed.isdisjoint(rule.reads) and open_keys.isdisjoint(rule.reads)
+    )
 
 
 def micro_batches(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with micro batches of rising size."""
-    layout, train = config.parallel, config.train
-    assert isinstance(layout.dp, int)
-    samples = train.global_batch // layout.dp
-    sizes = [n for n in divisors(samples) if n <= LARGEST_MICRO_BATCH]
-    if "train.micro_batch" in space.held:
-        sizes = [n for n in sizes if n == train.micro_batch]
-    for size in sizes:
-        if takes(layout.schedule, layout.pp, samples // size):
-            yield replace(config, train=replace(train, micro_batch=size))
+    train, dp = config.train, data_parallel(config)
+    samples = train.global_batch // dp
+    sizes = [size for size in range(1, LARGEST_MICRO_BATCH + 1) if samples % size == 0]
+    if _MICRO_BATCH in space.held and isinstance(train.micro_batch, int):
+        sizes = [train.micro_batch]
+    batched = (replace(config, train=replace(train, micro_batch=size)) for size in sizes)
+    return _legal(batched, {_MICRO_BATCH})
 
 
 def recomputations(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with more and more recomputation."""
-    layout = config.parallel
-    for mode in _choices(space, "activation_checkpointing", RECOMPUTATION):
-        split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
-        if mode == "selective" and split:
-            continue
-        every = layout.checkpoint_every if mode == "full" else 1
-        keep = layout.selective_keep if mode == "selective" else Parallel().selective_keep
-        changed = replace(
-            layout, activation_checkpointing=mode, checkpoint_every=every, selective_keep=keep
-        )
-        yield replace(config, parallel=changed)
+    modes = _choices(space, "activation_checkpointing", RECOMPUTATION)
+    changed = (_recomputing(config, mode, keep_options=True) for mode in modes)
+    return _legal(changed, _RECOMPUTED, {_MICRO_BATCH})
 
 
 def last_resorts(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with the last options if all else is too large: the recomputation that keeps
     least between the passes, then host memory, which only DeepSpeed offers."""
     if "parallel.activation_checkpointing" not in space.held:
-        yield _recomputing(config, "sqrt")
+        yield from _legal([_recomputing(config, "sqrt")], _RECOMPUTED, {_MICRO_BATCH})
         config = _recomputing(config, "full")
-    zero = config.zero
-    if config.backend.name != "deepspeed" or zero.stage == 0:
-        return
     if "zero.offload_optimizer" not in space.held:
-        zero = replace(zero, offload_optimizer="cpu")
-        yield replace(config, zero=zero)
-    if "zero.offload_param" not in space.held and zero.stage == 3:
-        yield replace(config, zero=replace(zero, offload_param="cpu"))
+        config = replace(config, zero=replace(config.zero, offload_optimizer="cpu"))
+        yield from _legal([config], {"zero.offload_optimizer"}, {_MICRO_BATCH})
+    if "zero.offload_param" not in space.held:
+        config = replace(config, zero=replace(config.zero, offload_param="cpu"))
+        yield from _legal([config], _OFFLOADED, {_MICRO_BATCH})
 
 
-def _recomputing(config: Config, mode: Recomputation) -> Config:
-    plain = Parallel()
-    layout = replace(
-        config.parallel,
+def _recomputing(config: Config, mode: Recomputation, *, keep_options: bool = False) -> Config:
+    """Return the configuration with a mode, and with its options reset unless they are kept."""
+    layout, plain = config.parallel, Parallel()
+    every = keep_options and mode == "full"
+    keep = keep_options and mode == "selective"
+    changed = replace(
+        layout,
         activation_checkpointing=mode,
-        checkpoint_every=plain.checkpoint_every,
-        selective_keep=plain.selective_keep,
+        checkpoint_every=layout.checkpoint_every if every else plain.checkpoint_every,
+        selective_keep=layout.selective_keep if keep else plain.selective_keep,
     )
-    return replace(config, parallel=layout)
+    return config if changed == layout else replace(config, parallel=changed)
 
 
 def expert_degrees(space: SearchSpace, config: Config) -> Iterator[Config]:
@@ -127,32 +161,28 @@ def expert_degrees(space: SearchSpace, config: Config) -> Iterator[Config]:
     Degrees stay within an island, unless the key is held. Dense models are unchanged.
     """
     layout, experts = config.parallel, max(1, config.model.experts)
-    assert isinstance(layout.dp, int)
-    ranks = layout.dp // layout.dp_replicate * layout.cp
-    within = [
-        n
-        for n in divisors(math.gcd(experts, ranks))
-        if n * layout.tp <= max(space.island, layout.tp)
-    ]
-    for ep in _choices(space, "ep", reversed(within)):
-        shared = config if ep == layout.ep else replace(config, parallel=replace(layout, ep=ep))
-        if ranks % ep == 0 and experts % ep == 0 and honoured(shared):
-            yield shared
+    most = max(space.island // layout.tp, 1)
+    within = [n for n in divisors(math.gcd(experts, expert_ranks(config))) if n <= most]
+    shared = (
+        config if ep == layout.ep else replace(config, parallel=replace(layout, ep=ep))
+        for ep in _choices(space, "ep", reversed(within))
+    )
+    return _legal(shared, {"parallel.ep"}, _AFTER_EXPERTS)
 
 
 def schedules(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield the configuration with every other schedule."""
-    layout, backend = config.parallel, config.backend
-    if layout.pp == 1 or backend.name == "deepspeed":
+    layout = config.parallel
+    if layout.pp == 1:
         return
     for schedule in _choices(space, "schedule", _SCHEDULES):
-        if schedule in SPLIT_BACKWARD and backend.compile == "on" and not space.resets_compile:
-            continue
-        compiled = "off" if schedule in SPLIT_BACKWARD else backend.compile
-        for virtual in _virtual(space, schedule, layout.pp):
+        for virtual in _virtual(space, schedule):
             changed = replace(layout, schedule=schedule, virtual_stages=virtual)
-            if changed != layout:
-                yield replace(config, parallel=changed, backend=replace(backend, compile=compiled))
+            if changed == layout:
+                continue
+            scheduled = [replace(config, parallel=changed)]
+            for legal in _legal(scheduled, _SCHEDULED, _AFTER_EXPERTS):
+                yield from _compiled(space, legal)
 
 
 _SCHEDULES: tuple[Schedule, ...] = (
@@ -166,100 +196,109 @@ _SCHEDULES: tuple[Schedule, ...] = (
 )
 
 
-def _tensor(space: SearchSpace) -> Iterator[int]:
-    model = space.base.model
-    rows = (model.vocab, model.max_seq_len) if model.position == "learned" else (model.vocab,)
-    parts = math.gcd(model.heads, model.kv_heads or model.heads, model.ffn, *rows)
-    for tp in _choices(space, "tp", divisors(math.gcd(parts, space.world))):
-        if tp <= space.island and parts % tp == 0 and space.world % tp == 0:
-            yield tp
+def _degrees(space: SearchSpace) -> Iterator[Config]:
+    """Yield the degrees of tp, pp, cp and the dp that uses all devices."""
+    base = replace(space.base, parallel=_plain(space))
+    for tensor in _tensor(space, base):
+        for piped in _legal(_pipeline(space, tensor), _PIPED, _AFTER_PIPELINE):
+            for context in _legal(_context(space, piped), _CONTEXT, _AFTER_CONTEXT):
+                dp = copies(context.parallel, space.world)
+                if dp is not None:
+                    resolved = replace(context, parallel=replace(context.parallel, dp=dp))
+                    yield from _legal([resolved], {"parallel.dp"}, _AFTER_DP)
 
 
-def _pipeline(space: SearchSpace, tp: int) -> Iterator[int]:
-    model, rest = space.base.model, space.world // tp
-    for pp in _choices(space, "pp", divisors(rest)):
-        fits = pp <= min(model.layers, LONGEST_PIPELINE) and rest % pp == 0
-        if fits and (pp == 1 or not model.tie_embeddings):
-            yield pp
+def _plain(space: SearchSpace) -> Parallel:
+    """Return the layout from which the degrees grow: one stage a rank."""
+    return replace(space.base.parallel, virtual_stages=1, layers_per_stage=None)
 
 
-def _context(space: SearchSpace, tp: int, pp: int) -> Iterator[tuple[int, Method]]:
-    model, length, rest = space.base.model, space.base.train.seq_len, space.world // (tp * pp)
-    shares = tp if space.base.backend.name == "native" else 1
-    heads = math.gcd(model.heads, model.kv_heads or model.heads) // tp
-    for cp in _choices(space, "cp", divisors(rest)):
-        if rest % cp or (
-            cp > 1 and "parallel.cp" not in space.held and length // cp < SHORTEST_PIECE
-        ):
-            continue
+def _tensor(space: SearchSpace, config: Config) -> Iterator[Config]:
+    for tp in _choices(space, "tp", divisors(space.world)):
+        if tp <= space.island:
+            layouts = (
+                replace(config.parallel, tp=tp, sequence_parallel=shared)
+                for shared in (True, False)
+            )
+            tensor = (replace(config, parallel=layout) for layout in layouts)
+            yield from islice(_legal(tensor, _TENSOR, _AFTER_TENSOR), 1)
+
+
+def _pipeline(space: SearchSpace, config: Config) -> Iterator[Config]:
+    base = space.base.parallel
+    for pp in _choices(space, "pp", divisors(space.world // config.parallel.tp)):
+        if pp <= LONGEST_PIPELINE:
+            held = pp > 1 and "parallel.schedule" in space.held
+            schedule = base.schedule if held else USUAL
+            usual = usual_virtual_stages(schedule)
+            keeps = schedule not in ONE_STAGE and "parallel.virtual_stages" in space.held
+            virtual = base.virtual_stages if keeps else usual
+            layout = replace(config.parallel, pp=pp, schedule=schedule, virtual_stages=virtual)
+            yield replace(config, parallel=layout)
+
+
+def _context(space: SearchSpace, config: Config) -> Iterator[Config]:
+    layout, length = config.parallel, config.train.seq_len
+    most = max(1, length // SHORTEST_PIECE)
+    for cp in _choices(space, "cp", divisors(space.world // (layout.tp * layout.pp))):
         every: tuple[Method, ...] = ("ring", "ulysses") if cp > 1 else ("ring",)
         for method in _choices(space, "cp_method", every):
-            pieces = math.lcm(2 if method == "ring" and cp > 1 else 1, shares)
-            if length % (cp * pieces) == 0 and (method == "ring" or heads % cp == 0):
-                yield cp, method
+            if cp <= most or "parallel.cp" in space.held:
+                yield replace(config, parallel=replace(layout, cp=cp, cp_method=method))
 
 
-def _stages(space: SearchSpace, ranks: int, pp: int) -> Iterator[Stage]:
+def _stages(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield ZeRO stages; in a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
+    layout, zero = config.parallel, config.zero
+    every: tuple[Stage, ...] = (0, 1, 2) if layout.pp > 1 else (0, 1, 2, 3)
     if "zero.stage" in space.held:
-        yield space.base.zero.stage
-    elif ranks == 1:
-        yield 0
-    else:
-        yield from (0, 1, 2) if pp > 1 else (0, 1, 2, 3)
+        every = (zero.stage,)
+    elif data_parallel(config) * layout.cp == 1:
+        every = (0,)
+    return (replace(config, zero=replace(zero, stage=stage)) for stage in every)
 
 
-def _replicas(space: SearchSpace, tp: int, cp: int, dp: int, stage: int) -> Iterator[int]:
+def _replicas(space: SearchSpace, config: Config) -> Iterator[Config]:
     """Yield one sharded model, or one in each island."""
-    if "parallel.dp_replicate" in space.held:
-        wanted = space.base.parallel.dp_replicate
-        if dp % wanted == 0 and (wanted == 1 or stage > 0):
-            yield wanted
-        return
-    yield 1
-    within = max(1, space.island // (tp * cp))
-    if stage > 0 and dp > within and dp % within == 0 and within > 1:
-        yield dp // within
+    layout, dp = config.parallel, data_parallel(config)
+    within = space.island // (layout.tp * layout.cp)
+    islands = [dp // within] if 1 < within < dp and dp % within == 0 else []
+    for replicas in _choices(space, "dp_replicate", (1, *islands)):
+        yield replace(config, parallel=replace(layout, dp_replicate=replicas))
 
 
-def _virtual(space: SearchSpace, schedule: str, pp: int) -> Iterator[int]:
-    most = space.base.model.layers // pp
-    usual = (1,) if schedule in ONE_STAGE else (2,) if schedule in V_SHAPED else (2, 3, 4, 5, 6, 8)
-    for virtual in _choices(space, "virtual_stages", usual):
-        fixed = schedule in ONE_STAGE or schedule in V_SHAPED
-        if virtual <= most and (virtual in usual or not fixed):
-            yield virtual
+def _virtual(space: SearchSpace, schedule: Schedule) -> Iterable[int]:
+    several = schedule not in ONE_STAGE and schedule not in V_SHAPED
+    every = (2, 3, 4, 5, 6, 8) if several else (usual_virtual_stages(schedule),)
+    return _choices(space, "virtual_stages", every)
 
 
-def _shape(
-    space: SearchSpace,
-    tp: int,
-    pp: int,
-    cp: int,
-    method: Method,
-    dp: int,
-    stage: Stage,
-    replicas: int,
-) -> Config:
-    base = space.base
-    native = base.backend.name == "native"
-    layout = replace(
-        base.parallel,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        cp_method=method,
-        dp=dp,
-        dp_replicate=replicas,
-        sequence_parallel=native or tp == 1,
-        schedule=base.parallel.schedule if pp > 1 and "parallel.schedule" in space.held else USUAL,
-        virtual_stages=1,
-        layers_per_stage=None,
-    )
-    if pp > 1 and layout.schedule not in ONE_STAGE:
-        virtual = base.parallel.virtual_stages if "parallel.virtual_stages" in space.held else 2
-        layout = replace(layout, virtual_stages=virtual)
-    return replace(base, parallel=layout, zero=replace(base.zero, stage=stage))
+# Keys in the order in which they are set: a rule is tested as soon as all the keys that it reads are set.
+_MICRO_BATCH = "train.micro_batch"
+_RECOMPUTED = {
+    "parallel.activation_checkpointing",
+    "parallel.checkpoint_every",
+    "parallel.selective_keep",
+}
+_COMPILE = "backend.compile"
+_OFFLOADED = {"zero.offload_optimizer", "zero.offload_param"}
+_SCHEDULED = {"parallel.schedule", "parallel.virtual_stages"}
+_TENSOR = {"parallel.tp", "parallel.sequence_parallel"}
+_PIPED = {
+    "parallel.pp",
+    "parallel.schedule",
+    "parallel.virtual_stages",
+    "parallel.layers_per_stage",
+}
+_CONTEXT = {"parallel.cp", "parallel.cp_method"}
+_AFTER_SHAPE = {*_RECOMPUTED, _MICRO_BATCH}
+_AFTER_EXPERTS = {*_AFTER_SHAPE, _COMPILE}
+_AFTER_REPLICAS = {*_AFTER_EXPERTS, "parallel.ep"}
+_AFTER_STAGE = {*_AFTER_REPLICAS, "parallel.dp_replicate"}
+_AFTER_DP = {*_AFTER_STAGE, "zero.stage"}
+_AFTER_CONTEXT = {*_AFTER_DP, "parallel.dp"}
+_AFTER_PIPELINE = {*_AFTER_CONTEXT, *_CONTEXT}
+_AFTER_TENSOR = {*_AFTER_PIPELINE, *_PIPED}
 
 
 def _choices(space: SearchSpace, name: str, every: Iterable[T]) -> Iterable[T]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from functools import reduce
 from typing import Any
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.rules import check
-from nanoscale.config.rules.backends import honoured
-from nanoscale.config.schema import Config, Parallel
-from nanoscale.config.stages import SPLIT_BACKWARD, usual_virtual_stages
+from nanoscale.config.rules.resolution import value_of
+from nanoscale.config.schema import Config
+from nanoscale.config.stages import usual_virtual_stages
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
 from nanoscale.plan.hardware.hardware import Hardware
@@ -54,18 +53,17 @@ def search_space(
     held = frozenset(
         key
         for key in SEARCHED
-        if key not in _FOLLOWS and composed.by_hand(key) and value(composed.config, key) != "auto"
+        if key not in _FOLLOWS
+        and composed.by_hand(key)
+        and value_of(composed.config, key) != "auto"
     )
-    plain = Config()
-    neutral = composed.config
-    for key in ("parallel.dp", *SEARCHED):
-        if key not in held and key != "backend.compile":
-            neutral = _with(
-                neutral,
-                key,
-                1 if key in ("parallel.dp", "train.micro_batch") else value(plain, key),
-            )
-    base = check(replace(composed, config=_legal(neutral)), devices)
+    open_keys = frozenset({"parallel.dp", *SEARCHED}) - held - {"backend.compile"}
+    neutral, plain = composed.config, Config()
+    for key in open_keys:
+        neutral = _with(neutral, key, value_of(plain, key))
+    if world:  # of several hosts, for each of which launcher.devices counts
+        neutral = _with(neutral, "launcher.devices", "auto")
+    base = check(replace(composed, config=neutral), devices, searched=open_keys)
     world = world or devices.count
     threads = composed.config.launcher.threads
     each = max(1, devices.cores // world) if threads == "auto" else threads
@@ -91,7 +89,7 @@ def recipe_of(composed: Composed, chosen: Config) -> str:
     usual, asked = asdict(compose([]).config), composed.config
     for typed in _changes(asked, chosen):
         key = typed.strip("'").partition("=")[0]
-        asked = _with(asked, key, value(chosen, key))
+        asked = _with(asked, key, value_of(chosen, key))
     overrides = " ".join(to_type(composed, chosen))
     values = _without(asdict(asked), usual)
     values.get("run", {}).pop("name", None)
@@ -123,30 +121,12 @@ def _changes(asked: Config, chosen: Config) -> Iterator[str]:
     if asked.parallel.dp not in ("auto", layout.dp):
         yield override("parallel.dp", layout.dp)
     for key in SEARCHED:
-        before, after = value(asked, key), value(chosen, key)
+        before, after = value_of(asked, key), value_of(chosen, key)
         follows = before == "auto" and usual.get(key) == after
         if before != after and not follows:
             yield override(key, after)
 
 
-def value(config: Config, key: str) -> Any:
-    return reduce(getattr, key.split("."), config)
-
-
 def _with(config: Config, key: str, new: object) -> Config:
     section, name = key.split(".")
     return replace(config, **{section: replace(getattr(config, section), **{name: new})})
-
-
-def _legal(config: Config) -> Config:
-    """Make the neutral layout legal beside the held keys: idle or unsupported values change too."""
-    layout, native = config.parallel, config.backend.name == "native"
-    if layout.pp == 1 and layout.schedule != Parallel().schedule:
-        config = _with(config, "parallel.schedule", Parallel().schedule)
-    if layout.schedule in SPLIT_BACKWARD and config.backend.compile == "on":
-        config = _with(config, "backend.compile", "off")
-    if layout.ep > 1:
-        config = _with(config, "parallel.dp", layout.ep * layout.dp_replicate)
-    config = _with(config, "parallel.sequence_parallel", native or layout.tp == 1)
-    stages = (_with(config, "zero.stage", stage) for stage in (config.zero.stage, 1, 2, 3))
-    return next(filter(honoured, stages), config)

@@ -1,0 +1,229 @@
+"""Rules of the world size: the devices of this machine, or the slots of given hosts, against the layout."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from nanoscale.common.errors import Violation
+from nanoscale.config import hostnames
+from nanoscale.config.composing import nodes
+from nanoscale.config.machines import Host
+from nanoscale.config.rules.layout import with_degree
+from nanoscale.config.rules.resolution import Resolution, counted, divisors
+from nanoscale.config.schema import Parallel
+
+_MOST_ENTRIES = 8
+"""The most entries; a longer filter would not help."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The resolved degrees."""
+
+    device: Literal["cpu", "cuda"]
+    dp: int
+    ranks: int
+    """The world size."""
+
+
+def resolve_layout(resolution: Resolution) -> Layout:
+    """Resolve the world size and dp from the devices."""
+    device = resolve_device(resolution)
+    dp, ranks = (
+        _degrees_on_hosts(resolution, device) if resolution.hosts else _degrees(resolution, device)
+    )
+    return Layout(device, dp, ranks)
+
+
+def ranks_of_copy(layout: Parallel) -> int:
+    """Return the ranks of one copy of the model."""
+    return layout.tp * layout.pp * layout.cp
+
+
+def copies(layout: Parallel, ranks: int) -> int | None:
+    """Return the data-parallel degree that uses all of the ranks; None if tp·pp·cp does not divide them."""
+    dp, rest = divmod(ranks, ranks_of_copy(layout))
+    return None if rest or not dp else dp
+
+
+def resolve_device(resolution: Resolution) -> Literal["cpu", "cuda"]:
+    """Return the device type of the ranks."""
+    asked = resolution.config.launcher.device
+    if asked == "auto":
+        return "cuda" if resolution.remote else resolution.devices.kind
+    if asked == "cuda" and resolution.devices.kind != "cuda" and not resolution.remote:
+        resolution.refuse(
+            "layout", "launcher.device", "is set, and this host has no GPU", "launcher.device=cpu"
+        )
+    return asked
+
+
+# --- this machine ---------------------------------------------------------------------------------
+
+
+def _degrees(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """Return the data-parallel degree and the ranks, on this machine."""
+    layout, asked = resolution.config.parallel, resolution.config.launcher.devices
+    limit = (
+        resolution.devices.count if device == "cuda" and resolution.devices.kind == "cuda" else None
+    )
+    if limit is not None and asked != "auto" and asked > limit:
+        message = f"is more than the {counted(limit, 'GPU')} of this host"
+        fewer, cpu = f"launcher.devices={limit}", "launcher.device=cpu"
+        resolution.refuse("layout", "launcher.devices", message, fewer, cpu)
+    copy = ranks_of_copy(layout)
+    if layout.dp != "auto":
+        _fixed_degrees(resolution, layout.dp, copy, limit)
+        return layout.dp, layout.dp * copy
+    available = asked if asked != "auto" else limit
+    if available is None:
+        return layout.dp_replicate, layout.dp_replicate * copy
+    exact, on_cpu = asked != "auto", resolution.devices.kind == "cpu"
+    if available < copy or (exact and copies(layout, available) is None):
+        devices = "launcher.devices" if exact else "the GPUs of this host"
+        more = f"launcher.devices={copy}" if exact and on_cpu else None
+        instead = more if exact else "launcher.device=cpu"
+        _too_large(resolution, copy, available, devices, instead, exact=exact)
+    dp = max(1, available // copy)
+    return dp, dp * copy
+
+
+def _degrees_on_hosts(resolution: Resolution, device: Literal["cpu", "cuda"]) -> tuple[int, int]:
+    """Return the same for given hosts: every slot is a rank."""
+    layout, slots = resolution.config.parallel, resolution.slots
+    _check_slots(resolution, device)
+    copy = ranks_of_copy(layout)
+    open_ended = layout.dp == "auto" or nodes.elastic(resolution.config.launcher.nodes)
+    dp = max(1, slots // copy) if open_ended else layout.dp
+    assert isinstance(dp, int)
+    if copies(layout, slots) is None:
+        fewer = _first_hosts(resolution, lambda slots: copies(layout, slots) is not None)
+        _too_large(resolution, copy, slots, _slots_of(resolution), fewer, exact=True)
+    elif dp * copy != slots:
+        _refuse_degree(resolution, dp, copy)
+    return dp, dp * copy
+
+
+def _too_large(
+    resolution: Resolution,
+    copy: int,
+    available: int,
+    devices: str,
+    instead: str | None,
+    *,
+    exact: bool,
+) -> None:
+    """Refuse a layout of which one copy does not fit the devices; `exact`: all devices must be used."""
+    layout = resolution.config.parallel
+    axis = max(("tp", "pp", "cp"), key=lambda name: getattr(layout, name))
+    degree = getattr(layout, axis)
+    rest = copy // degree
+    # A divisor of the degree keeps all other divisibilities of the degree.
+    fits = [
+        n
+        for n in divisors(degree)
+        if n * rest <= available and (not exact or available % (n * rest) == 0)
+    ]
+    resolution.refuse(
+        "layout",
+        f"parallel.{axis}",
+        f"makes tp·pp·cp = {copy} ranks for one copy of the model; {devices} = {available} is not a "
+        f"multiple of that",
+        with_degree(resolution.config, axis, fits[-1]) if fits else "parallel=dp",
+        instead,
+    )
+
+
+def _fixed_degrees(resolution: Resolution, dp: int, copy: int, limit: int | None) -> None:
+    layout, asked = resolution.config.parallel, resolution.config.launcher.devices
+    world = dp * copy
+    product = f"dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks"
+    if asked != "auto" and asked != world:
+        resolution.refuse(
+            "layout",
+            "parallel.dp",
+            f"makes {product}, and launcher.devices={asked} ({resolution.composed.source('launcher.devices')})"
+            " must be the same number",
+            f"launcher.devices={world}",
+            f"parallel.dp={asked // copy}" if asked % copy == 0 else None,
+        )
+    if asked == "auto" and limit is not None and world > limit:
+        resolution.refuse(
+            "layout",
+            "parallel.dp",
+            f"makes {product}, and this host has {counted(limit, 'GPU')}",
+            f"parallel.dp={limit // copy}" if limit >= copy else None,
+            "launcher.device=cpu",
+        )
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+
+def _check_slots(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
+    """Check the slots of this machine against its GPUs; those of other hosts are counted when they connect."""
+    if resolution.remote or device == "cpu" or resolution.devices.kind == "cpu":
+        return
+    for host in resolution.hosts:
+        highest = max(host.devices) + 1 if host.devices else host.slots
+        if highest > resolution.devices.count:
+            present = counted(resolution.devices.count, "GPU")
+            message = f"asks {host.name} for {counted(highest, 'slot')}, and it has {present}"
+            line = f"{host.name} slots={resolution.devices.count}"
+            resolution.add("layout", Violation("", host.name, host.source, message, (line,)))
+
+
+def _refuse_degree(resolution: Resolution, dp: int, copy: int) -> None:
+    """Refuse a fixed data-parallel degree that makes more or fewer ranks than there are slots."""
+    layout, world = resolution.config.parallel, dp * copy
+    resolution.refuse(
+        "layout",
+        "parallel.dp",
+        f"makes dp·tp·pp·cp = {dp}·{layout.tp}·{layout.pp}·{layout.cp} = {world} ranks, and "
+        f"{_slots_of(resolution)} = {resolution.slots} must be the same number",
+        f"parallel.dp={resolution.slots // copy}",
+        _first_hosts(resolution, lambda slots: slots == world) or _part_of_hosts(resolution, world),
+    )
+
+
+def _slots_of(resolution: Resolution) -> str:
+    """Describe the number of slots that ranks are compared with."""
+    return f"the slots of {counted(len(resolution.hosts), 'host')}"
+
+
+def _first_hosts(resolution: Resolution, fits: Callable[[int], bool]) -> str | None:
+    """Return the option for fewer hosts: as many of the first ones as have slots that fit."""
+    if nodes.elastic(resolution.config.launcher.nodes):
+        return None
+    counts = [
+        n for n, slots in enumerate(accumulate(h.slots for h in resolution.hosts), 1) if fits(slots)
+    ]
+    return f"--num-nodes {counts[-1]}" if counts else None
+
+
+def _part_of_hosts(resolution: Resolution, world: int) -> str | None:
+    """Return the filter that leaves `world` slots, the first ones."""
+    launcher = resolution.config.launcher
+    counted_out = launcher.nodes is not None or launcher.devices != "auto"
+    if launcher.hostfile is None or launcher.exclude is not None or counted_out:
+        return None
+    entries = []
+    for host in resolution.hosts:
+        taken = min(host.slots, world)
+        if taken:
+            entries.append(_entry(host, taken))
+        world -= taken
+    fits = world == 0 and len(entries) <= _MOST_ENTRIES
+    return f"--include {shlex.quote('@'.join(entries))}" if fits else None
+
+
+def _entry(host: Host, taken: int) -> str:
+    name = hostnames.in_filter(host.name)
+    if taken == host.slots and host.devices is None:
+        return name
+    devices = host.devices or range(host.slots)
+    return f"{name}:{','.join(map(str, devices[:taken]))}"
