@@ -61,7 +61,7 @@ def known(name: str) -> dict[str, Any] | None:
 
 
 def keep(name: str, document: dict[str, Any]) -> None:
-    """Write the document of a rehearsal into the cache; a full or read-only disk is no error."""
+    """Write the document of a rehearsal into the cache; errors of a full or read-only disk are ignored."""
     with suppress(OSError):
         cached(name).parent.mkdir(parents=True, exist_ok=True)
         write_json(cached(name), document)
