@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from nanoscale.agent.link import Link
 from nanoscale.agent.main import main
-from nanoscale.agent.orphan_cleanup import sweep
+from nanoscale.processes.orphans import end_orphans
 
 
 def _serve(arguments: list[str]) -> int:
@@ -22,7 +22,7 @@ def _serve(arguments: list[str]) -> int:
         case ["--connect", address, key_file]:
             return main(_call(address, Path(key_file)))
         case ["--end-orphans", mark]:
-            return 1 if sweep(mark) else 0
+            return 1 if end_orphans(mark) else 0
     sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --end-orphans MARK]")
 
 

@@ -10,13 +10,13 @@ from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nanoscale.agent.host import Host, available_gib, oom_kills
 from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
 from nanoscale.agent.network import interface_towards, is_loopback
-from nanoscale.agent.rank import start_rank, start_store
+from nanoscale.agent.rank import HostRanks, start_rank, start_store
 from nanoscale.agent.watch import Watch, send
 from nanoscale.processes.messages import Message
+from nanoscale.processes.proc import available_gib, oom_kills
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
@@ -34,7 +34,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
     """
-    host, run = Host.of(order), _run_directory(link, order)
+    host, run = HostRanks.of(order), _run_directory(link, order)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
@@ -87,7 +87,7 @@ def _result(run: RunDirectory) -> object:
 
 
 def _run_ranks(
-    host: Host, watch: Watch, logs: RankLogs, run: RunDirectory, job: Job | str, meet_s: float
+    host: HostRanks, watch: Watch, logs: RankLogs, run: RunDirectory, job: Job | str, meet_s: float
 ) -> None:
     """Start the ranks of this host, and watch them until all have ended."""
     interface = _interface(host.master_addr)
@@ -104,7 +104,7 @@ def _run_ranks(
         send(processes, signal.SIGKILL)
 
 
-def _environment(host: Host, local_rank: int) -> dict[str, str]:
+def _environment(host: HostRanks, local_rank: int) -> dict[str, str]:
     """Return the variables for torch.distributed and DeepSpeed, named as by torchrun, and for `worker`."""
     numbers = {
         "RANK": host.ranks[local_rank],

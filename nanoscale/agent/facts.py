@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.agent.gpu_software import gpu_software
-from nanoscale.agent.host import available_gib
 from nanoscale.agent.network import addresses, interface_towards, resolve
 from nanoscale.common.cache import cache_path, user_cache
 from nanoscale.common.devices import detect, gpu_memory, gpu_problem
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message
+from nanoscale.processes.proc import available_gib
 from nanoscale.runs.directory import write_problem
 
 _STALE_S = 3600.0

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 
-from nanoscale.agent.host import Host
 from nanoscale.agent.link import Link
-from nanoscale.agent.rank import RankFiles
+from nanoscale.agent.rank import HostRanks, RankFiles
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import STREAMS, RunDirectory, Stream
 from nanoscale.runs.tail import FileTail
@@ -28,7 +27,7 @@ class RankLogs:
             output is sent to the launcher.
     """
 
-    def __init__(self, link: Link, host: Host, run: RunDirectory | None) -> None:
+    def __init__(self, link: Link, host: HostRanks, run: RunDirectory | None) -> None:
         self._link = link
         scratch = RunDirectory(link.scratch)
         scratch.attempt_logs(host.attempt).mkdir(parents=True)
@@ -70,7 +69,7 @@ class RankLogs:
         return len(data) == MOST_BYTES
 
 
-def _files(logs: RunDirectory, scratch: RunDirectory, host: Host, rank: int) -> RankFiles:
+def _files(logs: RunDirectory, scratch: RunDirectory, host: HostRanks, rank: int) -> RankFiles:
     stdout, stderr = (logs.log(host.attempt, host.name, rank, stream) for stream in STREAMS)
     failure = scratch.rank_failure(host.attempt, host.name, rank)
     return RankFiles(stdout, stderr, failure, failure.with_suffix(".outcome"))

@@ -46,9 +46,15 @@ def is_loopback(address: str) -> bool:
 
 def interface_towards(host: str) -> str | None:
     """Return the interface of packets to a host; None if there is no route."""
+    address = address_towards(host)
+    return addresses().get(address) if address is not None else None
+
+
+def address_towards(host: str) -> str | None:
+    """Return the address of this host from which packets to another one are sent; None if there is no route."""
     with suppress(OSError, UnicodeError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
-            return addresses().get(str(probe.getsockname()[0]).partition("%")[0])
+            return str(probe.getsockname()[0]).partition("%")[0]
     return None

@@ -9,16 +9,16 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nanoscale import worker
-from nanoscale.agent.host import Host
 from nanoscale.agent.network import is_loopback
 from nanoscale.processes.lifeline import die_with
+from nanoscale.processes.messages import Message
 from nanoscale.runs.failure import RankFailure, write_rank_failure
 from nanoscale.runs.rank_context import STOP_SIGNALS
 from nanoscale.worker import Job
@@ -26,6 +26,26 @@ from nanoscale.worker import Job
 _BACKLOG = 2048
 """Connections that wait for the store to accept them: all ranks connect at the same time."""
 _copies = get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class HostRanks:
+    """One host's ranks in an attempt, as the launcher orders them."""
+
+    name: str
+    node_rank: int
+    nodes: int
+    ranks: tuple[int, ...]
+    """Global ranks, by local rank."""
+    world_size: int
+    master_addr: str
+    master_port: int
+    attempt: int
+
+    @classmethod
+    def of(cls, order: Message) -> HostRanks:
+        values = {field.name: order[field.name] for field in fields(cls)}
+        return cls(**{**values, "ranks": tuple(order["ranks"])})
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ def start_rank(
     return process
 
 
-def start_store(host: Host) -> BaseProcess:
+def start_store(host: HostRanks) -> BaseProcess:
     """Start the store at which the ranks of all hosts meet, on the first host.
 
     Raises:
@@ -68,7 +88,7 @@ def start_store(host: Host) -> BaseProcess:
         return process
 
 
-def _listener(host: Host) -> socket.socket:
+def _listener(host: HostRanks) -> socket.socket:
     """Listen for the store, which would otherwise listen on all interfaces even in a job on one host."""
     if is_loopback(host.master_addr):
         return socket.create_server((host.master_addr, host.master_port), backlog=_BACKLOG)

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 
-from nanoscale.agent.host import Host, is_stopped
 from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
-from nanoscale.agent.rank import RankFiles
+from nanoscale.agent.rank import HostRanks, RankFiles
+from nanoscale.processes.proc import is_stopped
 from nanoscale.runs.failure import RankFailure, read_rank_failure, stopped_rank
 
 _STACKS_S = 0.5
@@ -26,7 +26,7 @@ _FORWARD_S = 0.25
 class Watch:
     """A watch over the ranks' processes, which are ordered by local rank."""
 
-    def __init__(self, link: Link, host: Host, logs: RankLogs, patience_s: float) -> None:
+    def __init__(self, link: Link, host: HostRanks, logs: RankLogs, patience_s: float) -> None:
         self._link = link
         self._host = host
         self._logs = logs

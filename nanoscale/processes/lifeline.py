@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanoscale.processes.messages import MARK
-from nanoscale.processes.orphans import is_tracker
+from nanoscale.processes.proc import is_tracker
 
 SCRATCH, CGROUP = "NANOSCALE_SCRATCH", "NANOSCALE_CGROUP"
 """Names of the variables with the agent's temporary folder and the job's cgroup on the host."""

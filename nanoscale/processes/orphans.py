@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanoscale.processes import cgroup
+from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.messages import MARK
+from nanoscale.processes.proc import is_tracker, lives
 
-LIMIT_S = 5.0
+_LIMIT_S = 5.0
 _TRACKER_S = 3.0
 """Seconds for Python's resource tracker to remove semaphores that are no longer used."""
 _PAUSE_S = 0.02
@@ -29,39 +30,58 @@ def marked(mark: str) -> Iterator[int]:
                 yield pid
 
 
+def end_orphans(mark: str) -> list[int]:
+    """SIGKILL every process of a job, and the agent that leads their group; remove their files.
+
+    Ranks exit with their agent by a thread of their own, which does not run in a stopped rank; and an agent
+    that was stopped itself ends nothing.
+
+    Returns:
+        the processes that did not exit.
+    """
+    left = end(lambda: _with_leaders(mark), tracker_s=0.0)
+    scratch.remove_stale()
+    return left
+
+
 def end_strays(mark: str, group: int) -> None:
     """SIGKILL every process of a job that has left its process group."""
+    end(lambda: [pid for pid in marked(mark) if _group(pid) not in (group, None)])
+
+
+def end(
+    find: Callable[[], Iterable[int]], limit_s: float = _LIMIT_S, tracker_s: float = _TRACKER_S
+) -> list[int]:
+    """SIGKILL all that `find` returns, until it returns no process any more, or for at most so long.
+
+    Args:
+        tracker_s: how long Python's resource trackers are left alone.
+
+    Returns:
+        the processes that did not exit.
+    """
     began = time.monotonic()
-    while strays := [pid for pid in marked(mark) if _group(pid) not in (group, None)]:
+    while left := list(find()):
         waited = time.monotonic() - began
-        if waited > LIMIT_S:
-            return
-        for pid in strays:
-            if waited > _TRACKER_S or not is_tracker(pid):
+        if waited > limit_s:
+            break
+        for pid in left:
+            if waited >= tracker_s or not is_tracker(pid):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
+    return left
+
+
+def _with_leaders(mark: str) -> set[int]:
+    """Find processes by their mark: an agent has it only from an order, so it is in the environment of its
+    children."""
+    processes = set(marked(mark))
+    leaders = {group for pid in processes if (group := _group(pid)) is not None}
+    return processes | {pid for pid in leaders - {os.getpgid(0)} if lives(pid)}
 
 
 def _group(pid: int) -> int | None:
     with suppress(OSError):
         return os.getpgid(pid)
     return None
-
-
-def lives(pid: int) -> bool:
-    """True if a process has not ended; an unreaped one has."""
-    with suppress(OSError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
-        return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
-
-
-_TRACKER = b"multiprocessing.resource_tracker"
-
-
-def is_tracker(pid: int) -> bool:
-    """True if a process is Python's resource tracker, which exits by itself when it is not needed."""
-    with suppress(OSError):
-        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.agent.host import Host
 from nanoscale.agent.logs import RankLogs
+from nanoscale.agent.rank import HostRanks
 from nanoscale.processes.messages import MOST_BYTES
 from nanoscale.runs.directory import RunDirectory
 
-HOST = Host("h", 0, 1, (4, 5), 6, "127.0.0.1", 1, attempt=2)
+HOST = HostRanks("h", 0, 1, (4, 5), 6, "127.0.0.1", 1, attempt=2)
 
 
 class Link:

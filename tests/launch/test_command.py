@@ -121,7 +121,7 @@ def test_other_hosts_get_what_concerns_them_and_what_was_asked_for(monkeypatch):
     launcher = replace(SSH.launcher, pass_env=["WANDB_API_KEY", "MY_*"], env={"X": 1, "MY_B": "b"})
     config = replace(SSH, launcher=launcher)
     made = plan(config, HOSTS)
-    got = passed_on(config, made, os.environ)
+    got = passed_on(config, made.world_size, os.environ)
     assert {
         "NCCL_DEBUG": "INFO",
         "WANDB_API_KEY": "k",

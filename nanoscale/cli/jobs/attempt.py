@@ -50,7 +50,7 @@ def ready_fleet(request: Request, signals: Signals) -> Iterator[Fleet]:
     config = request.config
     hosts = request.hosts or (here(config),)
     with Fleet(config, hosts, request.run.path.parent) as fleet:
-        prepare(fleet, request, request.run, signals)
+        prepare(fleet, request, signals)
         if signals.first is not None:
             display.note("stopped before the launch")
             raise typer.Exit(INTERRUPTED if signals.first is SIGINT else PREEMPTED)

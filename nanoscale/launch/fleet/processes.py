@@ -10,21 +10,16 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from nanoscale.processes import orphans
-from nanoscale.processes.orphans import is_tracker
-
-if TYPE_CHECKING:
-    import psutil
+from nanoscale.processes.proc import lives
 
 _PAUSE_S = 0.02
 _PIPE_BYTES = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _CLEANUP_S = 3.0
 """Seconds; a host that is off or unreachable would never answer, and its agent exits by itself."""
-_TRACKER_S = 3.0
-"""Seconds for Python's resource tracker to remove semaphores that are no longer used."""
 
 
 class Process:
@@ -117,26 +112,17 @@ def end_all(sessions: Sequence[int], mark: str, limit_s: float = 30.0) -> list[i
     Returns:
         the processes that did not exit.
     """
-    deadline = time.monotonic() + limit_s
-    patience = time.monotonic() + _TRACKER_S
-    while left := members(sessions, mark):
-        if time.monotonic() > deadline:
-            break
-        workers = [process for process in left if not is_tracker(process.pid)]
-        for process in workers if time.monotonic() < patience else left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(process.pid, signal.SIGKILL)
-        time.sleep(_PAUSE_S)
+    left = orphans.end(lambda: members(sessions, mark), limit_s)
     _reap_orphans(sessions)
-    return [process.pid for process in left]
+    return left
 
 
-def members(sessions: Sequence[int], mark: str) -> list[psutil.Process]:
+def members(sessions: Sequence[int], mark: str) -> list[int]:
     """List living processes of the sessions, or those that carry the mark after they left them."""
     import psutil
 
     carriers = set(orphans.marked(mark))
-    return [p for p in psutil.process_iter() if p.pid in carriers or _is_of(sessions, p)]
+    return [pid for pid in psutil.pids() if pid in carriers or _is_of(sessions, pid)]
 
 
 def adopt_orphans(adopt: bool = True) -> None:
@@ -146,14 +132,10 @@ def adopt_orphans(adopt: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def _is_of(sessions: Sequence[int], process: psutil.Process) -> bool:
-    import psutil
-
-    try:
-        within = os.getsid(process.pid) in sessions
-        return within and process.status() != psutil.STATUS_ZOMBIE
-    except (psutil.Error, OSError):
-        return False
+def _is_of(sessions: Sequence[int], pid: int) -> bool:
+    with suppress(OSError):
+        return os.getsid(pid) in sessions and lives(pid)
+    return False
 
 
 def _reap_orphans(sessions: Sequence[int]) -> None:

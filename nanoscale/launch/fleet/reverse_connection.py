@@ -12,10 +12,10 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoscale.agent.network import address_towards, addresses, is_loopback, resolve
 from nanoscale.config import hostnames
 from nanoscale.config.rules import Host
 from nanoscale.processes.handshake import HandshakeError, admit
@@ -43,7 +43,7 @@ class ReverseConnection:
         for host in hosts:
             if self._names & {host, host.partition(".")[0]}:
                 return host
-        return next((host for host in hosts if self._addresses & set(_resolve(host))), None)
+        return next((host for host in hosts if self._addresses & set(resolve(host))), None)
 
     def close(self) -> None:
         self.socket.close()
@@ -93,8 +93,9 @@ class ReverseListener:
         """Return the addresses of this machine for these hosts, the likeliest first: `A:PORT,B:PORT`."""
         port = self._socket.getsockname()[1]
         elsewhere = [host for host in hosts if not hostnames.is_here(host.name)]
-        towards = own_address((elsewhere or hosts)[0].address)
-        names = dict.fromkeys([towards, socket.gethostname(), *_own_addresses()])
+        towards = address_towards((elsewhere or hosts)[0].address) or socket.gethostname()
+        others = [own for own in addresses() if ":" not in own and not is_loopback(own)]
+        names = dict.fromkeys([towards, socket.gethostname(), *others])
         return ",".join(f"{name}:{port}" for name in names)
 
     def new(self) -> list[ReverseConnection]:
@@ -184,28 +185,3 @@ class ReverseListener:
         self._strangers.remove(stranger)
         self._selector.unregister(stranger.connection)
         stranger.connection.close()
-
-
-def own_address(towards: str) -> str:
-    """Return the address of this machine to which another one would reply."""
-    with suppress(OSError, UnicodeError):
-        family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
-def _own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this machine's interfaces, without the loopback."""
-    import psutil
-
-    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = [entry.address for entry in entries if entry.family == socket.AF_INET]
-    return [address for address in found if not address.startswith("127.")]
-
-
-def _resolve(name: str) -> list[str]:
-    with suppress(OSError, UnicodeError):
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(name, None)]
-    return []

@@ -83,8 +83,7 @@ def bus_gb_s(size: int, seconds: float, ranks: int) -> float:
 
 def prepare(fleet: Fleet, config: Config, *, will_measure: bool) -> None:
     """Request the hosts' facts and prepare them for the test; returns when all have answered, or are lost."""
-    plan = _plan(fleet.members, config)
-    environment = passed_on(config, plan, os.environ)
+    environment = passed_on(config, _plan(fleet.members, config).world_size, os.environ)
     fleet.prepare(environment, will_launch=will_measure, job=BANDWIDTH)
     fleet.gather()
 

@@ -160,9 +160,10 @@ def wanted_port(config: Config, run: RunDirectory) -> int:
     return _PORTS[zlib.crc32(str(run.path).encode()) % len(_PORTS)]
 
 
-def passed_on(config: Config, plan: LaunchPlan, inherited: Mapping[str, str]) -> dict[str, str]:
+def passed_on(config: Config, world_size: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the agents in addition to that of their hosts."""
-    return {name: inherited[name] for name in plan.inherited} | plan.environment
+    chosen = {name: value for name, value in inherited.items() if _is_passed_on(config, name)}
+    return chosen | _environment(config, world_size, inherited)
 
 
 def _ranks(hosts: Sequence[Host]) -> list[tuple[int, ...]]:

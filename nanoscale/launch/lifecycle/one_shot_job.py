@@ -52,9 +52,8 @@ def run_one_shot_job(
     """
     hosts = hosts or (here(config),)
     world = derive(config).world_size
-    plan = plan_launch(config, NO_RUN, 1, world, hosts)
     with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
-        fleet.prepare(passed_on(config, plan, os.environ), will_launch=True, job=job)
+        fleet.prepare(passed_on(config, world, os.environ), will_launch=True, job=job)
         fleet.gather()
         if config.launcher.preflight:
             require_ready(fleet, config)

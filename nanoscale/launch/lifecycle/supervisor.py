@@ -142,7 +142,7 @@ class Supervisor:
         launcher = self.request.config.launcher
         # An elastic job does not wait long for a host that is down.
         patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
-        prepare(self.fleet, self.request, self.run, self.signals, patience_s)
+        prepare(self.fleet, self.request, self.signals, patience_s)
 
     # --- records --------------------------------------------------------------------------------------
 
@@ -214,12 +214,11 @@ class Supervisor:
 def prepare(
     fleet: Fleet,
     request: Request,
-    run: RunDirectory,
     signals: Signals,
     limit_s: float | None = None,
 ) -> None:
     """Let the hosts prepare and send their facts, until all have answered or are lost, or a signal comes."""
     config = request.config
-    plan = plan_launch(config, run, 1, derive(config).world_size, request.hosts)
-    fleet.prepare(passed_on(config, plan, os.environ), will_launch=True)
+    environment = passed_on(config, derive(config).world_size, os.environ)
+    fleet.prepare(environment, will_launch=True)
     fleet.gather(limit_s, lambda: signals.first is not None)

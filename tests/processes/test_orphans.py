@@ -9,8 +9,8 @@ import time
 import uuid
 from pathlib import Path
 
-from nanoscale.agent.orphan_cleanup import sweep
 from nanoscale.processes.messages import MARK
+from nanoscale.processes.orphans import end_orphans
 
 LEADER = f"""
 {MARK}=$0 sleep 1000 & echo $!
@@ -52,14 +52,14 @@ def test_all_that_carries_the_mark_ends_and_its_agent_too_though_stopped() -> No
     try:
         for pid in (agent.pid, *ranks):
             stop(pid)
-        assert sweep(mark) == []
+        assert end_orphans(mark) == []
         assert agent.wait(10) == -signal.SIGKILL
         assert all(map(is_gone, ranks))
         assert other.poll() is None and not any(map(is_gone, others))
     finally:
-        assert sweep(other_mark) == []
+        assert end_orphans(other_mark) == []
     assert all(map(is_gone, others)) and other.wait(10) == -signal.SIGKILL
 
 
 def test_where_nothing_is_left_nothing_is_ended() -> None:
-    assert sweep(uuid.uuid4().hex) == []
+    assert end_orphans(uuid.uuid4().hex) == []
