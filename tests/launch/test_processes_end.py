@@ -57,6 +57,9 @@ class Launched:
     def wait_until_training(self):
         self.wait_for(lambda: '"running"' in _read(self.run / "events.jsonl"), "training")
         self.wait_for(lambda: len(_read(self.run / "metrics.jsonl")) > 100, "steps")
+        self.wait_for(
+            lambda: '"running"' in _read(self.run / "status.json"), "note of the launcher"
+        )
         self.semaphores = _semaphores(self.pid(0))
         assert self.semaphores
 
