@@ -1,4 +1,4 @@
-"""The files that Hydra sees."""
+"""The files of a configuration merge as Hydra merges them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from pathlib import Path
 
 import pytest
 from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
+from omegaconf import OmegaConf
 
-from nanoscale.config.composing.hydra_search import searching, without_values
-from nanoscale.config.composing.library import RECIPE, ROOT, Library
+from nanoscale.config.composing.compose import _merge
+from nanoscale.config.composing.hydra_search import searching
+from nanoscale.config.composing.library import RECIPE, Library
 from nanoscale.config.composing.overrides import read_words
 
 CHOSEN = (
-    [f"recipe={name}" for name in Library().options(RECIPE)],
+    *([f"recipe={name}"] for name in Library().options(RECIPE)),
     ["recipe=llama-8b", "cluster=h100-sxm", "~zero", "parallel.tp=2"],
+    ["recipe=./top.yaml"],
 )
+BASE = "defaults: [debug]\nmodel: {rope_scaling: {factor: 2}}\nlauncher: {env: {A: '1', B: '${train.steps}'}}\n"
+TOP = "defaults: [./base.yaml, _self_]\nmodel: {rope_scaling: null}\nlauncher: {env: {B: '2'}, ssh_args: []}\n"
 
 
-@pytest.mark.parametrize("words", [[word] for word in CHOSEN[0]] + [CHOSEN[1]])
-def test_the_order_of_merging_follows_from_the_lists_of_defaults(words):
+@pytest.mark.parametrize("words", CHOSEN, ids=" ".join)
+def test_files_merge_as_in_omegaconf(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+    Path("top.yaml").write_text(TOP)
     library = Library()
-    with searching(library), initialize_config_dir(str(Path.cwd()), version_base="1.3"):
+    with searching(library), initialize_config_dir(str(tmp_path), version_base="1.3"):
         asked = read_words(words, library)
         library.choices, library.touched = asked.choices, asked.touched()
-        loader = GlobalHydra.instance().config_loader()
-        whole = loader.compute_defaults_list(ROOT, asked.for_hydra(), RunMode.RUN).defaults
-        with without_values():
-            order = loader.compute_defaults_list(ROOT, asked.for_hydra(), RunMode.RUN)
-    assert order.defaults == whole
-    assert len(whole) > 10
+        merged, layers = _merge(library, asked)
+    assert len(layers) > 10
+    expected = OmegaConf.create()
+    for layer in layers:
+        content = {n: value for n, value in layer.document.content.items() if n != "defaults"}
+        file = OmegaConf.create()
+        OmegaConf.update(file, layer.section, content) if layer.section else file.update(content)
+        expected = OmegaConf.merge(expected, file)
+    assert merged == OmegaConf.to_container(expected, resolve=False)
+    assert merged["train"]["seed"] == 0

@@ -1,8 +1,9 @@
 """Composition: from the overrides of a command line to a typed configuration that records the source of each
 value.
 
-Hydra merges, in this order: the schema's defaults, the chosen option of every group, the recipe, the groups
-chosen on the command line once more (so that they win over the recipe), and the keys set on the command line.
+Files are merged in Hydra's order: the schema's defaults, the chosen option of every group, the recipe, the
+groups chosen on the command line once more (so that they win over the recipe). The keys set on the command line
+come last.
 `rules.check` then checks the result against the rules across keys.
 """
 
@@ -139,19 +140,14 @@ def _take_file(library: Library, choices: dict[str, str | None]) -> list[Violati
 
 def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]:
     """Merge the files of the chosen options; also return them, in the order in which they were merged."""
-    from hydra import compose as hydra_compose
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from hydra.types import RunMode
 
-    from nanoscale.config.composing.hydra_search import revealed, without_values
-
     words = asked.for_hydra()
     try:
-        merged = hydra_compose(ROOT, words)
-        with without_values():
-            loader = GlobalHydra.instance().config_loader()
-            order = loader.compute_defaults_list(ROOT, words, RunMode.RUN)
+        loader = GlobalHydra.instance().config_loader()
+        order = loader.compute_defaults_list(ROOT, words, RunMode.RUN)
     except RecursionError:
         name = library.circle()
         refuse([Violation("defaults", None, name, "lead back to the file itself")])
@@ -162,7 +158,23 @@ def _merge(library: Library, asked: Words) -> tuple[dict[str, Any], list[Layer]]
         for entry in order.defaults
         if entry.config_path is not None and not entry.config_path.startswith("hydra/")
     ]
-    return revealed(merged), layers
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        content = {n: value for n, value in layer.document.content.items() if n != "defaults"}
+        for section in reversed(layer.section.split(".") if layer.section else []):
+            content = {section: content}
+        _overlay(merged, content)
+    return merged, layers
+
+
+def _overlay(values: dict[str, Any], content: dict[str, Any]) -> None:
+    """Merge a file into the values of the files before: mappings by key; any other value replaces the old."""
+    for name, value in content.items():
+        old = values.get(name)
+        if isinstance(old, dict) and isinstance(value, dict):
+            _overlay(old, value)
+        else:
+            values[name] = deepcopy(value)
 
 
 def _set(raw: dict[str, Any], key: str, value: Any) -> None:

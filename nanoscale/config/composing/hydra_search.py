@@ -1,7 +1,7 @@
 """Hydra's search for our files: a config source of our own, and the plugin that installs it.
 
 Hydra's own file source takes the first match with the user's folder last, parses YAML that we refuse, and
-records no lines. This one serves the files of the active Library.
+records no lines. This one serves the lists of defaults of the active Library's files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
 
 from hydra.conf import HydraConf
 from hydra.core.config_search_path import ConfigSearchPath
@@ -24,24 +23,6 @@ from omegaconf import OmegaConf
 from nanoscale.config.composing.library import RECIPE, ROOT, SCHEMA, Library
 
 _library: ContextVar[Library | None] = ContextVar("library", default=None)
-_values: ContextVar[bool] = ContextVar("values", default=True)
-
-
-_HIDDEN = "\ufdd0{"
-"""A placeholder for `${` in Hydra's input: references are resolved afterwards, by nanoscale's own rule."""
-
-
-def revealed(merged: Any) -> Any:
-    """Return Hydra's result as plain data."""
-    return _renamed(OmegaConf.to_container(merged, resolve=False), _HIDDEN, "${")
-
-
-def _renamed(value: Any, old: str, new: str) -> Any:
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, dict):
-        return {name: _renamed(entry, old, new) for name, entry in value.items()}
-    return [_renamed(entry, old, new) for entry in value] if isinstance(value, list) else value
 
 
 @contextmanager
@@ -62,16 +43,6 @@ def _introduce() -> None:
     for plugin in (LibrarySource, LibrarySearchPath):
         Plugins.instance().register(plugin)
     ConfigStore.instance().store("config", HydraConf(defaults=[]), group="hydra")
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Reduce files to their lists of defaults within the body: only these decide the order of merging."""
-    token = _values.set(False)
-    try:
-        yield
-    finally:
-        _values.reset(token)
 
 
 class LibrarySearchPath(SearchPathPlugin):
@@ -110,14 +81,13 @@ class LibrarySource(ConfigSource):
         return self.library.find(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
-        content = self.library.serve(config_path).content
-        if not _values.get():
-            content = {"defaults": content.get("defaults", [])}
+        """Return the file's list of defaults, which decides the order of merging; its values stay here."""
+        defaults = self.library.serve(config_path).content.get("defaults", [])
         group = config_path.partition("/")[0]
         return ConfigResult(
             provider=self.provider,
             path=self.full_path(),
-            config=OmegaConf.create(_renamed(content, "${", _HIDDEN)),
+            config=OmegaConf.create({"defaults": defaults}),
             header={"package": "_global_" if group in (ROOT, SCHEMA, RECIPE) else None},
         )
 
