@@ -198,9 +198,8 @@ def left(nodes: Nodes) -> dict[str, str]:
     """Return the remaining processes on running nodes, by node and pid, without sshd's own."""
     return {
         f"{node}:{pid}": line
-        for node in nodes.names
-        if nodes.is_on(node)
-        for pid, line in nodes.processes(node).items()
+        for node, found in nodes.processes_by_node().items()
+        for pid, line in found.items()
         if "sshd: " not in line
     }
 

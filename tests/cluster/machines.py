@@ -199,16 +199,23 @@ class Machines:
 
         Pids are those of this machine; values are command lines.
         """
+        of_nodes = self.processes_by_node(*nodes).values()
+        return {pid: line for found in of_nodes for pid, line in found.items()}
+
+    def processes_by_node(self, *nodes: str) -> dict[str, dict[int, str]]:
+        """Return the same by the names of those machines that are on."""
         on = [m for m in self._machines.values() if m.init and m.name in (nodes or self.names)]
         own = {m.init.pid for m in on} | {service.pid for m in on for service in m.services}
-        namespaces = {Path(machine.namespace("pid")).stat().st_ino for machine in on}
-        found = {}
-        for process in psutil.process_iter():
+        names = {Path(machine.namespace("pid")).stat().st_ino: machine.name for machine in on}
+        found: dict[str, dict[int, str]] = {machine.name: {} for machine in on}
+        for pid in psutil.pids():
             with suppress(psutil.Error, OSError):
-                if process.pid in own or _namespace_of(process.pid) not in namespaces:
+                name = names.get(os.stat(f"/proc/{pid}/ns/pid").st_ino)  # noqa: PTH116 - in every poll
+                if name is None or pid in own:
                     continue
+                process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = shlex.join(process.cmdline())
+                    found[name][pid] = shlex.join(process.cmdline())
         return found
 
     def address(self, node: str) -> str:
@@ -389,15 +396,16 @@ class Machines:
 
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
-    """Wait for a condition to hold; return its result.
+    """Wait for a condition to hold; return its result. It is asked ever less often, as it may cost a process.
 
     Raises:
         AssertionError: it did not hold within the limit.
     """
-    deadline = time.monotonic() + limit_s
+    deadline, pause = time.monotonic() + limit_s, 0.02
     while not (found := condition()):
         assert time.monotonic() < deadline, f"no {what} within {limit_s:g} s"
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(0.2, 1.3 * pause)
     return found
 
 
@@ -474,10 +482,6 @@ def _kill(machine: Machine) -> None:
 
 def _on_disk(machine: Machine, path: Path) -> Path:
     return machine.folder / "disk" / path.relative_to("/")
-
-
-def _namespace_of(pid: int) -> int:
-    return Path(f"/proc/{pid}/ns/pid").stat().st_ino
 
 
 def _ip(namespace: str, *commands: str) -> None:

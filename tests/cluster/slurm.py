@@ -107,7 +107,7 @@ class Slurm(Machines):
         deadline = time.monotonic() + limit_s
         while (now := self.show(job))["JobState"] not in states:
             assert time.monotonic() < deadline, f"not {states} within {limit_s:g} s: {now}"
-            time.sleep(0.1)
+            time.sleep(0.2)
         return now
 
     def cancel(self, job: int) -> None:
