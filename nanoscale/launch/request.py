@@ -33,6 +33,8 @@ class Request:
     """The hosts of the hostfile or of SLURM; none if all ranks are simply on this machine."""
     plan: dict[str, Any] | None = None
     """The content of plan.json: the prediction; None if there is none."""
+    program: dict[str, Any] | None = None
+    """The content of program.json: the rehearsal; None if there is none."""
 
     @property
     def asked(self) -> Config:

@@ -74,6 +74,7 @@ def _live(config: Config, world: World, steps: int, record: RankRecord) -> None:
         with world.part(f"step {step}"), _played_batches(config, world, engine) as batches:
             engine.train_step(batches, config.optimizer.lr)
         world.keeps_timeline = False
+        world.forget_expired()
         record.after.append(world.live)
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
     sizes = derive(config)

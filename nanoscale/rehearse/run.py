@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from nanoscale.common.cache import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.schema import Config, Logger, Run
+from nanoscale.config.schema import Config
 from nanoscale.rehearse.record import RankRecord
 from nanoscale.rehearse.tasks import Task, record_file
 from nanoscale.runs.directory import read_json, write_json
@@ -35,16 +35,25 @@ _END_S = 10.0
 
 def digest(config: Config, gpu: dict[str, Any] | None, ranks: list[int], steps: int) -> str:
     """Return the name of a rehearsal in the cache: equal for equal configurations and equal code."""
-    same = replace(config, run=Run(), logger=Logger())
-    names = [
-        json.dumps([asdict(same), gpu, ranks, steps], sort_keys=True, default=str),
-        sys.version,
-    ]
+    names = [json.dumps([_shaping(config), gpu, ranks, steps], sort_keys=True), sys.version]
     names.append(importlib.metadata.version("torch"))
     found = hashlib.blake2b("\n".join(names).encode(), digest_size=16)
     for file in sorted(Path(nanoscale.__file__).parent.rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()
+
+
+def _shaping(config: Config) -> dict[str, Any]:
+    """Return the values that decide what ranks do; others decide numbers, places or times."""
+    train, data = config.train, config.data
+    sections = ("model", "parallel", "precision", "zero", "backend", "lora")
+    return {
+        **{name: asdict(getattr(config, name)) for name in sections},
+        "optimizer": [config.optimizer.name, config.optimizer.clip_norm, config.optimizer.momentum],
+        "train": [train.global_batch, train.micro_batch, train.seq_len, train.eval_every > 0],
+        "data": [data.document_mask, data.packing, data.loss_on],
+        "device": config.launcher.device,
+    }
 
 
 def cached(name: str) -> Path:

@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from nanoscale.parallel import activation
 from nanoscale.rehearse import collectives, cuda, kernels
 from nanoscale.rehearse.allocator import Allocator, rounded
 from nanoscale.rehearse.live_memory import LiveMemory
@@ -87,6 +89,8 @@ class World(LiveMemory):
         self._kind: dict[int, int] = {}
         self._hosted: set[int] = set()
         self._new_on_host = False
+        self._weak: dict[int, StorageWeakRef] = {}
+        """Storages to which weak references of C++ exist, which keep their Python objects."""
         self._among_host = 0
 
     # What phase it is
@@ -197,6 +201,26 @@ class World(LiveMemory):
         elif not self.on_gpu and type(tensor) in _PLAIN and not tensor.is_meta:
             self.see_storage(tensor.untyped_storage())
 
+    def watch_weak_references(self, patches: Patches) -> None:
+        """Notice the end of storages to which the code for offloading keeps weak references."""
+        weak = self._weak
+
+        class Noted(StorageWeakRef):
+            def __init__(self, storage: Any) -> None:
+                super().__init__(storage)
+                weak[storage._cdata] = self
+
+        patches.replace(activation, "StorageWeakRef", Noted)
+
+    def forget_expired(self) -> None:
+        """Count storages no longer that only weak references keep."""
+        for key, reference in list(self._weak.items()):
+            if reference.expired():
+                del self._weak[key]
+                known = self._held.pop(key, None)
+                if known is not None:
+                    self._change(key, known[1], 0)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._held:
@@ -211,6 +235,8 @@ class World(LiveMemory):
         if key in self._hosted or (self._new_on_host and key not in self._kind):
             self._change_host(key, before, after)
             return
+        if self._weak and after > before:
+            self.forget_expired()
         phase = self.phase
         if key not in self._kind:
             self._kind[key] = _FIRST_KIND.get(phase, 6)
@@ -373,6 +399,7 @@ def played(
             cuda.pretend(patches, gpu, device.index, world)
             world.streams.patch(patches, device.index)
             kernels.use_fused_kernels(patches)
+        world.watch_weak_references(patches)
         _make_host_tensors_real(patches, world)
         with mode, world:
             yield world

@@ -60,6 +60,10 @@ class RunDirectory:
         return self.path / "plan.json"
 
     @property
+    def program(self) -> Path:
+        return self.path / "program.json"
+
+    @property
     def launch(self) -> Path:
         return self.path / "launch.json"
 

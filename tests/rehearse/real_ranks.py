@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from nanoscale.rehearse.live_memory import LiveMemory
 from nanoscale.rehearse.patches import Patches
 from nanoscale.rehearse.record import RankRecord
 from nanoscale.train.job import make_engine
+from tests.support.ranks import run_ranks
 
-Sequence = list[tuple[list[int], tuple[str, int, str, int | None]]]
+Program = list[tuple[list[int], tuple[str, int, str, int | None]]]
 """The members of the group, and what the members of a group have in common, of each collective in order."""
 
 
@@ -31,7 +32,7 @@ class Measured:
     """The memory and the collectives of a rank."""
 
     peak: int
-    sequence: Sequence
+    sequence: Program
 
 
 class Recorder(LiveMemory):
@@ -39,7 +40,7 @@ class Recorder(LiveMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequence: Sequence = []
+        self.sequence: Program = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -90,12 +91,16 @@ def _evenly(plain: Callable[..., Any]) -> Callable[..., Any]:
     return topk
 
 
-def played(_: int, configs: list[Config], ranks: list[int]) -> list[list[RankRecord]]:
-    """Play these ranks of each configuration, on CPUs; in a process of its own."""
-    return [[play(config, rank, 2, None) for rank in ranks] for config in configs]
+def rehearsed(config: Config, ranks: Sequence[int]) -> list[RankRecord]:
+    """Play ranks of a configuration on CPUs, each in a process of its own."""
+    return run_ranks(_played, len(ranks), config, list(ranks))
 
 
-def sequence_of(record: RankRecord) -> Sequence:
+def _played(number: int, config: Config, ranks: list[int]) -> RankRecord:
+    return play(config, ranks[number], 2, None)
+
+
+def sequence_of(record: RankRecord) -> Program:
     """Return a record's collectives in the form of `Measured.sequence`."""
     return [
         (record.groups[call.group], call.signature)

@@ -9,7 +9,7 @@ import pytest
 
 from nanoscale.config.derive import derive
 from nanoscale.rehearse.kinds import distinct_ranks, kind_of
-from tests.rehearse.real_ranks import measured, played, sequence_of
+from tests.rehearse.real_ranks import measured, rehearsed, sequence_of
 from tests.support.measured_memory import (
     MIXTURE,
     ROWS,
@@ -51,7 +51,7 @@ def check(rows: list[Row]) -> None:
     for world_size, configs in by_world.items():
         ranks = run_ranks(measured, world_size, configs)
         for number, config in enumerate(configs):
-            (records,) = run_ranks(played, 1, [config], list(distinct_ranks(config)))[0]
+            records = rehearsed(config, list(distinct_ranks(config)))
             by_rank = {record.rank: record for record in records}
             for rank, several in enumerate(ranks):
                 real, record = several[number], by_rank[kind_of(rank, config)]

@@ -98,6 +98,9 @@ NoPreflight = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Launch even if the plan says that it does not fit")
 ]
+Rehearse = Annotated[
+    bool, typer.Option("--rehearse", help="Rehearse the job first; launch only if it succeeds")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show what would happen; write and start nothing")
 ]

@@ -62,6 +62,8 @@ def exit_code(error: UserError) -> int:
 
     if error.kind == "plan":
         return DOES_NOT_FIT
+    if error.kind == "rehearsal":
+        return FAILED
     return FAILED if isinstance(error, TakenOverError) else WRONG_REQUEST
 
 

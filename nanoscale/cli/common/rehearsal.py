@@ -10,6 +10,56 @@ from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
     from nanoscale.config.schema import Config
+    from nanoscale.launch.request import Request
+
+STEPS = 2
+"""The steps of a rehearsal: the first one makes the optimizer's states."""
+
+
+def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
+    """Return the request with its rehearsal, if there is one.
+
+    Args:
+        rehearse: play it now if it was not played before.
+        force: launch a job that does not fit.
+
+    Raises:
+        UserError: of kind `rehearsal`, the code of a rank fails or ranks disagree; of kind `plan`, it does not
+            fit.
+    """
+    from dataclasses import replace
+
+    from nanoscale.config.hardware.data_sheets import UnknownHardwareError
+    from nanoscale.rehearse import run
+    from nanoscale.rehearse.document import failed
+    from nanoscale.view.rehearsal.text import mistakes, verdict
+
+    config = request.config
+    if not rehearse:
+        try:
+            gpu, _ = device_of(config)
+        except UnknownHardwareError:
+            return request
+        name = run.digest(config, gpu, sorted(_played_ranks(config, "distinct")), STEPS)
+        return replace(request, program=run.known(name))
+    result = rehearsed(config, "distinct", STEPS)
+    if failed(result):
+        raise UserError("rehearsal", "the rehearsal failed\n" + "\n".join(mistakes(result)))
+    if result["fits"] is False and not force:
+        raise UserError("plan", f"the rehearsal {verdict(result)}")
+    return replace(request, program=result)
+
+
+def rehearsal_lines(request: Request) -> list[str]:
+    """Return whether a job of several ranks was rehearsed, in a line to show; nothing for one rank."""
+    from nanoscale.config.derive import derive
+    from nanoscale.view.rehearsal.text import verdict
+
+    if derive(request.config).world_size == 1 or request.config.backend.name == "deepspeed":
+        return []
+    if request.program is None:
+        return ["not rehearsed: --rehearse plays every kind of rank before the launch"]
+    return [f"rehearsed: {verdict(request.program)}"]
 
 
 def rehearsed(config: Config, ranks: str, steps: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from signal import SIGINT
 from typing import Any, TextIO
 
 from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.common.rehearsal import rehearsal_lines
 from nanoscale.cli.common.request import Refusals, saving_lines, saving_of
 from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
@@ -79,7 +80,11 @@ def attempt(
     stream = sys.stderr if as_json else sys.stdout
     submission.note(run)
     with LiveView(run, stream) as view:
-        for line in (*precision_lines(request), *saving_lines(request)):
+        for line in (
+            *precision_lines(request),
+            *rehearsal_lines(request),
+            *saving_lines(request),
+        ):
             view.line(line)
         supervisor = Supervisor(lock, request, fleet, signals, view)
         outcome = supervisor.supervise(number)
@@ -129,9 +134,11 @@ def show_plan(
     saving = saving_of(request)
     if as_json:
         shown = document(plan, config, derived, size, run, request.plan, saving)
-        print_json(shown | refusals.document())
+        print_json({**shown, "rehearsed": request.program is not None, **refusals.document()})
     else:
         print_plan(console(), plan, config, derived, size, run, request.plan, saving)
+        for line in rehearsal_lines(request):
+            display.show(line)
     return refusals.show()
 
 

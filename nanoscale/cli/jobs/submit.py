@@ -13,6 +13,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, console, print_json
+from nanoscale.cli.common.rehearsal import rehearsal_lines, with_program
 from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
 from nanoscale.common import display
 
@@ -63,6 +64,7 @@ def submit(
     ] = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
+    rehearse: opt.Rehearse = False,
     trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
@@ -78,6 +80,7 @@ def submit(
     requests = [_request(replace(line, overrides=one.words), fetch=not dry_run) for one in variants]
     refusals = Refusals(postponed=dry_run)
     requests = [planned(request, refusals, force=force) for request in requests]
+    requests = [with_program(one, rehearse=rehearse, force=force) for one in requests]
     for request in requests:
         require_disk(request, refusals, force=force)
     batch = _batch(requests, at_once, refusals)
@@ -254,7 +257,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
         _print_runs(batch, variants)
     if shutil.which("sbatch") is None:
         display.note("sbatch is not installed here: submit from a login node")
-    for line in saving_lines(batch.requests[0]):
+    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
         display.note(line)
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
@@ -270,7 +273,7 @@ def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
     else:
         display.show(f"  run     {runs[0].path}")
     display.show(f"  script  {batch.path}")
-    for line in saving_lines(batch.requests[0]):
+    for line in (*rehearsal_lines(batch.requests[0]), *saving_lines(batch.requests[0])):
         display.show(f"  {line}")
     display.show(f"  follow  nanoscale runs watch {shlex.quote(runs[0].reference)}")
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")

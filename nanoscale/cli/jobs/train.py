@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
+from nanoscale.cli.common.rehearsal import with_program
 from nanoscale.cli.common.request import CommandLine, Refusals, request_new_run
 
 
@@ -19,6 +20,7 @@ def train(
     no_preflight: opt.NoPreflight = False,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
+    rehearse: opt.Rehearse = False,
     trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
@@ -31,6 +33,7 @@ def train(
     line = CommandLine(overrides, config, config_dir, options, trust)
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, fetch=not dry_run)
+    request = with_program(request, rehearse=rehearse, force=force)
     if dry_run:
         return show_plan(request.run, request, 1, refusals, as_json)
     with Signals() as signals, ready_fleet(request, signals) as fleet, new_run(request) as lock:

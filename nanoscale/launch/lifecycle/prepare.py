@@ -136,6 +136,8 @@ def new_run(request: Request) -> Iterator[RunLock]:
             write_json(aside.environment, environment(request.devices))
             if request.plan is not None:
                 write_json(aside.plan, request.plan)
+            if request.program is not None:
+                write_json(aside.program, request.program)
             status.write(aside, status.prepared())
         yield lock
 
@@ -158,6 +160,7 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
         write_atomically(run.attempt_config(last_attempt), before)
         write_configuration(run, request)
         run.plan.unlink(missing_ok=True)
+        run.program.unlink(missing_ok=True)
     trust.sign(run, request.config)  # also if another user's was trusted unchanged
     if request.plan is not None:
         write_json(run.plan, request.plan)

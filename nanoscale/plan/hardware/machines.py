@@ -6,7 +6,7 @@ import math
 
 from nanoscale.common.devices import Devices, cores, detect
 from nanoscale.config.composing import nodes
-from nanoscale.config.hardware.data_sheets import CPU
+from nanoscale.config.hardware.data_sheets import CPU, UnknownHardwareError, described
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 
@@ -23,14 +23,20 @@ def planned_devices(composed: Composed) -> Devices:
     config = composed.config
     if config.cluster.device is None:
         return detect()
-    hardware = hardware_of(config)
+    try:
+        hardware_of(config)
+    except UnknownHardwareError:  # a job that is not predicted, as with lora, has devices too
+        if described(config).devices_per_host is None:
+            raise
+    cluster = described(config)
+    per_host, name = cluster.devices_per_host, cluster.device or "unnamed"
+    assert per_host is not None
     layout = config.parallel
     needed = layout.tp * layout.pp * layout.cp * (1 if layout.dp == "auto" else layout.dp)
-    hosts = hardware.hosts or _asked(composed) or math.ceil(needed / hardware.devices_per_host)
-    count = hosts * hardware.devices_per_host
-    if hardware.device == CPU:
+    count = per_host * (cluster.hosts or _asked(composed) or math.ceil(needed / per_host))
+    if name == CPU:
         return Devices("cpu", count, cores=cores())
-    return Devices("cuda", count, (hardware.device,) * count, cores())
+    return Devices("cuda", count, (name,) * count, cores())
 
 
 def _asked(composed: Composed) -> int | None:
