@@ -41,6 +41,7 @@ _DEVICE_OF = torch.ops.prim.device.default
 _PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 _SCALAR = aten._local_scalar_dense.default
 _WAITING = {_SCALAR: "item", aten.nonzero.default: "nonzero", aten.equal.default: "equal"}
+_OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
 _FACTORIES = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
 _PACKAGE = str(Path(__file__).parents[1])
 _HERE = str(Path(__file__).parent)
@@ -151,6 +152,8 @@ class World(LiveMemory):
             # Real tensors without their values: with values a FakeTensorMode would compute.
             args = _mapped(self._fake, args)
             kwargs = {name: _mapped(self._fake, value) for name, value in kwargs.items()}
+        # The cache of FakeTensorMode keeps an operation's arguments: these would be storages.
+        self.mode.cache_enabled = func not in _OF_STORAGES
         result = func(*args, **kwargs)
         self._see_all(result)
         return result

@@ -45,6 +45,7 @@ def test_no_launcher_command_imports_a_heavy_package(tmp_path):
                 "checkpoints",
                 "config",
                 "plan",
+                "rehearse",
                 "generate",
                 "eval",
                 "bench",
