@@ -11,9 +11,9 @@ from nanoscale.cli.main import VERBS, build
 
 FIRST_WORDS = {
     "Choose", "Compare", "Compute", "Continue", "Copy", "Decode", "Divide", "Draw", "End", "Find", "Give",
-    "Hold", "Launch", "Learn", "Leave", "Limit", "List", "Make", "Name", "Play", "Predict", "Prefer", "Print", "Rank",
-    "Read", "Refuse", "Rehearse", "Replace", "Run", "Set", "Show", "Skip", "Split", "Start", "Take", "Time", "Train", "Use",
-    "Wait", "Write",
+    "Hold", "Launch", "Learn", "Leave", "Limit", "List", "Make", "Name", "Play", "Predict", "Prefer",
+    "Print", "Rank", "Read", "Refuse", "Rehearse", "Replace", "Run", "Set", "Show", "Skip", "Split",
+    "Start", "Take", "Time", "Train", "Use", "Wait", "Write",
 }  # fmt: skip
 """Verbs that help texts start with; add one that is missing."""
 
