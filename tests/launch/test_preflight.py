@@ -285,6 +285,14 @@ def test_a_lost_host_has_one_verdict_by_what_was_lost(words, check):
     assert [verdict for verdict in judge(them, SSH) if verdict.host == "n2"] == [found]
 
 
+def test_a_lost_node_is_a_finding_about_the_command_that_reaches_it():
+    """It was one about ssh, which starts nothing in a job of SLURM."""
+    for name, check in (("slurm", "srun"), ("pdsh", "ssh")):
+        them = members()
+        lose(them[1], "", None)
+        assert ("n2", check) in wrong(them, replace(SSH, launcher=Launcher(name=name)))
+
+
 def test_lost_hosts_are_listed_beside_others_and_alone_left_to_the_attempt():
     them = members()
     lose(them[1], "Connection refused")
