@@ -226,6 +226,15 @@ def test_ctrl_z_does_not_suspend_and_is_answered(attempt):
     assert "Ctrl-Z" in events.read(attempt.run)[-1]["message"]
 
 
+def test_a_signal_just_after_the_first_step_stops_and_does_not_kill(attempt):
+    """The display learns of the training from the events, which it reads ten times a second."""
+    attempt.view.running = False
+    attempt.view.poll = lambda: setattr(attempt.view, "running", True)
+    attempt.signals.first = INT
+    attempt._handle_signals()
+    assert [kind for kind, _, _ in attempt.fleet.told] == ["stop"]
+
+
 def test_what_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
