@@ -23,19 +23,12 @@ from nanoscale.config.rules import (
 )
 from nanoscale.config.rules.any_model import check_foreign
 from nanoscale.config.rules.backends import check_backend, check_zero
+from nanoscale.config.rules.data import absolute, resolve_data
 from nanoscale.config.rules.devices import resolve_device, resolve_layout
 from nanoscale.config.rules.execution import check_attention
-from nanoscale.config.rules.files import (
-    absolute,
-    check_loggers,
-    check_saving,
-    resolve_data,
-    resolve_run,
-)
 from nanoscale.config.rules.launcher import resolve_launcher, resolve_ranks
 from nanoscale.config.rules.lora import check_lora
-from nanoscale.config.rules.model import resolve_model
-from nanoscale.config.rules.moe import check_experts
+from nanoscale.config.rules.model import check_experts, resolve_model
 from nanoscale.config.rules.numbers import (
     check_mask,
     check_optimizer,
@@ -43,8 +36,8 @@ from nanoscale.config.rules.numbers import (
     resolve_precision,
 )
 from nanoscale.config.rules.pipeline import virtual_stages
-from nanoscale.config.rules.profiling import check_profile
 from nanoscale.config.rules.resolution import Resolution, Rule
+from nanoscale.config.rules.run import check_loggers, check_profile, check_saving, resolve_run
 from nanoscale.config.rules.training import resolve_scheduler, resolve_train
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed

@@ -1,4 +1,4 @@
-"""Rules of the model's shape."""
+"""Rules of the model's shape, and of MoE."""
 
 from __future__ import annotations
 
@@ -82,3 +82,40 @@ def _positions(resolution: Resolution, model: Model) -> None:
         key = "model.rope_scaling.high_freq_factor"
         message = f"must be above low_freq_factor={scaling.low_freq_factor:g}"
         resolution.refuse("config", key, message, f"{key}={scaling.low_freq_factor * 4:g}")
+
+
+# --- MoE ------------------------------------------------------------------------------------------
+
+_MOE_KEYS = ("model.experts_per_token", "model.balance", "model.balance_rate")
+
+
+def check_experts(resolution: Resolution) -> None:
+    model = resolution.config.model
+    if model.experts == 0:
+        for key in _MOE_KEYS:
+            resolution.refuse_idle("config", key, "model.experts=0")
+        return
+    if model.balance == "none":
+        resolution.refuse_idle("config", "model.balance_rate", "model.balance=none")
+    _check_expert_shape(resolution)
+
+
+def _check_expert_shape(resolution: Resolution) -> None:
+    model = resolution.config.model
+    if model.experts_per_token > model.experts:
+        resolution.refuse(
+            "config",
+            "model.experts_per_token",
+            f"is more than model.experts={model.experts}",
+            f"model.experts_per_token={min(2, model.experts)}",
+            f"model.experts={model.experts_per_token}",
+        )
+    if model.mlp != "swiglu":
+        message = "is the block of a dense model; experts are gated"
+        resolution.refuse("config", "model.mlp", message, "model.mlp=swiglu")
+    if model.bias:
+        message = "gives every linear layer a bias, and experts have none"
+        resolution.refuse("config", "model.bias", message, "model.bias=false")
+    if resolution.config.precision.fp8:
+        message = "would leave the products of the experts, which are most of them, in 16 bits"
+        resolution.refuse("config", "precision.fp8", message, "precision.fp8=false")

@@ -1,21 +1,19 @@
-"""Rules of files: data, checkpoints, logs and the run directory."""
+"""Rules of the data: its source, its mixture, its tokenizer."""
 
 from __future__ import annotations
 
-import netrc
-import os
-from contextlib import suppress
-from dataclasses import replace
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from nanoscale.config.data.mixture import sources_of
+from nanoscale.config.data.mixture import MEMBERS, Source, sources_of
 from nanoscale.config.data.prepared_folder import answers_of
-from nanoscale.config.rules.data_mixture import resolve_mixture
-from nanoscale.config.rules.resolution import Resolution, near_multiples
-from nanoscale.config.rules.token_files import look
-from nanoscale.config.schema import Data, Run
+from nanoscale.config.rules.resolution import Resolution, listed
+from nanoscale.config.rules.token_files import TokenFiles, look, refuse
+from nanoscale.config.schema import Data
+from nanoscale.config.suggest import nearest
 from nanoscale.config.violations import override
 
 BYTE_VOCAB = 257
@@ -130,104 +128,111 @@ def _too_few_for_bytes(resolution: Resolution, data: Data) -> None:
         resolution.refuse("config", "model.vocab", named, rows, *instead)
 
 
-def check_loggers(resolution: Resolution) -> None:
-    """Check that the programs that receive metrics are installed, and that wandb can log in."""
-    logger = resolution.config.logger
-    if logger.tensorboard == "on":
-        resolution.require_for_ranks(
-            "logger.tensorboard", "tensorboard", "TensorBoard", "logger=none"
-        )
-    if logger.mlflow == "on":
-        resolution.require_for_ranks("logger.mlflow", "mlflow", "MLflow", "logger.mlflow=off")
-    if logger.wandb != "off":
-        resolution.require_for_ranks(
-            "logger.wandb", "wandb", "Weights & Biases", "logger.wandb=off"
-        )
-    if logger.wandb == "online" and resolution.same_python and not _wandb_key_exists():
-        message = "needs an API key: type `wandb login`, or set WANDB_API_KEY"
-        resolution.refuse(
-            "config", "logger.wandb", message, "logger.wandb=offline", "logger.wandb=off"
-        )
-
-
-def _wandb_key_exists() -> bool:
-    """True if the environment or the user's netrc file has credentials for Weights & Biases."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-    named = os.environ.get("NETRC")
-    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        with suppress(OSError, netrc.NetrcParseError):
-            if netrc.netrc(path).authenticators(str(server)):
-                return True
-    return False
-
-
-def check_saving(resolution: Resolution) -> None:
-    """Check that kept checkpoints are saved, and that what judges an evaluation has one."""
-    saving = resolution.config.checkpoint
-    _require_evaluations(resolution)
-    if saving.keep_every is None or (saving.every and saving.keep_every % saving.every == 0):
-        return
-    if saving.every:
-        message = (
-            f"must be a multiple of checkpoint.every={saving.every}: only its multiples are saved"
-        )
-        multiples = near_multiples(saving.every, saving.keep_every)
-        proposals = [f"checkpoint.keep_every={n}" for n in multiples]
-    else:
-        message = "needs checkpoint.every: checkpoints by time or at the end have no fixed step"
-        proposals = [f"checkpoint.every={saving.keep_every}", "checkpoint.keep_every=null"]
-    resolution.refuse("config", "checkpoint.keep_every", message, *proposals)
-
-
-def _require_evaluations(resolution: Resolution) -> None:
-    """Refuse keys that need evaluations of a training without any."""
-    train, ends = resolution.config.train, resolution.config.train.stop_when
-    if train.eval_every:
-        return
-    judges = {
-        "checkpoint.keep_best": (resolution.config.checkpoint.keep_best, 0),
-        "train.stop_when.patience": (ends.patience, 0),
-        "train.stop_when.eval_loss": (ends.eval_loss, None),
-    }
-    every = f"train.eval_every={min(100, train.steps or 100)}"
-    for key, (value, off) in judges.items():
-        if value != off:
-            message = "needs evaluations, and train.eval_every=0 has none"
-            resolution.refuse("config", key, message, every, override(key, off))
-
-
-def resolve_run(resolution: Resolution) -> Run:
-    """Return the run with its folder."""
-    run = resolution.config.run
-    name = run.name
-    if name is not None and (legal := _legal_name(name)) != name:
-        message = (
-            "names a folder: at most 200 characters, without slashes and control characters, not "
-            "starting with a dot or dash"
-        )
-        resolution.refuse(
-            "run", "run.name", message, override("run.name", legal) if legal else None
-        )
-    if not run.root:
-        resolution.refuse("run", "run.root", "is empty", "run.root=runs")
-    return replace(run, root=_expanded(run.root))
-
-
-def _legal_name(name: str) -> str:
-    kept = "".join("-" if char in "/\\" or not char.isprintable() else char for char in name)
-    return kept.lstrip(".-").strip()[:200]
-
-
-def _expanded(root: str) -> str:
-    """Expand `~` as the shell would: a folder of that name is a trap."""
-    try:
-        return str(Path(root).expanduser()) if root.startswith("~") else root
-    except RuntimeError:
-        return root
-
-
 def absolute(path: str | None) -> Any:
     """Return a path that is the same from every folder."""
     return str(Path(path).expanduser().absolute()) if path else path
+
+
+# --- mixture --------------------------------------------------------------------------------------
+
+KEY = "data.mixture"
+
+
+def resolve_mixture(resolution: Resolution) -> Data:
+    """Return the data with each source's own files, and the tokenizer that made all of them."""
+    data = resolution.config.data
+    for name in ("path", "valid_path"):
+        value = getattr(data, name)
+        if value is not None:
+            message = f"and {KEY} both name token files"
+            refuse(resolution, f"data.{name}", value, message, f"data.{name}=null")
+    before = len(resolution.violations)
+    sources = list(_sources(resolution, data.mixture))
+    # otherwise a mistyped weight would be reported as missing, too
+    if len(resolution.violations) == before:
+        _weights(resolution, sources)
+    prepared: dict[str, TokenFiles] = {}
+    resolved: dict[str, dict[str, Any]] = {}
+    for source in sources:
+        files = look(resolution, source)
+        if files.prepared and source.weight != 0:
+            prepared[source.name] = files
+        found = replace(source, path=files.path, valid_path=files.valid_path)
+        resolved[source.name] = {key: asdict(found)[key] for key in MEMBERS}
+    _require_one_tokenizer(resolution, prepared)
+    tokenizer = data.tokenizer
+    if tokenizer == "byte":
+        named = [str(files.tokenizer) for files in prepared.values() if files.tokenizer]
+        tokenizer = named[0] if named else "byte"
+    return replace(data, mixture=resolved, tokenizer=tokenizer)
+
+
+def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Source]:
+    for name, entry in mixture.items():
+        key = f"{KEY}.{name}"
+        if not isinstance(entry, dict):
+            example = override(f"{key}.path", entry) if isinstance(entry, str) else f"{key}.path=…"
+            message = f"is a section of {listed(list(MEMBERS))}"
+            refuse(resolution, key, entry, message, example)
+            continue
+        for unknown in entry.keys() - set(MEMBERS):
+            near = nearest(unknown, MEMBERS) or MEMBERS
+            proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
+            refuse(resolution, f"{key}.{unknown}", entry[unknown], "unknown key", *proposals)
+        yield Source(**_typed(resolution, key, entry), name=name)
+
+
+def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a source that have values of the right type."""
+    found: dict[str, Any] = {"path": None}
+    for name in ("path", "valid_path"):
+        value = entry.get(name)
+        if value is None or isinstance(value, str):
+            found[name] = absolute(value)
+        else:
+            refuse(resolution, f"{key}.{name}", value, "must be a text or null")
+    weight = entry.get("weight")
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if weight is None or (number and math.isfinite(weight) and weight >= 0):
+        found["weight"] = weight
+    else:
+        refuse(
+            resolution, f"{key}.weight", weight, "must be a number, at least 0", f"{key}.weight=1"
+        )
+    return found
+
+
+def _weights(resolution: Resolution, sources: list[Source]) -> None:
+    """Check that all weights are given, or none; 0 leaves a source out in either resolution."""
+    given = [source.name for source in sources if source.weight]
+    missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]
+    if given and missing:
+        message = "has weights for some sources only; without weights, sources count by their sizes"
+        refuse(resolution, KEY, given, message, " ".join(missing))
+    elif not given and not missing:
+        names = [source.name for source in sources]
+        refuse(resolution, KEY, names, "has no weight above 0", f"{sources[0].key}.weight=1")
+
+
+def _require_one_tokenizer(resolution: Resolution, prepared: dict[str, TokenFiles]) -> None:
+    """Refuse sources whose ids come from different tokenizers, bytes included: they mean different texts."""
+    if not prepared:
+        return
+    (first, files), *others = prepared.items()
+    for name, other in others:
+        if _vocabulary(other) != _vocabulary(files):
+            message = (
+                f"holds {_tokens_of(other)}, and {KEY}.{first} holds {_tokens_of(files)}: "
+                "a model is trained on the tokens of one tokenizer"
+            )
+            alone = f"{KEY}.{name}.weight=0"
+            refuse(resolution, f"{KEY}.{name}", other.path, message, alone)
+
+
+def _vocabulary(files: TokenFiles) -> bytes | None:
+    """Return the tokenizer's file, or None for bytes."""
+    return files.tokenizer.read_bytes() if files.tokenizer else None
+
+
+def _tokens_of(files: TokenFiles) -> str:
+    return f"tokens of {files.tokenizer}" if files.tokenizer else "bytes (no tokenizer.json)"
