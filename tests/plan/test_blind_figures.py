@@ -30,7 +30,7 @@ from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH, Software
 from nanoscale.plan.memory.peak import setting_memory
 from nanoscale.plan.memory.setting import setting_of
-from nanoscale.plan.predict import ENOUGH, capacity, fits_probability
+from nanoscale.plan.predict import ENOUGH, capacity, fits_probability, spread
 from nanoscale.plan.time.step import step_time
 from tests.plan.machines import BF16, job
 from tests.plan.machines import model as named
@@ -241,7 +241,7 @@ def test_what_ran_out_of_memory_is_not_said_to_fit(
     hardware = hardware_of(config)
     setting = setting_of(config)
     (rank,) = setting_memory(setting, context_bytes=int(hardware.context_gib * GIB))
-    probability = fits_probability(rank.total, capacity(hardware))
+    probability = fits_probability(rank.total, capacity(hardware), spread(config))
     assert (probability >= ENOUGH) is fits
     assert probability < 0.01 or probability > 0.9
 

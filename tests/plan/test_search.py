@@ -15,11 +15,12 @@ from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
 from nanoscale.plan.hardware.machines import planned_devices
-from nanoscale.plan.predict import predict
+from nanoscale.plan.predict import SURE, fits_probability, predict, spread
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
 from nanoscale.plan.search.request import recipe_of, search_space, to_type
 from nanoscale.plan.search.search import SearchResult, search
 from nanoscale.view.plan.reasons import advice, reasons
+from tests.plan.machines import job
 
 MIDDLE = ("recipe=llama-8b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
 SMALL = ("recipe=llama-1b", "cluster=h100-sxm", "cluster.hosts=1", "train.seq_len=2048")
@@ -132,6 +133,39 @@ def test_the_fastest_comes_first_and_nothing_that_fits_is_faster() -> None:
             other.worst.total <= plan.worst.total and other.time.seconds <= plan.time.seconds
             for other in front
         )
+
+
+def test_what_surely_fits_comes_first_and_what_is_left_out_is_named() -> None:
+    _, result = found(*SMALL)
+    assert result.best is not None
+    tight = result.best.worst.total * 1.02  # 69 % with the spread of dp alone
+    hardware = replace(result.best.hardware, memory_gib=tight / 2**30)
+    _, space = looked_in(*SMALL)
+    again = search(space, hardware)
+    assert again.best is not None and again.best.fits_probability >= SURE
+    sure = [plan.fits_probability >= SURE for plan in again.ranked]
+    assert sure == sorted(sure, reverse=True) and not all(sure)
+    assert again.left_out and all(
+        plan.fits_probability < SURE and plan.time.seconds < again.best.time.seconds
+        for plan in again.left_out
+    )
+    times = [plan.time.seconds for plan in again.ranked if plan.fits_probability >= SURE]
+    assert times[0] <= 1.01 * min(times)
+
+
+def test_less_is_known_of_divided_models_and_of_experts() -> None:
+    alone, divided, experts = (
+        job(name, **layout)
+        for name, layout in (
+            ("llama-8b", {}),
+            ("llama-8b", {"tp": 2}),
+            ("mixtral-8x7b", {}),
+        )
+    )
+    assert spread(alone) < spread(divided) < spread(experts)
+    assert fits_probability(100, 106, spread(alone)) > SURE
+    assert fits_probability(100, 106, spread(divided)) < SURE
+    assert fits_probability(100, 100, spread(experts)) == 0.5
 
 
 def test_keys_of_the_command_line_keep_their_values() -> None:

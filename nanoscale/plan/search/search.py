@@ -20,6 +20,7 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.predict import (
     ENOUGH,
+    SURE,
     Memory,
     Prediction,
     capacity,
@@ -27,6 +28,7 @@ from nanoscale.plan.predict import (
     fits_probability,
     highest,
     predict,
+    spread,
     with_time,
 )
 from nanoscale.plan.search.candidates import (
@@ -52,10 +54,19 @@ class SearchResult:
     """The result of a search."""
 
     ranked: tuple[Prediction, ...]
-    """The fitting layouts, the fastest first."""
+    """The fitting layouts: those that surely fit, the fastest first, then the others, the fastest first."""
     nearest: Prediction | None
     """If none fits, the one that comes closest."""
     considered: int
+
+    @property
+    def left_out(self) -> list[Prediction]:
+        """Return the layouts that are faster than the best, but fit with less than `SURE`."""
+        best = self.best
+        if best is None or best.fits_probability < SURE:
+            return []
+        unsure = (plan for plan in self.ranked if plan.fits_probability < SURE)
+        return [plan for plan in unsure if plan.time.seconds < best.time.seconds]
 
     @property
     def best(self) -> Prediction | None:
@@ -94,14 +105,14 @@ def _search(space: SearchSpace, hardware: Hardware, software: Software) -> Searc
     for shape in shapes(space):
         tried.add_all(space, shape)
     if space.base.model.experts:
-        for plan in list(_best_of_shapes(sorted(tried.fitting, key=_speed), 1)):
+        for plan in list(_best_of_shapes(sorted(tried.fitting, key=_rank), 1)):
             for shared in islice(expert_degrees(space, plan.config), 1, None):
                 tried.add_all(space, shared)
-    first = sorted(tried.fitting, key=_speed)
+    first = sorted(tried.fitting, key=_rank)
     for plan in _best_of_shapes(first, 2):
         for scheduled in schedules(space, plan.config):
             tried.add_all(space, scheduled)
-    ranked = _simulate_first(sorted(tried.fitting, key=_speed))
+    ranked = _simulate_first(sorted(tried.fitting, key=_rank))
     return SearchResult(tuple(ranked), tried.nearest, tried.considered)
 
 
@@ -113,7 +124,7 @@ def _simulate_first(ranked: list[Prediction]) -> list[Prediction]:
             for p in ranked[:SIMULATED]
         ]
         fitting = [plan for plan in exact if plan.fits]
-        ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_speed)
+        ranked = sorted([*fitting, *ranked[SIMULATED:]], key=_rank)
     return ranked
 
 
@@ -144,7 +155,8 @@ class _Tried:
             self.considered += 1
             memory = estimate_memory(config, self._hardware, self._software)
             needed = highest(memory).total
-            if fits_probability(needed, capacity(self._hardware)) < ENOUGH:
+            room = capacity(self._hardware)
+            if fits_probability(needed, room, spread(config)) < ENOUGH:
                 self._note_nearest(config, memory, needed)
                 break
             plan = with_time(config, self._hardware, memory, self._software)
@@ -182,9 +194,13 @@ def _best_of_shapes(ranked: list[Prediction], least_pp: int) -> Iterator[Predict
             return
 
 
-def _speed(plan: Prediction) -> tuple[float, int, int]:
-    """Return a sort key: among layouts equally fast to four digits, fewest axes and least memory first."""
+def _rank(plan: Prediction) -> tuple[bool, float, int, int]:
+    """Return a sort key: what surely fits comes first, then the fastest.
+
+    Among layouts equally fast to four digits, fewest axes and least memory come first.
+    """
     layout = plan.config.parallel
     axes = (layout.tp > 1) + (layout.pp > 1) + (layout.cp > 1) + (layout.ep > 1)
     axes += layout.dp_replicate > 1
-    return float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total
+    unsure = plan.fits_probability < SURE
+    return unsure, float(f"{plan.time.seconds:.4g}"), axes, plan.worst.total

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import byte_size, duration, share
 from nanoscale.config.values.composed import Composed
-from nanoscale.plan.predict import Prediction
+from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
 from nanoscale.plan.search.request import to_type
 from nanoscale.plan.search.search import SearchResult
@@ -31,6 +31,7 @@ def search_document(composed: Composed, result: SearchResult) -> dict[str, Any]:
         "considered": result.considered,
         "fitting": len(result.ranked),
         "layouts": [_entry(composed, plan) for plan in _distinct(result.ranked)],
+        "left_out": [_entry(composed, plan) for plan in result.left_out[:1]],
         "front": [_entry(composed, plan) for plan in result.front()],
         "nearest": _entry(composed, result.nearest)
         if result.nearest and not result.ranked
@@ -58,10 +59,23 @@ def print_found(
     console.print(
         "\n* no other layout is faster with as little memory\n", style="dim", markup=False
     )
-    for line in reasons(result):
+    for line in [*reasons(result), *_left_out(composed, result)]:
         console.print(f"- {line}", markup=False)
     words = " ".join(to_type(composed, result.best.config)) or "nothing: it is the request"
     console.print(f"\ntype  {words}", markup=False, soft_wrap=True)
+
+
+def _left_out(composed: Composed, result: SearchResult) -> list[str]:
+    """Name the fastest layout that is not recommended, since it may not fit."""
+    if not result.left_out:
+        return []
+    count, first = len(result.left_out), result.left_out[0]
+    layouts = "1 faster layout fits" if count == 1 else f"{count:,} faster layouts fit"
+    return [
+        f"{layouts} with less than {SURE:.0%} and come after the others; the fastest reaches "
+        f"{first.time.tokens_per_s_per_gpu:,.0f} tokens/s a device and fits with "
+        f"{first.fits_probability:.0%}: {' '.join(to_type(composed, first.config))}"
+    ]
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
