@@ -29,6 +29,7 @@ VERBS = {
     "train": "jobs",
     "resume": "jobs",
     "submit": "jobs",
+    "sweep": "jobs",
     "plan": "inspect",
     "rehearse": "inspect",
     "doctor": "measure",
@@ -43,7 +44,18 @@ VERBS = {
 }
 """The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""
 
-_CONFIGURED = ("train", "resume", "submit", "plan", "rehearse", "doctor", "eval", "bench", "config")
+_CONFIGURED = (
+    "train",
+    "resume",
+    "submit",
+    "sweep",
+    "plan",
+    "rehearse",
+    "doctor",
+    "eval",
+    "bench",
+    "config",
+)
 """Verbs that take overrides."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 # Each room imports only rooms after it; docs/architecture.md shows the same house.
 ROOMS = (
-    *("__main__", "cli", "view", "launch", "plan"),
+    *("__main__", "cli", "view", "sweep", "launch", "plan"),
     *("agent", "worker", "rehearse", "measure", "train", "backends", "generate", "checkpoint"),
     *("parallel", "models", "data", "metrics"),
     *("runs", "config", "processes", "common"),

@@ -244,7 +244,7 @@ def _unknown(key: str, value: object, library: Library) -> Violation:
 
 def _sweep(override: Override, text: str) -> Violation:
     key = override.key_or_group
-    message = "has several values, and a single run takes one"
+    message = "has several values, and a single run takes one; `nanoscale sweep` trains each"
     raw = text.partition("=")[2]
     first = raw.partition(",")[0]
     if key in reference.declared() and reference.declared()[key].takes_list:

@@ -1,0 +1,393 @@
+"""`nanoscale sweep`: many trainings of one command line, each with other values."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, print_json
+from nanoscale.cli.common.refusals import Refusals
+from nanoscale.cli.common.request import CommandLine, planned, request_job
+from nanoscale.common import display
+
+if TYPE_CHECKING:
+    from nanoscale.common.errors import Violation
+    from nanoscale.launch.request import Request
+    from nanoscale.sweep.samplers import Source
+    from nanoscale.sweep.space import Space
+    from nanoscale.sweep.sweep import Settings, Sweep, Trial
+
+_PLANNED = 3
+"""Trials of a sampler that are checked before the first starts: the ends of its intervals, and the middle."""
+
+
+def sweep(
+    overrides: opt.Overrides = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name the sweep and its folder", show_default="the recipe and the time"),
+    ] = None,
+    root: Annotated[Path, typer.Option(help="Keep sweeps in this folder")] = Path("sweeps"),
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run what is missing of a sweep", show_default=False),
+    ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Also resume trials that have failed")
+    ] = False,
+    sampler: Annotated[
+        Literal["grid", "random", "tpe"], typer.Option(help="Choose values by this method")
+    ] = "grid",
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, help="Limit the trials of a sampler", show_default=False),
+    ] = None,
+    pruner: Annotated[
+        Literal["none", "median", "asha"],
+        typer.Option(help="Stop bad trials of a sampler early by this method"),
+    ] = "none",
+    metric: Annotated[
+        str, typer.Option(help="Minimize this figure of metrics.jsonl with a sampler")
+    ] = "eval_loss",
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Run this many trials at once", show_default="as GPUs allow"
+        ),
+    ] = None,
+    config_dir: opt.ConfigDir = None,
+    dry_run: opt.DryRun = False,
+    force: opt.Force = False,
+    as_json: opt.AsJson = False,
+) -> int:
+    """Train once for each combination of values, as in `optimizer.lr=1e-3,3e-4 train.seed=1,2`."""
+    from nanoscale.sweep.space import read_space
+    from nanoscale.sweep.sweep import Settings, Sweep
+
+    words = overrides or []
+    if resume is not None:
+        _refuse_new_values(words)
+        existing = Sweep(_folder(root, resume))
+        settings, known = existing.read()
+        return _run(existing, settings, known, at_once, dry_run, force, as_json, retry)
+    settings = Settings(
+        list(words),
+        sampler,
+        trials,
+        pruner,
+        metric,
+        config_dir=str(config_dir.absolute()) if config_dir else None,
+    )
+    space = read_space(words, config_dir)
+    _check_sampler(settings, space)
+    new = Sweep(_folder(root, name or _default_name(words)))
+    if new.file.exists():
+        earlier, known = new.read()
+        _require_same(new, earlier, settings)
+        return _run(new, settings, known, at_once, dry_run, force, as_json, retry)
+    return _run(new, settings, None, at_once, dry_run, force, as_json, retry)
+
+
+def _run(
+    sweep: Sweep,
+    settings: Settings,
+    known: list[Trial] | None,
+    at_once: int | None,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    retry: bool,
+) -> int:
+    """Check and plan the trials, and run those that are missing.
+
+    Args:
+        known: the trials of a sweep that exists; None: it is new.
+    """
+    from nanoscale.launch.fleet.signals import Signals
+    from nanoscale.sweep.runner import Runner
+    from nanoscale.sweep.space import read_space
+    from nanoscale.view.run.sweep_table import SweepTable, print_table
+
+    config_dir = Path(settings.config_dir) if settings.config_dir else None
+    space = read_space(settings.words, config_dir)
+    trials = _trials(space, settings) if known is None else known
+    requests = _checked(sweep, space, settings, trials, force)
+    slots, devices = _slots(requests, at_once)
+    _say_plan(sweep, settings, requests, trials, slots)
+    if dry_run:
+        rows = [{"trial": one.name, **one.values} for one in trials]
+        if as_json:
+            print_json({"sweep": str(sweep.path), "trials": rows, "at_once": slots})
+        else:
+            for row in rows:
+                display.show(row["trial"])
+            display.note(f"this would be {sweep.path}; nothing was written or started")
+        return DONE
+    if known is None:
+        sweep.create(settings, trials)
+    with (
+        sweep.held(),
+        Signals() as signals,
+        SweepTable(sys.stderr if as_json else sys.stdout) as view,
+    ):
+        last_rows: list[dict[str, Any]] = []
+        shown_at = 0.0
+
+        def show(current: Sequence[Trial], changed: bool) -> None:
+            nonlocal shown_at, last_rows
+            if changed or time.monotonic() - shown_at > 1.0:
+                shown_at = time.monotonic()
+                last_rows = [sweep.row(one) for one in current]
+                view.show(last_rows)
+                if changed:
+                    sweep.keep_table(last_rows)
+
+        source = _source(sweep, space, settings)
+        runner = Runner(
+            sweep,
+            settings,
+            space,
+            source,
+            trials,
+            slots,
+            devices,
+            show,
+            arguments=["--force"] if force else [],
+            again=retry,
+        )
+        whole = runner.run(signals)
+    rows = [sweep.row(one) for one in runner.trials]
+    sweep.keep_table(rows)
+    if as_json:
+        print_json({"sweep": str(sweep.path), "trials": rows})
+    else:
+        print_table(rows, sys.stdout)
+    _say_end(sweep, settings, rows, whole)
+    if not whole:
+        return INTERRUPTED
+    return DONE if all(row["state"] in ("completed", "pruned") for row in rows) else FAILED
+
+
+# --- the request ----------------------------------------------------------------------------------
+
+
+def _folder(root: Path, name: str) -> Path:
+    from nanoscale.common.errors import UserError
+
+    if name != Path(name).name or name.startswith((".", "-")):
+        raise UserError("usage", f"--name {name}: must be the name of a folder, without a slash")
+    return root.expanduser().absolute() / name
+
+
+def _default_name(words: Sequence[str]) -> str:
+    recipes = [word.partition("=")[2] for word in words if word.startswith("recipe=")]
+    first = Path(recipes[-1]).stem if recipes and "," not in recipes[-1] else "sweep"
+    return f"{first}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _refuse_new_values(words: Sequence[str]) -> None:
+    from nanoscale.common.errors import UserError
+
+    if words:
+        raise UserError(
+            "usage", "--resume takes no overrides: the sweep's own are in its sweep.json"
+        )
+
+
+def _require_same(sweep: Sweep, earlier: Settings, settings: Settings) -> None:
+    from nanoscale.common.errors import UserError, Violation
+    from nanoscale.sweep.sweep import same_request
+
+    if not same_request(earlier, settings):
+        message = f"the sweep {sweep.name} exists already, with other values or options"
+        line = shlex.join(["nanoscale", "sweep", "--resume", sweep.name])
+        violation = Violation("--name", sweep.name, "command line", message, (line,))
+        raise UserError("usage", message, [violation])
+
+
+def _check_sampler(settings: Settings, space: Space) -> None:
+    """Refuse options of samplers that do not fit together, and a sampler that is not installed."""
+    from importlib.util import find_spec
+
+    from nanoscale.common.errors import UserError
+    from nanoscale.common.versions import install_command
+
+    if settings.sampler == "grid":
+        given = {"--trials": settings.trials is not None, "--pruner": settings.pruner != "none"}
+        for option, is_given in given.items():
+            if is_given:
+                raise UserError("usage", f"{option} needs --sampler random or --sampler tpe")
+        space.grid()
+        return
+    if settings.trials is None:
+        raise UserError("usage", f"--sampler {settings.sampler} needs --trials N")
+    if find_spec("optuna") is None:
+        how = install_command("optuna")
+        raise UserError("usage", f"--sampler {settings.sampler} needs Optuna: {how}")
+
+
+def _trials(space: Space, settings: Settings) -> list[Trial]:
+    """Return the trials of a new grid; a sampler proposes its own one by one."""
+    from nanoscale.sweep.sweep import Trial
+
+    if settings.sampler != "grid":
+        return []
+    names: set[str] = set()
+    found = []
+    for values in space.grid():
+        name, number = space.name(values), 2
+        while name in names:
+            name, number = f"{space.name(values)}-{number}", number + 1
+        names.add(name)
+        found.append(Trial(name, values))
+    return found
+
+
+def _source(sweep: Sweep, space: Space, settings: Settings) -> Source:
+    from nanoscale.sweep.samplers import Grid, Study
+
+    return Grid() if settings.sampler == "grid" else Study(sweep, space, settings)
+
+
+def _probes(space: Space) -> list[dict[str, str]]:
+    """Return values at the ends and in the middle of what a sampler draws from."""
+    found = []
+    for share in range(_PLANNED):
+        values = {}
+        for one in space.dimensions:
+            if one.interval is None:
+                values[one.key] = one.values[share * (len(one.values) - 1) // (_PLANNED - 1)]
+            else:
+                width = one.interval.high - one.interval.low
+                number = one.interval.low + width * share / (_PLANNED - 1)
+                values[one.key] = str(round(number)) if one.interval.integer else f"{number:.6g}"
+        found.append(values)
+    return found
+
+
+def _checked(
+    sweep: Sweep, space: Space, settings: Settings, trials: Sequence[Trial], force: bool
+) -> list[Request]:
+    """Check and plan every trial that has no run yet.
+
+    Raises:
+        UserError: with what is wrong in any of them.
+    """
+    from nanoscale.common.errors import UserError
+
+    config_dir = Path(settings.config_dir) if settings.config_dir else None
+    if settings.sampler == "grid":
+        wanted = [(one.name, one.values) for one in trials if not sweep.run(one).config.exists()]
+    else:
+        wanted = [(space.name(values), values) for values in _probes(space)]
+    requests: list[Request] = []
+    wrong: dict[str, Violation] = {}
+    kinds: list[str] = []
+    bad: list[str] = []
+    for name, values in wanted:
+        line = CommandLine(space.words(values), config_dir=config_dir)
+        try:
+            checked = request_job(line)
+            requests.append(planned(checked, Refusals(), force=force))
+        except UserError as error:
+            bad.append(name)
+            kinds.append(error.kind)
+            for violation in error.violations or []:
+                wrong.setdefault(str(violation), violation)
+            if not error.violations:
+                raise
+    if bad:
+        named = ", ".join(bad[:3]) + (", …" if len(bad) > 3 else "")
+        message = f"{len(bad)} of {len(wanted)} trials cannot run ({named})"
+        kind = "plan" if set(kinds) == {"plan"} else next(it for it in kinds if it != "plan")
+        raise UserError(kind, message, list(wrong.values()))
+    return requests
+
+
+def _slots(requests: Sequence[Request], at_once: int | None) -> tuple[int, list[list[int]]]:
+    """Return how many trials run at once, and the GPUs of each.
+
+    Raises:
+        UserError: this machine has no devices for that many.
+    """
+    from nanoscale.common.errors import UserError
+    from nanoscale.config.derive import derive
+
+    if not requests:
+        return at_once or 1, []
+    config = requests[0].config
+    if config.launcher.name != "local" or config.launcher.device != "cuda":
+        return at_once or 1, []
+    ranks = max(derive(one.config).world_size for one in requests)
+    room = max(1, requests[0].devices.count // ranks)
+    if at_once is not None and at_once > room:
+        raise UserError(
+            "usage",
+            f"--at-once {at_once}: {requests[0].devices.count} GPUs have room for {room} trials of "
+            f"{ranks} ranks",
+        )
+    slots = at_once or room
+    return slots, [list(range(slot * ranks, (slot + 1) * ranks)) for slot in range(slots)]
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def _say_plan(
+    sweep: Sweep,
+    settings: Settings,
+    requests: Sequence[Request],
+    trials: Sequence[Trial],
+    slots: int,
+) -> None:
+    """Say how many trials are left, and how long they take by the plan."""
+    from nanoscale.common.units import duration
+    from nanoscale.config.derive import derive
+
+    count = len(trials) if settings.sampler == "grid" else settings.trials or 0
+    text = f"sweep {sweep.name}: {count} trials, {slots} at once"
+    seconds = [
+        one.plan["step_time_s"] * derive(one.config).steps
+        for one in requests
+        if one.plan is not None
+    ]
+    if seconds:
+        left = len(requests) if settings.sampler == "grid" else count
+        mean = sum(seconds) / len(seconds)
+        ranks = max(derive(one.config).world_size for one in requests)
+        text += (
+            f"; the plan expects {duration(mean)} each, {duration(mean * left / slots)} for "
+            f"{left} of them, {mean * left * ranks / 3600:.3g} device hours"
+        )
+    display.note(text)
+
+
+def _say_end(sweep: Sweep, settings: Settings, rows: Sequence[dict[str, Any]], whole: bool) -> None:
+    from nanoscale.sweep.runner import log_tail
+    from nanoscale.sweep.sweep import Trial
+
+    def figure(row: dict[str, Any]) -> float | None:
+        value = row["eval_loss"] if row["eval_loss"] is not None else row["loss"]
+        return value if row["state"] == "completed" else None
+
+    best = min((row for row in rows if figure(row) is not None), key=figure, default=None)  # type: ignore[arg-type]
+    if best is not None:
+        kind = "evaluation loss" if best["eval_loss"] is not None else "loss"
+        display.note(f"lowest {kind}: {best['trial']} with {figure(best):.4f}")
+    for row in [row for row in rows if row["state"] == "failed"][:3]:
+        log = sweep.log(Trial(row["trial"], {}))
+        display.note(f"{row['trial']} failed; its output is in {log}")
+        for line in log_tail(log, 3):
+            display.note(f"  {line}")
+    if not whole:
+        display.note(
+            f"stopped; to run what is missing: nanoscale sweep --resume {shlex.quote(sweep.name)}"
+        )
+    display.note(f"the table is in {sweep.path / 'results.csv'}")

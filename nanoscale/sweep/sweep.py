@@ -1,0 +1,186 @@
+"""The folder of a sweep: its trials, and what became of each. The runs' own directories are the only record of
+their states.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.runs import lock, metrics, status
+from nanoscale.runs.directory import RunDirectory, read_json, write_atomically, write_json
+
+Sampler = Literal["grid", "random", "tpe"]
+Pruner = Literal["none", "median", "asha"]
+State = Literal["waiting", "running", "interrupted", "completed", "failed", "pruned"]
+ENDED: tuple[State, ...] = ("completed", "failed", "pruned")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a sweep."""
+
+    name: str
+    values: dict[str, str]
+    """The value of each key that differs, as it is typed."""
+    pruned: bool = False
+    """True if the sampler's pruner has ended it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The request of a sweep, which never changes."""
+
+    words: list[str]
+    """The overrides as they were typed."""
+    sampler: Sampler = "grid"
+    trials: int | None = None
+    """Trials of a sampler; None for a grid, which has all combinations."""
+    pruner: Pruner = "none"
+    metric: str = "eval_loss"
+    """The figure of metrics.jsonl that a sampler minimises."""
+    seed: int = 0
+    config_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep in its folder `sweeps/NAME`."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def file(self) -> Path:
+        return self.path / "sweep.json"
+
+    @property
+    def runs(self) -> Path:
+        """The folder of the trials' run directories."""
+        return self.path / "runs"
+
+    @property
+    def storage(self) -> Path:
+        """Optuna's database."""
+        return self.path / "optuna.db"
+
+    def log(self, trial: Trial) -> Path:
+        """Return the file with the output of a trial's launcher."""
+        return self.path / "logs" / f"{trial.name}.log"
+
+    def run(self, trial: Trial) -> RunDirectory:
+        return RunDirectory(self.runs / trial.name)
+
+    def create(self, settings: Settings, trials: Sequence[Trial]) -> None:
+        """Write a new sweep's folder.
+
+        Raises:
+            UserError: the folder exists, or cannot be created.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir()
+        except OSError as error:
+            raise UserError("usage", f"{self.path}: {error.strerror}") from error
+        for folder in ("runs", "logs"):
+            (self.path / folder).mkdir()
+        self.write(settings, trials)
+
+    def write(self, settings: Settings, trials: Sequence[Trial]) -> None:
+        write_json(
+            self.file, {"settings": asdict(settings), "trials": [asdict(one) for one in trials]}
+        )
+
+    def read(self) -> tuple[Settings, list[Trial]]:
+        """Read what the sweep was asked for and its trials so far.
+
+        Raises:
+            UserError: the sweep does not exist, or its file is damaged.
+        """
+        try:
+            content = read_json(self.file)
+            return Settings(**content["settings"]), [Trial(**one) for one in content["trials"]]
+        except FileNotFoundError:
+            others = sorted(path.parent.name for path in self.path.parent.glob("*/sweep.json"))
+            message = "is not a sweep" + ("; there are " + ", ".join(others) if others else "")
+            advice = tuple(f"--resume {name}" for name in others[:3])
+            violation = Violation("--resume", str(self.path), "command line", message, advice)
+            raise UserError("usage", f"{self.path} {message}", [violation]) from None
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError("usage", f"{self.file} is damaged: {error}") from error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the sweep for this process.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError("usage", f"another process runs the sweep {self.path}") from None
+        try:
+            yield
+        finally:
+            os.close(handle)
+
+    def state(self, trial: Trial) -> State:
+        """Return what became of a trial so far."""
+        run = self.run(trial)
+        if not run.status.exists():
+            return "waiting"
+        now = status.read(run).state
+        if lock.owner(run) is not None:
+            return "running"
+        if trial.pruned:
+            return "pruned"
+        return now if now in ("completed", "failed") else "interrupted"
+
+    def row(self, trial: Trial) -> dict[str, Any]:
+        """Return a trial's values, state and newest figures."""
+        run, last, evaluated = self.run(trial), None, None
+        if run.metrics.exists():
+            for record in metrics.read(run):
+                last = record
+                evaluated = record.get("eval_loss", evaluated)
+        figures = last or {}
+        return {
+            "trial": trial.name,
+            **trial.values,
+            "state": self.state(trial),
+            "step": figures.get("step", 0),
+            "loss": figures.get("loss"),
+            "eval_loss": evaluated,
+            "tokens_per_s": figures.get("tokens_per_s"),
+            "memory_gib": figures.get("memory_gib"),
+        }
+
+    def keep_table(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write the table of all trials to results.csv."""
+        if not rows:
+            return
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(self.path / "results.csv", text.getvalue())
+
+
+def same_request(first: Settings, second: Settings) -> bool:
+    """True if two command lines ask for the same sweep."""
+    return json.dumps(asdict(first)) == json.dumps(asdict(second))

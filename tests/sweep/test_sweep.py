@@ -1,0 +1,146 @@
+"""Sweeps as users run them, with real trainings, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.runs import events, lock
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.sweep.sweep import Sweep
+from tests.support.waiting import wait_until
+
+WORDS = ["recipe=debug", "model.layers=1", "train.global_batch=4", "train.log_every=1"]
+WORDS += ["checkpoint.every=2", "launcher.preflight=false"]
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    line = [sys.executable, "-m", "nanoscale", "sweep", *words]
+    with (folder / "sweep.log").open("ab") as log:
+        return subprocess.Popen(line, cwd=folder, stdout=log, stderr=log)
+
+
+def losses(sweep: Sweep) -> dict[str, list[tuple[int, float]]]:
+    """Return the logged steps and losses of each trial."""
+    found = {}
+    for path in sorted(sweep.runs.iterdir()):
+        lines = RunDirectory(path).metrics.read_text().splitlines()
+        found[path.name] = [(one["step"], one["loss"]) for one in map(json.loads, lines)]
+    return found
+
+
+def steps_so_far(sweep: Sweep) -> int:
+    files = sweep.runs.glob("*/metrics.jsonl") if sweep.runs.exists() else []
+    return sum(path.read_bytes().count(b"\n") for path in files)
+
+
+def interrupted(folder: Path, words: list[str], kills: list[int], count: int) -> Sweep:
+    """Run a sweep that is killed when this many steps are trained in total, and resumed each time."""
+    sweep = Sweep(folder / "sweeps" / "killed")
+    for kill in kills:
+        process = start(folder, *words, "--name", "killed")
+        wait_until(lambda kill=kill: steps_so_far(sweep) >= kill)  # type: ignore[misc]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        runs = [sweep.run(trial) for trial in sweep.read()[1]]
+        wait_until(lambda runs=runs: not any(lock.owner(run) for run in runs if run.path.exists()))  # type: ignore[misc]
+    assert start(folder, "--resume", "killed").wait() == 0, (folder / "sweep.log").read_text()
+    assert len(losses(sweep)) == count
+    for trial in sweep.read()[1]:
+        ends = [e for e in events.read(sweep.run(trial)) if e["kind"] == "end"]
+        assert [e["outcome"] for e in ends].count("completed") == 1, trial.name
+    return sweep
+
+
+def compare_with_whole(folder: Path, words: list[str], sweep: Sweep) -> None:
+    assert start(folder, *words, "--name", "whole").wait() == 0
+    assert losses(sweep) == losses(Sweep(folder / "sweeps" / "whole"))
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_runs_what_is_missing(tmp_path: Path) -> None:
+    words = [*WORDS, "train.steps=6", "optimizer.lr=1e-3,3e-4"]
+    sweep = interrupted(tmp_path, words, [3, 8], 2)
+    compare_with_whole(tmp_path, words, sweep)
+    table = (sweep.path / "results.csv").read_text()
+    assert table.count("completed") == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_twelve_trials_killed_at_five_instants(tmp_path: Path) -> None:
+    words = [*WORDS, "train.steps=6", "optimizer.lr=1e-3,3e-4,1e-4", "train.seed=1,2,3,4"]
+    sweep = interrupted(tmp_path, words, [1, 9, 20, 41, 60], 12)
+    compare_with_whole(tmp_path, words, sweep)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_trials_and_says_how_to_go_on(tmp_path: Path) -> None:
+    words = [*WORDS, "train.steps=400", "optimizer.lr=1e-3,3e-4", "--at-once", "2"]
+    process = start(tmp_path, *words, "--name", "s")
+    sweep = Sweep(tmp_path / "sweeps" / "s")
+    wait_until(lambda: len(list(sweep.runs.glob("*/metrics.jsonl"))) == 2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    said = (tmp_path / "sweep.log").read_text()
+    assert "to run what is missing: nanoscale sweep --resume s" in said
+    _, trials = sweep.read()
+    assert [sweep.state(trial) for trial in trials] == ["interrupted"] * 2
+    assert not any(lock.owner(sweep.run(trial)) for trial in trials)
+
+
+def test_wrong_trials_are_refused_together_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["sweep", "recipe=debug", "parallel.tp=1,3", "train.seed=1,2"]
+    assert nanoscale(line) == 2
+    said = capsys.readouterr().err
+    assert "2 of 4 trials cannot run" in said and "parallel.tp=2 or parallel.tp=4" in said
+    for options, message in (
+        (["--trials", "3"], "--trials needs --sampler"),
+        (["--sampler", "tpe"], "needs --trials N"),
+        (["--name", "a/b"], "must be the name of a folder"),
+        (["--resume", "none"], "takes no overrides"),
+    ):
+        assert nanoscale(["sweep", "recipe=debug", "train.seed=1,2", *options]) == 2
+        assert message in capsys.readouterr().err
+    assert nanoscale(["sweep", "--resume", "none"]) == 2
+    assert "is not a sweep" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_plans_every_trial_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["sweep", "recipe=debug", "optimizer.lr=1e-3,3e-4", "--name", "s", "--dry-run"]
+    assert nanoscale(line) == 0
+    shown = capsys.readouterr()
+    assert shown.out.split() == ["lr=1e-3", "lr=3e-4"]
+    assert "2 trials, 1 at once; the plan expects" in shown.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_sweep_does_not_take_the_name_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    from nanoscale.sweep.sweep import Settings
+
+    sweep = Sweep(tmp_path / "sweeps" / "s")
+    sweep.create(Settings(["train.seed=1,2"]), [])
+    assert nanoscale(["sweep", "recipe=debug", "train.seed=3,4", "--name", "s"]) == 2
+    assert "nanoscale sweep --resume s" in capsys.readouterr().err
+    with (
+        sweep.held(),
+        pytest.raises(Exception, match="another process runs the sweep"),
+        sweep.held(),
+    ):
+        pass
