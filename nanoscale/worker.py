@@ -137,7 +137,7 @@ def _use_threads(config: Config) -> None:
 
 def _set_kernels(config: Config) -> None:
     if config.precision.tf32 is True or config.backend.attention != "auto":
-        from nanoscale.parallel.kernels import set_kernels
+        from nanoscale.parallel.kernel_choice import set_kernels
 
         set_kernels(config)
 

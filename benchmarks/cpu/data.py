@@ -21,7 +21,7 @@ from nanoscale.common.devices import cores
 from nanoscale.data import corpus
 from nanoscale.data.indexed import IndexedTokens, bin_path
 from nanoscale.data.loader import Loader
-from nanoscale.data.prepare import Request, prepare
+from nanoscale.data.prepare import PreparationRequest, prepare
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Split
 from nanoscale.data.tokenizer import train_bpe
@@ -67,7 +67,9 @@ def bench_prepare(folder: Path, texts: list[str], tokenizer: Path) -> dict[str, 
     native = Tokenizer.from_file(str(tokenizer))
     pairs = []
     for turn in range(TURNS):
-        request = Request((str(source),), folder / f"out-{turn}", str(tokenizer), workers=THREADS)
+        request = PreparationRequest(
+            (str(source),), folder / f"out-{turn}", str(tokenizer), workers=THREADS
+        )
         ours = timed(lambda request=request: prepare(request, Silent()))
         theirs = timed(lambda: native.encode_batch_fast(texts, add_special_tokens=False))
         pairs.append((megabytes / ours, megabytes / theirs))

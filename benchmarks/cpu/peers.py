@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoscale.backends.deepspeed.library import load_deepspeed
+from nanoscale.backends.deepspeed.import_library import load_deepspeed
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.derive import derive

@@ -21,7 +21,7 @@ from nanoscale.common.units import GIB
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.software import MEGATRON, TORCH_WHOLELOSS
 from nanoscale.plan.memory.peak import RankMemory, setting_memory
-from nanoscale.plan.memory.setting import Setting, setting_of
+from nanoscale.plan.memory.setting import MemorySetting, setting_of
 
 DEFAULT = Path(__file__).resolve().parents[2] / "../shared/data/published_measurements.csv"
 Row = dict[str, str]
@@ -174,7 +174,7 @@ def megatron(row: Row) -> Prediction:
 
 
 def _worst(
-    setting: Setting, micro_batches: int, measure: Callable[[RankMemory], int]
+    setting: MemorySetting, micro_batches: int, measure: Callable[[RankMemory], int]
 ) -> Prediction:
     ranks = setting_memory(setting, under_way(setting.config, micro_batches))
     worst = max(ranks, key=measure)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoscale.agent.gpu_software import gpu_software
 from nanoscale.agent.network import addresses, interface_towards, resolve
-from nanoscale.common.cache import cache_path, user_cache
+from nanoscale.common.cache_folder import cache_path, user_cache
 from nanoscale.common.devices import detect, gpu_memory, gpu_problem
 from nanoscale.common.versions import optional_packages, versions
 from nanoscale.processes.messages import Message

@@ -19,7 +19,7 @@ from nanoscale.config.layout import Coordinates
 from nanoscale.config.schema import Config
 from nanoscale.config.stages import stage_layers
 from nanoscale.data.batch import IGNORED, Batch
-from nanoscale.models.hf_model import Foreign
+from nanoscale.models.hf_model import HFModel
 from nanoscale.models.transformer import Transformer
 
 
@@ -107,7 +107,7 @@ class Engine(ABC):
         """
         state = self.state() | self.frozen_state()
         part = next(iter(self.parts.values()))
-        if isinstance(part, Foreign):
+        if isinstance(part, HFModel):
             load_any_model.load(folder, part.hf, state)
         else:
             load.load(folder, self.config.model, state)
@@ -249,7 +249,7 @@ class Engine(ABC):
 def make_part(config: Config, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     if config.model.source == "hf":
-        return Foreign(config.model, real=real)
+        return HFModel(config.model, real=real)
     return Transformer(config.model, blocks_of_stage(config, stage))
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from nanoscale.backends import float8, gradients
 from nanoscale.backends.base import Engine, StepResult, make_part
-from nanoscale.backends.masters import Masters
+from nanoscale.backends.master_weights import MasterWeights
 from nanoscale.backends.optimizer import (
     clip_in_update,
     fill_state,
@@ -155,13 +155,13 @@ class NativeEngine(Engine):
             gradients.clip(grads, norm, limit)
         return norm
 
-    def _make_masters(self) -> Masters | None:
+    def _make_masters(self) -> MasterWeights | None:
         """Create master weights in a single process, in which FSDP2 does not cast the weights."""
         precision = self.config.precision
         if self.layout.data is not None or precision.compute == precision.params:
             return None
         (model,) = self.parts.values()
-        return Masters(model.named_parameters(), data_parallel.DTYPES[precision.compute])
+        return MasterWeights(model.named_parameters(), data_parallel.DTYPES[precision.compute])
 
     def _after_forward(self) -> None:
         for part in self.parts.values():
@@ -209,6 +209,6 @@ def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[in
         part.materialise(device)
         begun = config.model.init_from is not None  # then everything but adapters is loaded
         if not begun or config.lora.rank:
-            fill(part, part.drawer(config.train.seed, device), adapters_only=begun)
+            fill(part, part.initializer(config.train.seed, device), adapters_only=begun)
         parts[number] = part
     return parts

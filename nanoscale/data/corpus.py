@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.cache import cache_path
+from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter, bin_path, smallest_type, sync_folder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.data.mixture import Source, sources_of
+from nanoscale.config.data.mixture import MixtureSource, sources_of
 from nanoscale.config.data.prepared_folder import answers_of
 from nanoscale.config.schema import Data, Train
 from nanoscale.data import corpus
@@ -68,7 +68,7 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
         raise UserError("data", f"model.vocab={vocab}: {what}", [found])
     name = f"Python {prepared.manifest['settings']['python'].split()[0]}'s standard library"
     tokens = IndexedTokens(prepared.prefix)
-    opened = _opened(data, train, vocab, Source(None), tokens, None, name)
+    opened = _opened(data, train, vocab, MixtureSource(None), tokens, None, name)
     return _dataset(data, train, [opened], tokenizer, prepared.fingerprint)
 
 
@@ -119,7 +119,7 @@ def _files_tokenizer(data: Data, vocab: int, largest: int, needed: bool) -> Toke
 class _Opened:
     """One source, ready for reading."""
 
-    source: Source
+    source: MixtureSource
     name: str
     train: Loader
     valid: Loader | None
@@ -130,7 +130,7 @@ def _opened(
     data: Data,
     train: Train,
     vocab: int,
-    source: Source,
+    source: MixtureSource,
     tokens: TokenFile,
     apart: TokenFile | None,
     name: str,
@@ -209,7 +209,7 @@ def _valid_loader(
     data: Data,
     train: Train,
     vocab: int,
-    source: Source,
+    source: MixtureSource,
     tokens: TokenFile,
     split: Split,
     form: Form,

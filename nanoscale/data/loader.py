@@ -12,7 +12,7 @@ import numpy as np
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import sample_indices
-from nanoscale.data.samples import Packed, Samples, Split, Stream, TokenFile
+from nanoscale.data.samples import Packed, Samples, Split, TokenFile, TokenStream
 
 _AHEAD = 1024
 """Samples of a rank whose numbers are computed in one call."""
@@ -98,7 +98,7 @@ class Loader:
             self._samples = Packed(tokens, split, seq_len, form.answers, self._check)
         else:
             mask, answers = form.document_mask, form.answers
-            self._samples = Stream(tokens, split, seq_len, mask, answers, self._check)
+            self._samples = TokenStream(tokens, split, seq_len, mask, answers, self._check)
         if len(self._samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
         self._file = tokens

@@ -12,7 +12,7 @@ from typing import Protocol
 from nanoscale.data.batch import Batch
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples that follow, at every step, from the number of samples consumed before, as in a `Loader`."""
 
     def micro_batches(
@@ -23,7 +23,7 @@ class Source(Protocol):
 class Prefetched:
     """The same samples at the same steps; an error while reading is raised when the samples are requested."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SampleSource) -> None:
         self._source = source
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._expected: tuple[int, ...] = ()

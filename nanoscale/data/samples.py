@@ -66,7 +66,7 @@ class Samples(Protocol):
     def batch(self, numbers: list[int]) -> Batch: ...
 
 
-class Stream:
+class TokenStream:
     """The tokens of a split in windows: sample i is [i·seq_len, (i + 1)·seq_len + 1).
 
     Neighbours share one token: the last target of one is the first input of the next. Documents follow each

@@ -19,7 +19,7 @@ from nanoscale.common.versions import install_command
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
 from nanoscale.generate.writing import Wish, Written, write
-from nanoscale.models.cache import Cache
+from nanoscale.models.kv_cache import Cache
 
 _LOGITS = 1 << 26
 """The most logits of a batch."""
@@ -32,7 +32,7 @@ Scored = tuple[float, bool]
 """The log-probability, and True if every token was the most likely one."""
 
 
-class Request(Protocol):
+class HarnessRequest(Protocol):
     @property
     def args(self) -> tuple[Any, ...]: ...
 
@@ -45,17 +45,17 @@ class Answers:
         self.opened = opened
         self.note = note
 
-    def loglikelihood(self, requests: Sequence[Request], **_: Any) -> list[Scored]:
+    def loglikelihood(self, requests: Sequence[HarnessRequest], **_: Any) -> list[Scored]:
         """Score the continuation of each (context, continuation)."""
         return self._score([self._pair(*request.args) for request in requests])
 
-    def loglikelihood_rolling(self, requests: Sequence[Request], **_: Any) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest], **_: Any) -> list[float]:
         """Score each whole text, (text,); long texts go window by window, each token once."""
         windows = [list(self._windows(*request.args)) for request in requests]
         scored = iter(self._score([window for found in windows for window in found]))
         return [sum(next(scored)[0] for _ in found) for found in windows]
 
-    def generate_until(self, requests: Sequence[Request], **_: Any) -> list[str]:
+    def generate_until(self, requests: Sequence[HarnessRequest], **_: Any) -> list[str]:
         """Generate the text after the context of each (context, settings)."""
         texts = []
         for request in requests:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.generate.growing_text import Characters, Ending
 from nanoscale.generate.sampling import Sampling, choose
-from nanoscale.generate.text import Characters, Ending
 from nanoscale.generate.weights import Opened
-from nanoscale.models.cache import Cache
+from nanoscale.models.kv_cache import Cache
 
 END, STOP, LENGTH, CONTEXT, INTERRUPTED = "end", "stop", "length", "context", "interrupted"
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from nanoscale.measure.connections import closed_ways
+from nanoscale.measure.host_connections import closed_ways
 from nanoscale.parallel import process_group as ranks
 from nanoscale.runs.directory import write_json
 
@@ -43,7 +43,7 @@ _WARM_UP, _LEAST, _MOST = 2, 3, 100
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceTime:
     """The time of all-reduces of one size."""
 
     bytes: int
@@ -51,7 +51,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairTime:
     """The time of messages between two ranks, one way."""
 
     ranks: tuple[int, int]
@@ -109,17 +109,17 @@ def rounds(players: Sequence[int]) -> list[list[tuple[int, int]]]:
 # --- all together ---------------------------------------------------------------------------------
 
 
-def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[AllReduce]:
+def all_reduces(device: torch.device, sizes: Sequence[int], limit_s: float) -> list[AllReduceTime]:
     """Measure each size in turn, and leave out those for which the time does not suffice."""
     began = time.perf_counter()
-    found: list[AllReduce] = []
+    found: list[AllReduceTime] = []
     for size in sizes:
         reduce = partial(dist.all_reduce, torch.zeros(size // 4, device=device))
         times = _repeat(reduce, device, limit_s / len(sizes))
         gathered = ranks.gather_numbers([*times, time.perf_counter() - began])
         slowest = gathered.amax(dim=0).tolist()
         elapsed = slowest.pop()
-        found.append(AllReduce(size, median(slowest)))
+        found.append(AllReduceTime(size, median(slowest)))
         next_s = (_LEAST + _WARM_UP) * _GROWTH * median(slowest)
         if elapsed + next_s > 2 * limit_s:
             break
@@ -156,11 +156,11 @@ def _timed(operation: Callable[[], object], device: torch.device) -> float:
 
 def measure_pairs(
     wanted: Sequence[Sequence[tuple[int, int]]], device: torch.device, limit_s: float
-) -> list[Pair]:
+) -> list[PairTime]:
     """Measure all rounds for which there is time; pairs that seem slow are measured again, alone."""
     began = time.perf_counter()
     share_s = limit_s / max(1, len(wanted))
-    found: dict[tuple[int, int], Pair] = {}
+    found: dict[tuple[int, int], PairTime] = {}
     for pairs in wanted:
         played, elapsed = _play_round(pairs, device, share_s, began)
         found |= {pair.ranks: pair for pair in played}
@@ -172,7 +172,7 @@ def measure_pairs(
     return list(found.values())
 
 
-def slow(pairs: Sequence[Pair]) -> list[Pair]:
+def slow(pairs: Sequence[PairTime]) -> list[PairTime]:
     """List the pairs below half of the median bandwidth of all pairs, the slowest first."""
     if not pairs:
         return []
@@ -183,7 +183,7 @@ def slow(pairs: Sequence[Pair]) -> list[Pair]:
 
 def _play_round(
     pairs: Sequence[tuple[int, int]], device: torch.device, limit_s: float, began: float
-) -> tuple[list[Pair], float]:
+) -> tuple[list[PairTime], float]:
     """Measure a round; return its pairs and the time since the beginning, the same on all ranks."""
     rank = dist.get_rank()
     mine = [0.0, 0.0]
@@ -193,7 +193,7 @@ def _play_round(
             sizes = (_PING, _MESSAGE[device.type])
             mine = [_exchange(peer, rank == first, size, device, limit_s / 2) for size in sizes]
     gathered = ranks.gather_numbers([*mine, time.perf_counter() - began]).tolist()
-    found = [Pair((first, second), *gathered[first][:2]) for first, second in pairs]
+    found = [PairTime((first, second), *gathered[first][:2]) for first, second in pairs]
     return found, max(row[2] for row in gathered)
 
 

@@ -56,7 +56,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """The mean step of a recorded series. Times in s; the parts add up to the step, but for rounding."""
 
     where: str
@@ -113,7 +113,7 @@ def events_of(profiler: Any) -> list[Event]:
     return found
 
 
-def parts_of(events: Sequence[Event]) -> Parts | None:
+def parts_of(events: Sequence[Event]) -> StepParts | None:
     """Break the steps down into parts; None if no step was recorded from its start to its end."""
     host = [event for event in events if not event.on_device]
     steps = [event.time for event in host if event.name == STEP]
@@ -135,7 +135,7 @@ def parts_of(events: Sequence[Event]) -> Parts | None:
         whole = length(united(steps))
     count = len(steps)
     mean = {f"{name}_s": ns / count / 1e9 for name, ns in times.items()}
-    return Parts(
+    return StepParts(
         where="device" if device else "host",
         steps=count,
         step_s=whole / count / 1e9,

@@ -32,7 +32,7 @@ PREFIX = "hf."
 _CODE = "HF_MODULES_CACHE"
 
 
-class Foreign(Transformer):
+class HFModel(Transformer):
     """A model of transformers from token ids `[batch, seq]` to logits `[batch, seq, vocab]`."""
 
     def __init__(self, shape: Model, *, real: bool = False) -> None:
@@ -79,7 +79,7 @@ class Foreign(Transformer):
             owner, _, leaf = name.rpartition(".")
             self.hf.get_submodule(owner)._buffers[leaf] = value.to(device)
 
-    def drawer(self, seed: int, device: torch.device) -> Draw:
+    def initializer(self, seed: int, device: torch.device) -> Draw:
         return RandomWeights(self.shape, seed, device)
 
 

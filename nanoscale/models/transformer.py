@@ -97,7 +97,7 @@ class Transformer(nn.Module):
         for counter in self.buffers():
             counter.zero_()
 
-    def drawer(self, seed: int, device: torch.device) -> Draw:
+    def initializer(self, seed: int, device: torch.device) -> Draw:
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 

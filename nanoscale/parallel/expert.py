@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nanoscale.models.moe import Experts, MixtureOfExperts, sort, take
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel.local_parameters import added_up, alike, divide
+from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
 from nanoscale.parallel.mesh import ExpertLayout
-from nanoscale.parallel.sequence_parallel import Stream
+from nanoscale.parallel.sequence_parallel import ResidualStream
 
 _WIDTH = {"gate": 1, "up": 1, "down": 2}
 """The dimension of an expert's inner width, which tp divides."""
@@ -43,8 +43,8 @@ def apply(
         assert isinstance(mixture, MixtureOfExperts)
         if tensor is not None:
             # Every rank routes the whole sequence, and has the gradient of its share of the experts.
-            divide(mixture.router, layer, tensor, {"weight": Replicate()}, added_up)
-            Stream.over(tensor, sequence_parallel).around(mixture)
+            divide(mixture.router, layer, tensor, {"weight": Replicate()}, partial_grad)
+            ResidualStream.over(tensor, sequence_parallel).around(mixture)
         _divide_experts(mixture.experts, layer, tensor, experts)
 
 
@@ -80,7 +80,7 @@ def _own(share: int, weight: Tensor) -> Tensor:
     Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
     all other gradients are averaged over all ranks.
     """
-    local = alike(weight)
+    local = replicated_grad(weight)
     if share > 1 and local.requires_grad:
         local.register_hook(lambda grad: grad / share)
     return local

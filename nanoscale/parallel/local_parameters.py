@@ -60,20 +60,20 @@ class _Parts:
         return getattr(self.module, name)
 
 
-def alike(parameter: Tensor) -> Tensor:
+def replicated_grad(parameter: Tensor) -> Tensor:
     """Return the local shard; its gradient is its own, or equal on all ranks that share it."""
     return _part(parameter, _placements(parameter))
 
 
-def added_up(parameter: Tensor) -> Tensor:
+def partial_grad(parameter: Tensor) -> Tensor:
     """Return the local shard; its gradient is the sum of those of all ranks that share it."""
     sums = (Partial() if it.is_replicate() else it for it in _placements(parameter))
     return _part(parameter, tuple(sums))
 
 
-def once(parameter: Tensor) -> Tensor:
+def rank0_only(parameter: Tensor) -> Tensor:
     """Return a replicated parameter on the first rank, which adds it to a sum, and 0 on the others."""
-    part = alike(parameter)
+    part = replicated_grad(parameter)
     assert isinstance(parameter, DTensor)
     if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
         return part - part.detach()  # the gradient of a sum is that of every summand

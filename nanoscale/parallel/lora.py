@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from nanoscale.config.schema import Lora
 from nanoscale.models.lora import Adapter, attach
 from nanoscale.models.transformer import Transformer
-from nanoscale.parallel.local_parameters import added_up, divide
+from nanoscale.parallel.local_parameters import divide, partial_grad
 
 
 def apply(model: Transformer, settings: Lora, mesh: DeviceMesh | None) -> None:
@@ -36,4 +36,4 @@ def _divide(layer: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
         "a": Replicate() if columns else Shard(1),
         "b": Shard(0) if columns else Replicate(),
     }
-    divide(adapter, block, mesh, placements, added_up)
+    divide(adapter, block, mesh, placements, partial_grad)

@@ -26,7 +26,7 @@ collective = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """The residual stream `[…, seq, hidden]` between the blocks, on the ranks of one group."""
 
     group: str
@@ -35,8 +35,8 @@ class Stream:
     """True if each rank has `[…, seq / ranks, hidden]`."""
 
     @staticmethod
-    def over(mesh: DeviceMesh, divided: bool) -> Stream:
-        return Stream(mesh.get_group().group_name, mesh.size(), divided)
+    def over(mesh: DeviceMesh, divided: bool) -> ResidualStream:
+        return ResidualStream(mesh.get_group().group_name, mesh.size(), divided)
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Gather the stream to `[…, seq, hidden]`, from which every rank computes another part of the next

@@ -18,8 +18,14 @@ from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
 from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer
-from nanoscale.parallel.local_parameters import added_up, alike, distribute, divide, once
-from nanoscale.parallel.sequence_parallel import Stream
+from nanoscale.parallel.local_parameters import (
+    distribute,
+    divide,
+    partial_grad,
+    rank0_only,
+    replicated_grad,
+)
+from nanoscale.parallel.sequence_parallel import ResidualStream
 
 _BY_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
 _BY_ROW = ("attention.wo", "mlp.down")
@@ -33,7 +39,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     Between the blocks the residual stream is `[batch, seq / tp, hidden]` with sequence parallelism, else
     whole. Every rank has the logits of its shard of the vocabulary.
     """
-    stream = Stream.over(mesh, sequence_parallel)
+    stream = ResidualStream.over(mesh, sequence_parallel)
     for block in model.layers.values():
         divide_block(block, mesh, stream)
     if model.first:
@@ -46,42 +52,42 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     model.sequence_shards = mesh.size() if sequence_parallel else 1
 
 
-def divide_block(block: nn.Module, mesh: DeviceMesh, stream: Stream) -> None:
+def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Divide one block, in place, except an MoE."""
     for name, module in block.named_modules():
         if name in _BY_COLUMN:
-            divide(module, block, mesh, {"weight": Shard(0), "bias": Shard(0)}, alike)
+            divide(module, block, mesh, {"weight": Shard(0), "bias": Shard(0)}, replicated_grad)
         if name in _BY_ROW:
-            divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, once)
+            divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, rank0_only)
         if name in _NORMS:
             _replicate(module, block, mesh, stream)
         if name in _HEAD_NORMS:  # norms of a rank's heads
-            divide(module, block, mesh, {"weight": Replicate()}, added_up)
+            divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if isinstance(module, Attention | SwiGLU | GeluMLP):
             stream.around(module)
 
 
-def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: Stream) -> None:
+def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Replicate a norm of the stream, which sees a part of its tokens, or all of them on every rank."""
     everywhere = {"weight": Replicate(), "bias": Replicate()}
-    divide(norm, unit, mesh, everywhere, added_up if stream.divided else alike)
+    divide(norm, unit, mesh, everywhere, partial_grad if stream.divided else replicated_grad)
 
 
-def _divide_rows(embedding: nn.Embedding, mesh: DeviceMesh, stream: Stream) -> None:
+def _divide_rows(embedding: nn.Embedding, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Divide an embedding: every rank looks up the tokens `[…, seq]` whose rows it has."""
     distribute(embedding, mesh, {"weight": Shard(0)})
     look_up = partial(_look_up, embedding, mesh.get_local_rank(), stream)
     embedding.forward = look_up  # type: ignore[method-assign]
 
 
-def _look_up(embedding: nn.Embedding, rank: int, stream: Stream, tokens: Tensor) -> Tensor:
-    rows = alike(embedding.weight)
+def _look_up(embedding: nn.Embedding, rank: int, stream: ResidualStream, tokens: Tensor) -> Tensor:
+    rows = replicated_grad(embedding.weight)
     local = tokens - rank * rows.shape[0]
     mine = (local >= 0) & (local < rows.shape[0])
     return stream.summed(F.embedding(local.where(mine, 0), rows) * mine.unsqueeze(-1))
 
 
-def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: Stream) -> None:
+def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Divide a head: every rank computes the logits of its rows of the vocabulary, for all tokens."""
     apply_rows = partial(_apply_rows, head, mesh, stream)
     if isinstance(head, Head):
@@ -96,12 +102,12 @@ def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: Stream) -> Non
 def _apply_rows(
     head: Head | TiedHead,
     mesh: DeviceMesh,
-    stream: Stream,
+    stream: ResidualStream,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor | None = None,
 ) -> Tensor:
-    rows = alike(weight)
+    rows = replicated_grad(weight)
     vocabulary = DividedVocabulary(mesh.get_local_rank() * len(rows), mesh.get_group())
     return logits_or_loss(stream.whole(hidden), rows, targets, vocabulary, fused=head.fused)
 

@@ -15,7 +15,14 @@ from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.peak import RankMemory, rank_memory
 from nanoscale.plan.pipeline import Costs, Timeline
-from nanoscale.plan.time.step import StageCost, StepTime, Training, stage_costs, step_time, training
+from nanoscale.plan.time.step import (
+    StageCost,
+    StepTime,
+    TrainingEstimate,
+    stage_costs,
+    step_time,
+    training,
+)
 
 SPREAD = {"dp": 0.04, "divided": 0.06, "experts": 0.10}
 """Standard deviation of the memory in use around the prediction, as a share of it, by kind of layout.
@@ -65,7 +72,7 @@ class Prediction:
         return self.fits_probability >= ENOUGH
 
     @property
-    def training(self) -> Training:
+    def training(self) -> TrainingEstimate:
         return training(self.config, self.hardware, self.time)
 
 

@@ -19,7 +19,7 @@ from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import coordinates
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
-from nanoscale.parallel.kernels import set_kernels
+from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
 from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.record import RankRecord

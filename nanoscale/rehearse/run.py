@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 import nanoscale
-from nanoscale.common.cache import cache_path
+from nanoscale.common.cache_folder import cache_path
 from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump

@@ -17,7 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from nanoscale.common.cache import user_settings
+from nanoscale.common.cache_folder import user_settings
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.reference import declared

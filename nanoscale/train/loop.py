@@ -19,7 +19,7 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
-from nanoscale.data.prefetch import Prefetched, Source
+from nanoscale.data.prefetch import Prefetched, SampleSource
 from nanoscale.metrics.meter import Meter, peak_memory_gib
 from nanoscale.metrics.sinks import Sink
 from nanoscale.metrics.trace import DATA, STEP
@@ -65,7 +65,7 @@ class Training:
     def __post_init__(self) -> None:
         self.sizes = derive(self.config)
         on_gpu = self.engine.device.type == "cuda"
-        self.samples: Source = Prefetched(self.data.train) if on_gpu else self.data.train
+        self.samples: SampleSource = Prefetched(self.data.train) if on_gpu else self.data.train
         self.saved_step = self.progress.step
         self.last: StepResult | None = None
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoscale.data.tokenizer import Tokenizer
-from nanoscale.models.cache import decoding
+from nanoscale.models.kv_cache import decoding
 
 TEMPERATURE = 0.7
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nanoscale.launch.lifecycle.bandwidth import Figures, Measured, Pair
-    from nanoscale.launch.preflight.verdicts import Group, Verdict
+    from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict
 
 _FEW_HOSTS = 4
 """Up to this many hosts, everything is shown."""
@@ -76,13 +76,13 @@ def _print_verdicts(
     display.print_table(screen, table)
 
 
-def _without_label(group: Group) -> str:
+def _without_label(group: EqualVerdicts) -> str:
     """Return the finding without its check's name, which is printed beside it."""
     label, finding = f"{group.check} ", group.finding
     return finding[len(label) :] if finding.lower().startswith(label) else finding
 
 
-def _who(group: Group, names: Sequence[str]) -> str:
+def _who(group: EqualVerdicts, names: Sequence[str]) -> str:
     from nanoscale.launch.preflight.verdicts import named
 
     return "all" if len(group.hosts) == len(names) else named(group.hosts)

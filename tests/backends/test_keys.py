@@ -16,7 +16,7 @@ from nanoscale.config.rules.backends import OUTSIDE, table
 from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
-from nanoscale.parallel.kernels import set_kernels
+from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.train.job import make_engine
 from tests.support import hf_models
 from tests.support.jobs import make_config, write_tokens

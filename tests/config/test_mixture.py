@@ -10,7 +10,7 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.data.mixture import Source, sources_of
+from nanoscale.config.data.mixture import MixtureSource, sources_of
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Data
 from nanoscale.data.indexed import IndexedWriter
@@ -55,8 +55,8 @@ def test_folders_are_taken_apart_and_share_their_tokenizer(folder: Path) -> None
     data = checked("web.path=web", "web.weight=3", "other.path=other", "other.weight=0",
                    "bare.path=bare", "bare.weight=1")  # fmt: skip
     assert sources_of(data) == [
-        Source(f"{folder}/web/tokens", 3.0, f"{folder}/web/valid", "web"),
-        Source(f"{folder}/bare", 1.0, None, "bare"),
+        MixtureSource(f"{folder}/web/tokens", 3.0, f"{folder}/web/valid", "web"),
+        MixtureSource(f"{folder}/bare", 1.0, None, "bare"),
     ]
     assert data.tokenizer == f"{folder}/web/tokenizer.json"
     assert data.valid_fraction > 0  # for what has no files of its own to validate on

@@ -15,8 +15,8 @@ import pyarrow as pa
 import xxhash
 from pyarrow import parquet
 
-from nanoscale.data.prepare import Request, prepare
-from nanoscale.data.prepare.folder import Progress
+from nanoscale.data.prepare import PreparationRequest, prepare
+from nanoscale.data.prepare.folder import PreparationProgress
 
 WORDS = [
     "the",
@@ -65,12 +65,12 @@ class Silent:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.seen: list[Progress] = []
+        self.seen: list[PreparationProgress] = []
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)
 
-    def progress(self, progress: Progress, total: int) -> None:
+    def progress(self, progress: PreparationProgress, total: int) -> None:
         self.seen.append(progress)
 
 
@@ -78,7 +78,7 @@ def prepared(out: Path, *sources: Path | str, **settings: Any) -> dict[str, Any]
     """Prepare with one worker and bytes as tokens unless told otherwise; the manifest."""
     words = tuple(str(source) for source in sources)
     watcher = settings.pop("watcher", None) or Silent()
-    request = Request(words, out, **{"tokenizer": "byte", **settings})
+    request = PreparationRequest(words, out, **{"tokenizer": "byte", **settings})
     return prepare(request, watcher)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config
-from nanoscale.launch.submission.batch import array_script, batch_script, runs_list
+from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs.directory import RunDirectory
 from tests.support.batch import LIMIT_S, NASTY, STAND_IN, Batch, config
 

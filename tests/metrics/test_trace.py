@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.metrics.trace import DATA, STEP, Event, Parts, parts_of
+from nanoscale.metrics.trace import DATA, STEP, Event, StepParts, parts_of
 
 NODE = "autograd::engine::evaluate_function: MmBackward0"
 UPDATE = "Optimizer.step#AdamW.step"
@@ -129,7 +129,7 @@ def test_waiting_for_a_device() -> None:
         at("cudaDeviceSynchronize", 165, 170, 9, correlation=20),
     ]
     parts = parts_of([*device_step(), *later])
-    assert isinstance(parts, Parts) and parts.where == "device" and parts.steps == 2
+    assert isinstance(parts, StepParts) and parts.where == "device" and parts.steps == 2
     assert parts.waits == {"cudaStreamSynchronize": 2}
     assert parts.kernels["gemm"] == pytest.approx(0.030)  # a step of two
     assert list(parts.kernels) == sorted(parts.kernels, key=lambda name: -parts.kernels[name])

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, process_group
-from nanoscale.parallel.sequence_parallel import Stream
+from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
 
@@ -226,7 +226,7 @@ def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict
             if layout == "fsdp":
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             else:
-                divide_block(block, mesh, Stream.over(mesh, divided=False))
+                divide_block(block, mesh, ResidualStream.over(mesh, divided=False))
         if layout == "fsdp":
             fully_shard(model, mesh=mesh)
         with CountOperations() as counter, measure_moves() as moved:

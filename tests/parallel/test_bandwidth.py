@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from nanoscale.measure import bandwidth
-from nanoscale.measure.bandwidth import Pair, all_reduces, ends, measure_pairs, rounds, slow
-from nanoscale.measure.connections import closed_ways
+from nanoscale.measure.bandwidth import PairTime, all_reduces, ends, measure_pairs, rounds, slow
+from nanoscale.measure.host_connections import closed_ways
 from nanoscale.parallel import process_group
 from tests.support.ranks import run_ranks
 
@@ -45,7 +45,7 @@ def test_ends_are_the_first_ranks_of_hosts_or_all_of_one():
 
 def test_a_pair_is_slow_with_less_than_half_of_the_median():
     def pairs(*speeds):
-        return [Pair((0, n), 1e-5, 1 / speed) for n, speed in enumerate(speeds, 1)]
+        return [PairTime((0, n), 1e-5, 1 / speed) for n, speed in enumerate(speeds, 1)]
 
     assert slow([]) == [] and slow(pairs(1.0, 1.0, 0.51)) == []
     assert [pair.ranks[1] for pair in slow(pairs(1.0, 0.4, 1.0, 1.0, 0.1))] == [5, 2]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from nanoscale.config.schema import Backend, Config, Model, Parallel
 from nanoscale.models.transformer import Block, rope_rotation
 from nanoscale.parallel import activation, compile, process_group
-from nanoscale.parallel.sequence_parallel import Stream
+from nanoscale.parallel.sequence_parallel import ResidualStream
 from nanoscale.parallel.tensor import divide_block
 from tests.support.ranks import run_ranks
 
@@ -117,7 +117,9 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
     found = {}
     for axis, sizes in {"dp": (2, 1), "tp": (1, 2)}.items():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-        divide = partial(divide_block, mesh=mesh["tp"], stream=Stream.over(mesh["tp"], False))
+        divide = partial(
+            divide_block, mesh=mesh["tp"], stream=ResidualStream.over(mesh["tp"], False)
+        )
         torch._dynamo.reset()
         counters.clear()
         with with_backend("aot_eager"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoscale.config.schema import Config, Parallel
-from nanoscale.parallel.kernels import kernels_in_use
+from nanoscale.parallel.kernel_choice import kernels_in_use
 from tests.support.jobs import make_config
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoscale.plan.time import collectives
-from nanoscale.plan.time.collectives import Group, group
+from nanoscale.plan.time.collectives import AxisRanks, group
 from tests.plan.machines import changed, machine
 
 IDEAL = {"intra_host": 1.0, "inter_host": 1.0}
@@ -56,12 +56,12 @@ def test_ranks_of_a_host_share_its_adapters():
     [(8, 1, 8), (4, 1, 4), (16, 1, 8), (4, 2, 4), (8, 2, 4), (16, 4, 2), (2, 8, 1), (128, 8, 1)],
 )
 def test_where_the_ranks_of_an_axis_stand(size, stride, inside):
-    assert group(machine(), size, stride) == Group(size, inside)
+    assert group(machine(), size, stride) == AxisRanks(size, inside)
 
 
 def test_72_devices_of_an_nvl72_are_an_island_though_hosts_have_4():
-    assert group(machine("gb200"), 16, 4) == Group(16, 16)
-    assert group(machine("h200"), 16, 4) == Group(16, 2)
+    assert group(machine("gb200"), 16, 4) == AxisRanks(16, 16)
+    assert group(machine("h200"), 16, 4) == AxisRanks(16, 2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoscale.config.stages import stages_of
-from nanoscale.plan.pipeline import Boundary, boundaries
+from nanoscale.plan.pipeline import KeptBoundary, boundaries
 from nanoscale.plan.pipeline.boundaries import NONE
 from tests.plan.schedules import SCHEDULES
 
@@ -30,12 +30,12 @@ def test_tensors_travel_between_neighbours_on_different_ranks(schedule, virtual,
 
 def test_what_was_sent_is_held_until_the_end_of_the_step():
     first, middle, last = boundaries("1f1b", 3, 1, 5)
-    assert first == (Boundary(0, 5, 0, 0, False),)
-    assert middle == (Boundary(5, 5, 0, 0, False),)
-    assert last == (Boundary(5, 0, 0, 0, True),)
+    assert first == (KeptBoundary(0, 5, 0, 0, False),)
+    assert middle == (KeptBoundary(5, 5, 0, 0, False),)
+    assert last == (KeptBoundary(5, 0, 0, 0, True),)
     assert boundaries("zbv", 2, 2, 6)[0] == (
-        Boundary(0, 6, 6, 0, False),
-        Boundary(6, 0, 0, 6, True),
+        KeptBoundary(0, 6, 6, 0, False),
+        KeptBoundary(6, 0, 0, 6, True),
     )
     assert boundaries("1f1b", 1, 1, 5) == ((NONE,),)
     # Two in flight, whose inputs are counted with their activations; three of five have come back.

@@ -11,14 +11,14 @@ from nanoscale.plan.hardware.hardware import Efficiency
 from nanoscale.plan.hardware.software import DTENSOR_S, MEGATRON, NANOSCALE, TORCH, Software
 from nanoscale.plan.memory.peak import rank_memory
 from nanoscale.plan.time import block, collectives
-from nanoscale.plan.time.step import Parts, step_time
+from nanoscale.plan.time.step import StepBreakdown, step_time
 from tests.plan.machines import BF16, changed, job, machine
 
 FSDP = {"dp": 8, "zero": Zero(stage=3), "seq_len": 4096, "global_batch": 8}
 FP8 = replace(BF16, fp8=True)
 
 
-def parts(software: Software = NANOSCALE, **keys) -> Parts:
+def parts(software: Software = NANOSCALE, **keys) -> StepBreakdown:
     return step_time(job(**keys), machine(), software=software).parts
 
 

@@ -17,7 +17,7 @@ from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import data_parallel
-from nanoscale.plan.time.step import Parts, stage_costs, step_time, training
+from nanoscale.plan.time.step import StepBreakdown, stage_costs, step_time, training
 from nanoscale.view.plan.explain import how
 from tests.plan.machines import BF16, changed, job, machine
 from tests.support.recipes import changed as recipe
@@ -70,7 +70,9 @@ def test_published_runs(config, tokens_per_s):
 def test_parts_add_up_and_rates_agree():
     config = llama_405b(1, 8192, 128, 2048)
     step = step_time(config, machine())
-    assert step.seconds == pytest.approx(sum(getattr(step.parts, f.name) for f in fields(Parts)))
+    assert step.seconds == pytest.approx(
+        sum(getattr(step.parts, f.name) for f in fields(StepBreakdown))
+    )
     assert step.tokens_per_s == pytest.approx(2048 * 8192 / step.seconds)
     assert step.tokens_per_s_per_gpu == pytest.approx(step.tokens_per_s / 16384)
     peak = machine().peak(BF16) * 16384
@@ -312,7 +314,7 @@ def test_every_part_that_takes_time_is_explained(layout):
     config = job(**layout)
     step = step_time(config, machine())
     texts = how(config, machine(), step)
-    assert set(texts) == {f.name for f in fields(Parts) if getattr(step.parts, f.name) > 0}
+    assert set(texts) == {f.name for f in fields(StepBreakdown) if getattr(step.parts, f.name) > 0}
     assert all(text and "None" not in text for text in texts.values())
 
 

@@ -13,7 +13,7 @@ import torch
 from nanoscale.checkpoint.hf.export import export
 from nanoscale.checkpoint.store import find_checkpoint
 from nanoscale.config.schema import Backend, Config
-from nanoscale.models.hf_model import Foreign, RandomWeights, blocks, build
+from nanoscale.models.hf_model import HFModel, RandomWeights, blocks, build
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.train import job
 from tests.support import hf_models
@@ -102,7 +102,7 @@ def test_resumed_here_and_elsewhere_and_exported(tmp_path: Path) -> None:
     loaded, about = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(about[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))  # type: ignore[has-type]
     ours = {n.removeprefix("model."): v for n, v in final_weights(run).items() if "model" in n}
-    part = Foreign(shape)
+    part = HFModel(shape)
     part.materialise(torch.device("cpu"))
     part.load_state_dict({n: v for n, v in ours.items() if n.startswith("hf.")}, strict=False)
     tokens = torch.arange(20).view(2, 10)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from nanoscale.backends import gradients
 from nanoscale.backends.base import Engine, StepResult, make_part
-from nanoscale.backends.deepspeed import pieces, pipeline, tensor
+from nanoscale.backends.deepspeed import pipeline, shard_ranges, tensor
 from nanoscale.backends.deepspeed.groups import Groups
-from nanoscale.backends.deepspeed.library import load_deepspeed
+from nanoscale.backends.deepspeed.import_library import load_deepspeed
 from nanoscale.backends.optimizer import first_state, make_optimizer, set_lr
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.hf import load
@@ -59,7 +59,7 @@ class DeepSpeedEngine(Engine):
             self.engine.timers = pipeline.no_timers()
         self.model.reset_buffers(device)  # DeepSpeed casts them like parameters
         self.balance = self._make_balance()
-        self.pieces = pieces.find(self.parameters(), self.engine.optimizer, self.stage)
+        self.pieces = shard_ranges.find(self.parameters(), self.engine.optimizer, self.stage)
         begun = config.model.init_from is not None  # then all weights but adapters are loaded
         if not begun or config.lora.rank:
             self._initialise(frozen=not begun)
@@ -89,8 +89,8 @@ class DeepSpeedEngine(Engine):
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
-        for mine in pieces.by_home(self.pieces):
-            with pieces.in_memory(mine, self.engine.optimizer) as swapped:
+        for mine in shard_ranges.by_home(self.pieces):
+            with shard_ranges.in_memory(mine, self.engine.optimizer) as swapped:
                 for name, tensor_ in self._tensors(mine):
                     state[name] = _copied(tensor_) if swapped else tensor_
         return state | self._small_state()
@@ -99,7 +99,7 @@ class DeepSpeedEngine(Engine):
         frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         if self.stage < 3:
             return {f"model.{name}": parameter for name, parameter in frozen}
-        own = (pieces.own_part(parameter, self.engine.optimizer) for _, parameter in frozen)
+        own = (shard_ranges.own_part(parameter, self.engine.optimizer) for _, parameter in frozen)
         return {
             f"model.{name}": FlatShard(local, tuple(self._window(name)[0]), start)
             for (name, _), (start, local) in zip(frozen, own, strict=True)
@@ -107,20 +107,20 @@ class DeepSpeedEngine(Engine):
 
     def empty_state(self) -> dict[str, Tensor]:
         optimizer = self._stepped_optimizer()
-        for mine in pieces.by_home(self.pieces):
-            with pieces.in_memory(mine, self.engine.optimizer):
+        for mine in shard_ranges.by_home(self.pieces):
+            with shard_ranges.in_memory(mine, self.engine.optimizer):
                 optimizer.state[mine[0].home].update(first_state(optimizer, mine[0].home))
         return self.state()
 
     def take(self, state: dict[str, Tensor]) -> None:
-        for mine in pieces.by_home(self.pieces):
-            with pieces.in_memory(mine, self.engine.optimizer) as swapped:
+        for mine in shard_ranges.by_home(self.pieces):
+            with shard_ranges.in_memory(mine, self.engine.optimizer) as swapped:
                 if swapped:
                     for name, tensor_ in self._tensors(mine):
                         _local(tensor_).copy_(_local(state[name]))
-        pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
+        shard_ranges.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
 
-    def _tensors(self, mine: list[pieces.Piece]) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, mine: list[shard_ranges.ShardRange]) -> Iterator[tuple[str, Tensor]]:
         """Yield the checkpoint's tensors of some pieces."""
         optimizer = self._stepped_optimizer()
         for piece in mine:
@@ -157,9 +157,9 @@ class DeepSpeedEngine(Engine):
 
         With `frozen`, also write those that are not updated.
         """
-        draw = self.model.drawer(self.config.train.seed, self.device)
-        for mine in pieces.by_home(self.pieces):
-            with pieces.in_memory(mine, self.engine.optimizer):
+        draw = self.model.initializer(self.config.train.seed, self.device)
+        for mine in shard_ranges.by_home(self.pieces):
+            with shard_ranges.in_memory(mine, self.engine.optimizer):
                 for piece in mine:
                     shape, window = self._window(piece.name)
                     part = draw(piece.name, shape)
@@ -172,9 +172,9 @@ class DeepSpeedEngine(Engine):
             for box, memory in load.boxes(target):
                 ends = zip(box.offsets, box.sizes, strict=True)
                 memory.copy_(whole[tuple(slice(at, at + n) for at, n in ends)])
-        pieces.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
+        shard_ranges.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
 
-    def _shard(self, piece: pieces.Piece, local: Tensor) -> FlatShard:
+    def _shard(self, piece: shard_ranges.ShardRange, local: Tensor) -> FlatShard:
         shape, window = self._window(piece.name)
         return FlatShard(local, tuple(shape), piece.start, window)
 

@@ -57,7 +57,7 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
 
 
 def main() -> None:
-    from nanoscale.backends.deepspeed.library import load_quietly
+    from nanoscale.backends.deepspeed.import_library import load_quietly
 
     load_quietly(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     json.dump(find_problems(json.load(sys.stdin)), sys.stdout)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
-from nanoscale.checkpoint.hf.names import Place, Shape, places, shapes
+from nanoscale.checkpoint.hf.names import Shape, TensorPosition, places, shapes
 from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_file
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
@@ -34,7 +34,7 @@ from nanoscale.models.hf_model import PREFIX
 TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-Tensors = dict[str, tuple[Shape, tuple[Place, ...]]]
+Tensors = dict[str, tuple[Shape, tuple[TensorPosition, ...]]]
 """Our parameters by name, each with its shape and its positions in the Hugging Face tensors."""
 Note = Callable[[str, int, int], None]
 """A function called before each tensor with its name, its number from 1, and the number of tensors."""
@@ -124,7 +124,10 @@ def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
         return {name: (shape, where[name]) for name, shape in shapes(model).items()}
     prefix = f"model.{PREFIX}"
     return {
-        name.removeprefix("model."): (tuple(about["shape"]), (Place(name.removeprefix(prefix)),))
+        name.removeprefix("model."): (
+            tuple(about["shape"]),
+            (TensorPosition(name.removeprefix(prefix)),),
+        )
         for name, about in stored.manifest["tensors"].items()
         if name.startswith(prefix)
     }
@@ -218,7 +221,7 @@ class _Source:
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
             self._weight = Merged(config, self._reader.read)
-        self._parts: dict[str, list[tuple[str, Place]]] = {}
+        self._parts: dict[str, list[tuple[str, TensorPosition]]] = {}
         for name, (_, parts) in tensors.items():
             for place in parts:
                 self._parts.setdefault(place.name, []).append((name, place))
@@ -241,7 +244,7 @@ class _Source:
             made.append(value.T if place.transposed else value)
         yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
 
-    def _one(self, ours: str, place: Place) -> Tensor:
+    def _one(self, ours: str, place: TensorPosition) -> Tensor:
         """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""
         if self._held is None or self._held[0] != ours:
             self._held = None

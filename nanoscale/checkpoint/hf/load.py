@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.hf.names import (
     PREFIXES,
-    Place,
     Shape,
+    TensorPosition,
     is_merged,
     is_needless,
     places,
@@ -35,7 +35,7 @@ _SAMPLED = 4096
 """Bytes of a tensor that enter its model's fingerprint."""
 
 
-Found = dict[str, list[tuple[Place, Stored]]]
+Found = dict[str, list[tuple[TensorPosition, Stored]]]
 """Our parameters by name, each with its positions and the file tensors that hold them."""
 
 
@@ -104,7 +104,7 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     )
 
 
-def read_parts(wanted: list[tuple[Stored, Place, Shape, Tensor]]) -> None:
+def read_parts(wanted: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> None:
     """Fill each tensor in place from a file tensor, its position there, and its whole shape.
 
     Raises:
@@ -155,7 +155,7 @@ def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     return part
 
 
-def _parts(target: Tensor, place: Place) -> Iterator[tuple[Box, Tensor]]:
+def _parts(target: Tensor, place: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
     """Yield the boxes of `boxes`; for one expert, those that contain it, with the memory of its row."""
     for box, memory in boxes(target):
         if place.expert is None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
-from nanoscale.checkpoint.hf.names import Place, is_buffer
+from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
 from nanoscale.models.hf_model import PREFIX, build, ties
 
@@ -63,7 +63,7 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     refuse_all(differences({name: stored[name] for name in mine}, shapes))
     read_parts(
         [
-            (stored[name], Place(stored[name].name), shapes[name], state[key])
+            (stored[name], TensorPosition(stored[name].name), shapes[name], state[key])
             for name, key in mine.items()
         ]
     )

@@ -26,7 +26,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPosition:
     """The position of one of our tensors, or of one expert's part of it, in a Hugging Face tensor."""
 
     name: str
@@ -78,7 +78,7 @@ def shapes(model: Model) -> dict[str, Shape]:
     return found
 
 
-def places(model: Model, *, merged: bool = False) -> dict[str, tuple[Place, ...]]:
+def places(model: Model, *, merged: bool = False) -> dict[str, tuple[TensorPosition, ...]]:
     """Return the positions of each parameter in a file of the model's family: one, or one for each expert.
 
     With `merged`, experts are merged, as `is_merged` detects, and every parameter has one position.
@@ -142,58 +142,58 @@ def _norm(name: str, model: Model) -> dict[str, Shape]:
 
 
 _LLAMA = {
-    "attention_norm": Place("input_layernorm"),
-    "attention.wq": Place("self_attn.q_proj"),
-    "attention.wk": Place("self_attn.k_proj"),
-    "attention.wv": Place("self_attn.v_proj"),
-    "attention.wo": Place("self_attn.o_proj"),
-    "attention.q_norm": Place("self_attn.q_norm"),
-    "attention.k_norm": Place("self_attn.k_norm"),
-    "mlp_norm": Place("post_attention_layernorm"),
-    "mlp.gate": Place("mlp.gate_proj"),
-    "mlp.up": Place("mlp.up_proj"),
-    "mlp.down": Place("mlp.down_proj"),
+    "attention_norm": TensorPosition("input_layernorm"),
+    "attention.wq": TensorPosition("self_attn.q_proj"),
+    "attention.wk": TensorPosition("self_attn.k_proj"),
+    "attention.wv": TensorPosition("self_attn.v_proj"),
+    "attention.wo": TensorPosition("self_attn.o_proj"),
+    "attention.q_norm": TensorPosition("self_attn.q_norm"),
+    "attention.k_norm": TensorPosition("self_attn.k_norm"),
+    "mlp_norm": TensorPosition("post_attention_layernorm"),
+    "mlp.gate": TensorPosition("mlp.gate_proj"),
+    "mlp.up": TensorPosition("mlp.up_proj"),
+    "mlp.down": TensorPosition("mlp.down_proj"),
 }
 _MIXTRAL = {
-    "mlp.router": Place("block_sparse_moe.gate"),
-    "mlp.experts.gate": Place("block_sparse_moe.experts.{expert}.w1.weight"),
-    "mlp.experts.up": Place("block_sparse_moe.experts.{expert}.w3.weight"),
-    "mlp.experts.down": Place("block_sparse_moe.experts.{expert}.w2.weight"),
+    "mlp.router": TensorPosition("block_sparse_moe.gate"),
+    "mlp.experts.gate": TensorPosition("block_sparse_moe.experts.{expert}.w1.weight"),
+    "mlp.experts.up": TensorPosition("block_sparse_moe.experts.{expert}.w3.weight"),
+    "mlp.experts.down": TensorPosition("block_sparse_moe.experts.{expert}.w2.weight"),
 }
 _QWEN3_MOE = {
-    "mlp.router": Place("mlp.gate"),
-    "mlp.experts.gate": Place("mlp.experts.{expert}.gate_proj.weight"),
-    "mlp.experts.up": Place("mlp.experts.{expert}.up_proj.weight"),
-    "mlp.experts.down": Place("mlp.experts.{expert}.down_proj.weight"),
+    "mlp.router": TensorPosition("mlp.gate"),
+    "mlp.experts.gate": TensorPosition("mlp.experts.{expert}.gate_proj.weight"),
+    "mlp.experts.up": TensorPosition("mlp.experts.{expert}.up_proj.weight"),
+    "mlp.experts.down": TensorPosition("mlp.experts.{expert}.down_proj.weight"),
 }
 _MERGED = {
-    "mlp.router": Place("mlp.gate"),
-    "mlp.experts.gate": Place("mlp.experts.gate_up_proj", part=0, parts=2, axis=1),
-    "mlp.experts.up": Place("mlp.experts.gate_up_proj", part=1, parts=2, axis=1),
-    "mlp.experts.down": Place("mlp.experts.down_proj"),
+    "mlp.router": TensorPosition("mlp.gate"),
+    "mlp.experts.gate": TensorPosition("mlp.experts.gate_up_proj", part=0, parts=2, axis=1),
+    "mlp.experts.up": TensorPosition("mlp.experts.gate_up_proj", part=1, parts=2, axis=1),
+    "mlp.experts.down": TensorPosition("mlp.experts.down_proj"),
 }
 _GPT2 = {
-    "attention_norm": Place("ln_1"),
-    "attention.wq": Place("attn.c_attn", True, 0, 3),
-    "attention.wk": Place("attn.c_attn", True, 1, 3),
-    "attention.wv": Place("attn.c_attn", True, 2, 3),
-    "attention.wo": Place("attn.c_proj", True),
-    "mlp_norm": Place("ln_2"),
-    "mlp.up": Place("mlp.c_fc", True),
-    "mlp.down": Place("mlp.c_proj", True),
+    "attention_norm": TensorPosition("ln_1"),
+    "attention.wq": TensorPosition("attn.c_attn", True, 0, 3),
+    "attention.wk": TensorPosition("attn.c_attn", True, 1, 3),
+    "attention.wv": TensorPosition("attn.c_attn", True, 2, 3),
+    "attention.wo": TensorPosition("attn.c_proj", True),
+    "mlp_norm": TensorPosition("ln_2"),
+    "mlp.up": TensorPosition("mlp.c_fc", True),
+    "mlp.down": TensorPosition("mlp.c_proj", True),
 }
 
 
 def _places(
-    model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, Place]
-) -> dict[str, tuple[Place, ...]]:
-    found: dict[str, tuple[Place, ...]] = {}
+    model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, TensorPosition]
+) -> dict[str, tuple[TensorPosition, ...]]:
+    found: dict[str, tuple[TensorPosition, ...]] = {}
     for name in shapes(model):
         module, _, kind = name.rpartition(".")
         if module == "head":
-            found[name] = (Place(f"lm_head.{kind}"),)
+            found[name] = (TensorPosition(f"lm_head.{kind}"),)
         elif module in root:
-            found[name] = (Place(f"{prefix}{root[module]}.{kind}"),)
+            found[name] = (TensorPosition(f"{prefix}{root[module]}.{kind}"),)
         elif module.endswith(".experts"):
             _, layer, within = name.split(".", 2)
             there = block[within]
@@ -208,5 +208,5 @@ def _places(
             there = block[within]
             transposed = there.transposed and kind == "weight"
             full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
-            found[name] = (Place(full, transposed, there.part, there.parts),)
+            found[name] = (TensorPosition(full, transposed, there.part, there.parts),)
     return found

@@ -17,7 +17,7 @@ from nanoscale.config.violations import override
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from nanoscale.data.prepare.folder import Progress
+    from nanoscale.data.prepare.folder import PreparationProgress
 
 app = typer.Typer(no_args_is_help=True, help="Prepare and inspect tokens.")
 
@@ -114,12 +114,12 @@ def prepare_data(
     command continues after an interruption, and writes the same bytes with any number of workers.
     """
     from nanoscale.common.errors import UserError
-    from nanoscale.data.prepare import Request, prepare
+    from nanoscale.data.prepare import PreparationRequest, prepare
     from nanoscale.data.prepare.workers import LostWorkerError
 
     if not chat and chat_template is not None:
         raise UserError("usage", "--chat-template is for chats; add --chat")
-    request = Request(
+    request = PreparationRequest(
         sources=tuple(sources),
         out=out,
         tokenizer=_one_tokenizer(tokenizer, train_tokenizer, eos, chat),
@@ -251,7 +251,7 @@ class _Screen:
     def note(self, sentence: str) -> None:
         self._console.print(sentence, markup=False)
 
-    def progress(self, progress: Progress, total: int) -> None:
+    def progress(self, progress: PreparationProgress, total: int) -> None:
         now = time.monotonic()
         if self._began is None:
             self._began = now, progress.read, progress.text_bytes
@@ -265,7 +265,7 @@ class _Screen:
         else:
             self._live.update(_with_bar(sentence, progress.read / total))
 
-    def _sentence(self, progress: Progress, total: int, elapsed: float) -> str:
+    def _sentence(self, progress: PreparationProgress, total: int, elapsed: float) -> str:
         from nanoscale.common.units import byte_size, duration
 
         assert self._began is not None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.request import Request
     from nanoscale.launch.slurm.slurm import SlurmError
-    from nanoscale.launch.submission.submit import Batch
+    from nanoscale.launch.submission.submit import BatchJob
     from nanoscale.runs.submission import Submission
 
 _PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
@@ -136,7 +136,7 @@ def _refuse_other_launchers(composed: Composed) -> None:
         refuse([Violation("launcher.name", value, source, message, ("launcher=slurm",))])
 
 
-def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> Batch:
+def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> BatchJob:
     """Return the runs with their names.
 
     Raises:
@@ -149,13 +149,13 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
         name_run,
         name_runs,
     )
-    from nanoscale.launch.submission.submit import Batch
+    from nanoscale.launch.submission.submit import BatchJob
 
     if len(requests) > 1:
         name, named = name_runs(requests)
         with refusals.gather():
             check_new_runs(named, name)
-        batch = Batch(name, named, at_once)
+        batch = BatchJob(name, named, at_once)
         for other in named[1:]:
             if not batch.needs_the_same(other):
                 _refuse_unlike(named[0], other)
@@ -166,7 +166,7 @@ def _batch(requests: list[Request], at_once: int | None, refusals: Refusals) -> 
     config = name_run(one.composed, one.config, repeats=one.repeats is not None)
     with refusals.gather():
         check_new_run(config)
-    return Batch(str(config.run.name), [replace(one, config=config)])
+    return BatchJob(str(config.run.name), [replace(one, config=config)])
 
 
 def _refuse_unlike(one: Request, other: Request) -> None:
@@ -210,7 +210,7 @@ def _refused(error: SlurmError, composed: Composed) -> UserError:
 
 
 def _document(
-    batch: Batch, variants: list[Variant], job: Submission | None = None
+    batch: BatchJob, variants: list[Variant], job: Submission | None = None
 ) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     for number, (request, variant) in enumerate(zip(batch.requests, variants, strict=True)):
@@ -225,7 +225,7 @@ def _document(
     return {"script": str(batch.path), "runs": runs}
 
 
-def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bool) -> None:
+def _show(batch: BatchJob, variants: list[Variant], refusals: Refusals, as_json: bool) -> None:
     """Show the result of `--dry-run`."""
     import shutil
 
@@ -262,7 +262,7 @@ def _show(batch: Batch, variants: list[Variant], refusals: Refusals, as_json: bo
     display.note(f"this would be written to {batch.path}; nothing was written or submitted")
 
 
-def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
+def _say(batch: BatchJob, variants: list[Variant], job: Submission) -> None:
     from nanoscale.cli.common.request import saving_lines
 
     runs = [request.run for request in batch.requests]
@@ -279,7 +279,7 @@ def _say(batch: Batch, variants: list[Variant], job: Submission) -> None:
     display.show(f"  stop    nanoscale runs stop {shlex.quote(runs[0].reference)}")
 
 
-def _print_runs(batch: Batch, variants: list[Variant]) -> None:
+def _print_runs(batch: BatchJob, variants: list[Variant]) -> None:
     """Print the values of each run."""
     from rich.table import Table
 

@@ -20,7 +20,7 @@ from nanoscale.config.composing import interpolation
 from nanoscale.config.composing.reopen import reopen, unknown_names
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.convert import unknown_key
-from nanoscale.config.values.yaml_file import Document, read
+from nanoscale.config.values.yaml_file import YamlDocument, read
 from nanoscale.config.violations import refuse, shown
 
 RECIPE = "recipe"
@@ -72,7 +72,7 @@ class Library:
     """Keys set on the command line."""
     violations: list[Violation] = field(default_factory=list)
     """The problems of the files served so far."""
-    served: dict[str, Document] = field(default_factory=dict)
+    served: dict[str, YamlDocument] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.config_dir is not None and not self.config_dir.is_dir():
@@ -126,7 +126,7 @@ class Library:
                 return path
         return None
 
-    def serve(self, config: str) -> Document:
+    def serve(self, config: str) -> YamlDocument:
         """Return the content that Hydra merges; its problems are removed and kept in `violations`."""
         if config not in self.served:
             self.served[config] = self._load(config)
@@ -165,10 +165,10 @@ class Library:
             f"{group}/{entry}" for entry in entries if isinstance(entry, str) and entry != "_self_"
         ]
 
-    def _load(self, config: str) -> Document:
+    def _load(self, config: str) -> YamlDocument:
         group, _, name = config.partition("/")
         if group == SCHEMA:
-            return Document("default", reference.defaults(reference.sections()[name]))
+            return YamlDocument("default", reference.defaults(reference.sections()[name]))
         path = self.find(config)
         if path is None:
             raise KeyError(config)
@@ -187,9 +187,9 @@ class Library:
         content.pop("defaults", None)
         if defaults:
             content["defaults"] = defaults
-        return Document(document.name, content, document.lines)
+        return YamlDocument(document.name, content, document.lines)
 
-    def _root(self, document: Document) -> Document:
+    def _root(self, document: YamlDocument) -> YamlDocument:
         """Return our root file, with the command line's choices repeated at the end, after the recipe."""
         entries = [
             {RECIPE: str(self.config_file)} if _is_recipe(entry) and self.config_file else entry
@@ -200,9 +200,9 @@ class Library:
             for group, option in self.choices.items()
             if group != RECIPE
         ]
-        return Document(document.name, {"defaults": [SCHEMA, *entries, *last]}, document.lines)
+        return YamlDocument(document.name, {"defaults": [SCHEMA, *entries, *last]}, document.lines)
 
-    def _check_header(self, path: Path, document: Document, group: str) -> None:
+    def _check_header(self, path: Path, document: YamlDocument, group: str) -> None:
         """Refuse Hydra's `# @package`, which would move the keys; here each key has one place."""
         expected = "_global_" if group == RECIPE else "_group_"
         for line, text in enumerate(path.read_text("utf-8-sig").splitlines(), 1):
@@ -218,7 +218,7 @@ class Library:
                 return
 
     def _known(
-        self, document: Document, content: dict[str, Any], section: str, path: str
+        self, document: YamlDocument, content: dict[str, Any], section: str, path: str
     ) -> dict[str, Any]:
         """Return the part of a mapping that the schema declares."""
         kept: dict[str, Any] = {}
@@ -256,7 +256,7 @@ class Library:
             f"`  - override /{group}: {near[0]}`",
         )  # fmt: skip
 
-    def _defaults(self, document: Document, group: str, path: Path) -> list[Any]:
+    def _defaults(self, document: YamlDocument, group: str, path: Path) -> list[Any]:
         """Return the checked defaults list: the file's bases, then the groups that it overrides."""
         entries = document.content.get("defaults") or []
         if not isinstance(entries, list):
@@ -276,7 +276,7 @@ class Library:
         return bases + overrides
 
     def _base(
-        self, document: Document, where: str, entry: str, group: str, path: Path
+        self, document: YamlDocument, where: str, entry: str, group: str, path: Path
     ) -> list[str]:
         if entry == "_self_":
             return [entry]
@@ -292,7 +292,7 @@ class Library:
         return []
 
     def _override(
-        self, document: Document, where: str, name: str, option: object, group: str
+        self, document: YamlDocument, where: str, name: str, option: object, group: str
     ) -> list[dict[str, str]]:
         target = name.removeprefix("override ").strip().removeprefix("/")
         if group != RECIPE or target not in self.groups() or target == RECIPE:
@@ -312,7 +312,7 @@ class Library:
         return [{f"override /{target}": option}]
 
     def _wrong_entry(
-        self, document: Document, where: str, entry: object, message: str,
+        self, document: YamlDocument, where: str, entry: object, message: str,
         suggestions: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         source = document.source(where)
@@ -343,7 +343,7 @@ def display(path: Path) -> str:
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else path)
 
 
-def _overridden(document: Document) -> Iterator[str]:
+def _overridden(document: YamlDocument) -> Iterator[str]:
     """Yield the groups that a served recipe chooses from."""
     for entry in document.content.get("defaults", []):
         for name in entry if isinstance(entry, dict) else ():

@@ -8,7 +8,7 @@ from nanoscale.config.schema import Data
 
 
 @dataclass(frozen=True)
-class Source:
+class MixtureSource:
     """One source of `data.mixture`, or the only one."""
 
     path: str | None
@@ -28,9 +28,9 @@ MEMBERS = ("path", "weight", "valid_path")
 """The keys of a source in `data.mixture`."""
 
 
-def sources_of(data: Data) -> list[Source]:
+def sources_of(data: Data) -> list[MixtureSource]:
     """List the sources of a configuration that the rules have checked; those of weight 0 are left out."""
     if not data.mixture:
-        return [Source(data.path, None, data.valid_path)]
-    sources = [Source(**entry, name=name) for name, entry in data.mixture.items()]
+        return [MixtureSource(data.path, None, data.valid_path)]
+    sources = [MixtureSource(**entry, name=name) for name, entry in data.mixture.items()]
     return [source for source in sources if source.weight != 0]

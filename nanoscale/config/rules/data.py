@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoscale.config.data.mixture import MEMBERS, Source, sources_of
+from nanoscale.config.data.mixture import MEMBERS, MixtureSource, sources_of
 from nanoscale.config.data.prepared_folder import answers_of
 from nanoscale.config.rules.resolution import Resolution, listed
 from nanoscale.config.rules.token_files import TokenFiles, look, refuse
@@ -167,7 +167,7 @@ def resolve_mixture(resolution: Resolution) -> Data:
     return replace(data, mixture=resolved, tokenizer=tokenizer)
 
 
-def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Source]:
+def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[MixtureSource]:
     for name, entry in mixture.items():
         key = f"{KEY}.{name}"
         if not isinstance(entry, dict):
@@ -179,7 +179,7 @@ def _sources(resolution: Resolution, mixture: dict[str, Any]) -> Iterator[Source
             near = nearest(unknown, MEMBERS) or MEMBERS
             proposals = [override(f"{key}.{member}", entry[unknown]) for member in near]
             refuse(resolution, f"{key}.{unknown}", entry[unknown], "unknown key", *proposals)
-        yield Source(**_typed(resolution, key, entry), name=name)
+        yield MixtureSource(**_typed(resolution, key, entry), name=name)
 
 
 def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _typed(resolution: Resolution, key: str, entry: dict[str, Any]) -> dict[str,
     return found
 
 
-def _weights(resolution: Resolution, sources: list[Source]) -> None:
+def _weights(resolution: Resolution, sources: list[MixtureSource]) -> None:
     """Check that all weights are given, or none; 0 leaves a source out in either resolution."""
     given = [source.name for source in sources if source.weight]
     missing = [f"{source.key}.weight=1" for source in sources if source.weight is None]

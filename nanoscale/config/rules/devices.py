@@ -21,7 +21,7 @@ _MOST_ENTRIES = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class Degrees:
     """The resolved degrees."""
 
     device: Literal["cpu", "cuda"]
@@ -30,13 +30,13 @@ class Layout:
     """The world size."""
 
 
-def resolve_layout(resolution: Resolution) -> Layout:
+def resolve_layout(resolution: Resolution) -> Degrees:
     """Resolve the world size and dp from the devices."""
     device = resolve_device(resolution)
     dp, ranks = (
         _degrees_on_hosts(resolution, device) if resolution.hosts else _degrees(resolution, device)
     )
-    return Layout(device, dp, ranks)
+    return Degrees(device, dp, ranks)
 
 
 def ranks_of_copy(layout: Parallel) -> int:

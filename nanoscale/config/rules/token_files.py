@@ -9,7 +9,7 @@ from typing import Any
 
 from nanoscale.common.errors import Violation
 from nanoscale.config.data import prepared_folder as prepared
-from nanoscale.config.data.mixture import Source
+from nanoscale.config.data.mixture import MixtureSource
 from nanoscale.config.data.token_headers import (
     DamagedError,
     glance_at_datatrove,
@@ -30,7 +30,7 @@ class TokenFiles:
     prepared: bool = False
 
 
-def look(resolution: Resolution, source: Source) -> TokenFiles:
+def look(resolution: Resolution, source: MixtureSource) -> TokenFiles:
     """Return the files of a source, all of which must exist."""
     found = TokenFiles(source.path, source.valid_path)
     if source.path and resolution.config.data.source == "megatron":
@@ -54,7 +54,7 @@ def refuse(
     )
 
 
-def _taken_apart(resolution: Resolution, source: Source, folder: Path) -> TokenFiles:
+def _taken_apart(resolution: Resolution, source: MixtureSource, folder: Path) -> TokenFiles:
     """Return a prepared folder's own files in place of the folder, unless others are requested."""
     manifest = prepared.manifest(folder) or {}
     vocab, needed = resolution.config.model.vocab, manifest.get("vocabulary", 0)
@@ -71,7 +71,7 @@ def _taken_apart(resolution: Resolution, source: Source, folder: Path) -> TokenF
     return TokenFiles(path, valid_path, tokenizer if tokenizer.is_file() else None, prepared=True)
 
 
-def _present(resolution: Resolution, source: Source, name: str, path: str | None) -> None:
+def _present(resolution: Resolution, source: MixtureSource, name: str, path: str | None) -> None:
     kind, key = resolution.config.data.source, f"{source.key}.{name}"
     if path is None:
         what = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoscale.config import reference
-from nanoscale.config.values.yaml_file import Document
+from nanoscale.config.values.yaml_file import YamlDocument
 
 DEFAULT = "default"
 COMMAND_LINE = "command line"
@@ -30,7 +30,7 @@ History = dict[str, list[Setting]]
 class Layer:
     """One file in the order of merging, with the section that its keys belong to."""
 
-    document: Document
+    document: YamlDocument
     section: str
 
 

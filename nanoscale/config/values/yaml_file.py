@@ -23,7 +23,7 @@ DEEPEST = 50
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """A mapping and the lines of its parts."""
 
     name: str
@@ -38,7 +38,7 @@ class Document:
         return self.name if line is None else f"{self.name}:{line}"
 
 
-def read(path: Path, name: str | None = None) -> Document:
+def read(path: Path, name: str | None = None) -> YamlDocument:
     """Read one YAML file.
 
     Raises:
@@ -60,7 +60,7 @@ def read(path: Path, name: str | None = None) -> Document:
     return parse(text, name)
 
 
-def parse(text: str, name: str) -> Document:
+def parse(text: str, name: str) -> YamlDocument:
     """Parse YAML text; `name` is its name in messages. Raises UserError like `read`."""
     try:
         _limit_depth(text, name)
@@ -76,12 +76,12 @@ def parse(text: str, name: str) -> Document:
     except yaml.YAMLError as error:
         _refuse(name, f"is not YAML: {error}")
     if root is None:
-        return Document(name, {})
+        return YamlDocument(name, {})
     if not isinstance(root, yaml.MappingNode):
         _refuse(name, "must hold `key: value` lines", _line(root))
     _measure(root, name, {})
     lines: dict[str, int] = {}
-    return Document(name, _plain(root, name, "", lines), lines)
+    return YamlDocument(name, _plain(root, name, "", lines), lines)
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """Tokenizing text files to disk: the work of `nanoscale data prepare`."""
 
-from nanoscale.data.prepare.run import Request, prepare
+from nanoscale.data.prepare.run import PreparationRequest, prepare
 
-__all__ = ["Request", "prepare"]
+__all__ = ["PreparationRequest", "prepare"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoscale.common.units import byte_size
 from nanoscale.data.prepare.bad import Bad
-from nanoscale.data.prepare.sources import Source, dataset, first_line, problem
+from nanoscale.data.prepare.sources import TextSource, dataset, first_line, problem
 
 CHUNK = 1 << 19
 """The least bytes of text that a worker gets at a time."""
@@ -52,7 +52,7 @@ class Chunk:
     """Records that could not be read."""
 
 
-def separator_of(source: Source, separator: str | None) -> bytes | None:
+def separator_of(source: TextSource, separator: str | None) -> bytes | None:
     """Return the separator of records; None if a file is one record."""
     if source.kind == "jsonl":
         return b"\n"
@@ -60,7 +60,7 @@ def separator_of(source: Source, separator: str | None) -> bytes | None:
 
 
 def read_chunks(
-    sources: Sequence[Source],
+    sources: Sequence[TextSource],
     field: str,
     separator: str | None,
     start: Cursor,
@@ -95,12 +95,12 @@ class _DamageError(Exception):
         self.bad = bad
 
 
-def _nothing(number: int, source: Source, bad: Bad) -> Chunk:
+def _nothing(number: int, source: TextSource, bad: Bad) -> Chunk:
     """Return an empty chunk that reports an unreadable record."""
     return Chunk(number, 1, b"", Cursor(number + 1), source.bytes, (bad,))
 
 
-def _text_chunks(source: Source, start: Cursor, separator: bytes | None) -> Iterator[Chunk]:
+def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> Iterator[Chunk]:
     cursor = start
     with _opened(source) as (stream, raw):
         _skip(stream, start.offset)
@@ -157,7 +157,7 @@ def too_long(separated: bool) -> str:
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
+def _opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
     """Open the uncompressed text, and the file itself."""
     import pyarrow as pa
 
@@ -177,7 +177,7 @@ def _skip(stream: Any, offset: int) -> None:
         offset -= len(stream.read(min(offset, CHUNK)))
 
 
-def _table_chunks(source: Source, start: Cursor, field: str) -> Iterator[Chunk]:
+def _table_chunks(source: TextSource, start: Cursor, field: str) -> Iterator[Chunk]:
     """Yield cells of a column in chunks of about CHUNK bytes."""
     row, cells, size = start.offset, [], 0
     if source.kind == "parquet":
@@ -208,13 +208,13 @@ def _bytes_of(column: Any) -> list[bytes | None]:
     return found
 
 
-def _cells(source: Source, at: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
+def _cells(source: TextSource, at: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
     end = at.offset + len(cells)
     after = Cursor(at.source, end, end + 1)
     return Chunk(at.source, at.record, cells, after, source.bytes * end // rows)
 
 
-def _parquet_batches(source: Source, start: int, field: str) -> tuple[int, Iterator[Any]]:
+def _parquet_batches(source: TextSource, start: int, field: str) -> tuple[int, Iterator[Any]]:
     """Return the number of rows, and the cells from row `start` on; pages are read one after the other."""
     from pyarrow import parquet
 
@@ -240,7 +240,7 @@ def _rows_from(file: Any, groups: list[int], start: int, field: str) -> Iterator
                 yield batch.column(0)[passed:]
 
 
-def _dataset_batches(source: Source, start: int, field: str) -> tuple[int, Iterator[Any]]:
+def _dataset_batches(source: TextSource, start: int, field: str) -> tuple[int, Iterator[Any]]:
     table = dataset(source.name).select_columns([field]).with_format("arrow")
     rows = len(table)
     batches = (table[row : row + _ROWS][field] for row in range(start, rows, _ROWS))

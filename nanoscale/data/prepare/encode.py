@@ -14,7 +14,7 @@ from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
 from nanoscale.data.prepare.render import Chat, RecordError, Template, parsed
 from nanoscale.data.prepare.renderer import Outcome, Renderer
-from nanoscale.data.prepare.sources import Source
+from nanoscale.data.prepare.sources import TextSource
 from nanoscale.data.tokenizer import Tokenizer
 
 _SPLIT_SEED = 7
@@ -25,7 +25,7 @@ _BATCH = 64
 class Reading:
     """The way records become documents."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[TextSource, ...]
     field: str
     separator: str | None
     validation: float
@@ -34,7 +34,7 @@ class Reading:
     """The template that renders chats; None: records are texts."""
 
 
-class Document(NamedTuple):
+class TextDocument(NamedTuple):
     """One text."""
 
     text: str
@@ -80,7 +80,7 @@ class Documents:
         self.empty = 0
         self.text_bytes = 0
 
-    def __iter__(self) -> Iterator[Document]:
+    def __iter__(self) -> Iterator[TextDocument]:
         border = self._reading.validation * 2.0**64
         for record, result in self._read():
             if isinstance(result, RecordError):
@@ -98,7 +98,7 @@ class Documents:
             self.text_bytes += len(encoded)
             # The text alone decides, so that a copy of a document is never in the other split.
             held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
-            yield Document(result.text, held_out, result.answers)
+            yield TextDocument(result.text, held_out, result.answers)
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
         record, content = self._chunk.record, self._chunk.content
@@ -182,7 +182,7 @@ def encode(
 
 
 def _tokens(
-    documents: list[Document], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
+    documents: list[TextDocument], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
 ) -> Tokens:
     parts, lengths, marks = [], [], []
     if isinstance(tokenizer, ChatTokenizer):
@@ -198,7 +198,7 @@ def _tokens(
     return Tokens(b"".join(parts), np.array(lengths, dtype="<i4").tobytes(), b"".join(marks))
 
 
-def _leading_lines(raw: bytes, source: Source) -> int:
+def _leading_lines(raw: bytes, source: TextSource) -> int:
     """Count the empty lines before a document, whose position is that of its text."""
     return raw[: len(raw) - len(raw.lstrip())].count(b"\n") if source.kind == "text" else 0
 

@@ -44,7 +44,7 @@ class Count:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """The progress of a preparation."""
 
     cursor: Cursor = field(default_factory=Cursor)
@@ -67,7 +67,7 @@ class Progress:
         return self.train.tokens + self.valid.tokens
 
 
-class Part:
+class UnfinishedFolder:
     """An unfinished preparation."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], sizes: list[int], chat: bool) -> None:
@@ -75,7 +75,7 @@ class Part:
         self._whole = path / "whole"
         self.dtype = dtype
         self._before = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
-        self.progress = committed(path) or Progress()
+        self.progress = committed(path) or PreparationProgress()
         self._splits = {
             name: _Split(self._whole, path, name, count, dtype.itemsize, chat)
             for name, count in ((TOKENS, self.progress.train), (VALID, self.progress.valid))
@@ -223,7 +223,7 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
         raise UserError("data", f"{part}: {found.message}", [found])
 
 
-def committed(part: Path) -> Progress | None:
+def committed(part: Path) -> PreparationProgress | None:
     """Return the progress of the last commit; None before the first."""
     try:
         found = json.loads((part / "progress.json").read_bytes())
@@ -233,7 +233,7 @@ def committed(part: Path) -> Progress | None:
     for name in ("train", "valid"):
         found[name] = Count(**found[name])
     found["shown"] = tuple(Bad(**bad) for bad in found["shown"])
-    return Progress(**found)
+    return PreparationProgress(**found)
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:

@@ -22,9 +22,9 @@ from nanoscale.data.prepare.bad import refused
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Reading
-from nanoscale.data.prepare.folder import Part, Progress
+from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.render import Template
-from nanoscale.data.prepare.sources import Source, find_sources, problem
+from nanoscale.data.prepare.sources import TextSource, find_sources, problem
 from nanoscale.data.prepare.workers import Setup, Workers, encode_here
 from nanoscale.data.tokenizer import (
     CONFIG,
@@ -48,7 +48,7 @@ _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Request:
+class PreparationRequest:
     """A request to prepare data."""
 
     sources: tuple[str, ...]
@@ -78,11 +78,11 @@ class Watcher(Protocol):
 
     def note(self, sentence: str) -> None: ...
 
-    def progress(self, progress: Progress, total: int) -> None:
+    def progress(self, progress: PreparationProgress, total: int) -> None:
         """Report progress: `progress.read` of the `total` bytes of all sources are read."""
 
 
-def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
+def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     """Tokenize the sources into the folder `request.out` and return its manifest.
 
     The bytes depend on sources, tokenizer and settings alone, not on the number of workers nor on
@@ -119,7 +119,7 @@ def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
         if template is not None:
             folder.write_whole(whole / TEMPLATE, template.source.encode())
         sizes = [source.bytes for source in sources]
-        part = Part(path, smallest_type(tokenizer.vocab_size), sizes, request.chat)
+        part = UnfinishedFolder(path, smallest_type(tokenizer.vocab_size), sizes, request.chat)
         _fill(part, path, request, reading, watcher, stop)
         _refuse_nothing(part.progress, request)
         part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
@@ -129,9 +129,9 @@ def prepare(request: Request, watcher: Watcher) -> dict[str, Any]:
 
 
 def _fill(
-    part: Part,
+    part: UnfinishedFolder,
     path: Path,
-    request: Request,
+    request: PreparationRequest,
     reading: Reading,
     watcher: Watcher,
     stop: threading.Event,
@@ -140,7 +140,7 @@ def _fill(
     total = sum(source.bytes for source in reading.sources)
     file = path / "whole" / TOKENIZER
     setup = Setup(reading, file if file.exists() else None, part.dtype)
-    if part.progress != Progress():
+    if part.progress != PreparationProgress():
         watcher.note(f"continues after {part.progress.documents:,} documents")
     _refuse_bad(part, request, path)
     chunks = read_chunks(
@@ -174,14 +174,14 @@ def _encoding(
             yield pool.encoded(chunks)
 
 
-def _refuse_bad(part: Part, request: Request, path: Path) -> None:
+def _refuse_bad(part: UnfinishedFolder, request: PreparationRequest, path: Path) -> None:
     if part.progress.bad == 0 or request.skip_bad:
         return
     kept = f"; what was prepared is kept in {path}" if folder.committed(path) else ""
     raise refused(part.progress.shown[:_MOST_SHOWN], kept)
 
 
-def _refuse_unreadable(sources: list[Source], request: Request) -> None:
+def _refuse_unreadable(sources: list[TextSource], request: PreparationRequest) -> None:
     """Check the frame of every file before anything is written."""
     looks = (problem(source, request.field, request.chat) for source in sources)
     found = [bad for bad in looks if bad is not None]
@@ -197,7 +197,7 @@ def _refuse_existing(out: Path) -> None:
     raise UserError("data", f"{out} {what}", [found])
 
 
-def _refuse_nothing(progress: Progress, request: Request) -> None:
+def _refuse_nothing(progress: PreparationProgress, request: PreparationRequest) -> None:
     if progress.train.documents == 0:
         raise UserError("data", "the sources hold no document to train on")
     if request.validation and progress.valid.documents == 0:
@@ -230,7 +230,7 @@ class _Given:
         return self.tokenizer
 
 
-def _given(request: Request) -> _Given | None:
+def _given(request: PreparationRequest) -> _Given | None:
     if request.tokenizer is None:
         return None
     if request.tokenizer == "byte":
@@ -240,7 +240,11 @@ def _given(request: Request) -> _Given | None:
 
 
 def _trained(
-    request: Request, reading: Reading, whole: Path, watcher: Watcher, stop: threading.Event
+    request: PreparationRequest,
+    reading: Reading,
+    whole: Path,
+    watcher: Watcher,
+    stop: threading.Event,
 ) -> Tokenizer:
     """Return a BPE of the sources; an earlier attempt may have trained it."""
     target = whole / TOKENIZER
@@ -253,7 +257,7 @@ def _trained(
     return load(target)
 
 
-def _sample(request: Request, reading: Reading, stop: threading.Event) -> Iterator[str]:
+def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event) -> Iterator[str]:
     """Yield texts to train a tokenizer on: the beginning of every source, without held-out documents."""
     sources = reading.sources
     share = min(1.0, _SAMPLE / sum(source.bytes for source in sources))
@@ -270,7 +274,7 @@ def _sample(request: Request, reading: Reading, stop: threading.Event) -> Iterat
                 break
 
 
-def _template(request: Request, given: _Given | None) -> Template | None:
+def _template(request: PreparationRequest, given: _Given | None) -> Template | None:
     if not request.chat:
         return None
     assert given is not None, "a chat needs the tokenizer of its model"
@@ -280,7 +284,10 @@ def _template(request: Request, given: _Given | None) -> Template | None:
 
 
 def _identity(
-    request: Request, sources: list[Source], given: _Given | None, template: Template | None
+    request: PreparationRequest,
+    sources: list[TextSource],
+    given: _Given | None,
+    template: Template | None,
 ) -> dict[str, Any]:
     """Return the settings and inputs that determine the bytes."""
     return {
@@ -303,7 +310,7 @@ def _digest(template: Template) -> str:
 
 
 def _manifest(
-    identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: Progress
+    identity: dict[str, Any], tokenizer: Tokenizer, whole: Path, progress: PreparationProgress
 ) -> dict[str, Any]:
     file, chat = whole / TOKENIZER, (whole / TEMPLATE).exists()
     return {

@@ -30,7 +30,7 @@ _KNOWN = ".txt, .jsonl (both also .gz and .zst), .parquet"
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """One file, or one split of a dataset."""
 
     name: str
@@ -51,12 +51,12 @@ class Source:
         return asdict(self)
 
 
-def find_sources(words: Sequence[str]) -> list[Source]:
+def find_sources(words: Sequence[str]) -> list[TextSource]:
     """List the sources in the order given; the files of a pattern or a folder are sorted by name.
 
     Raises UserError for a source that does not exist, has no known kind or is named twice.
     """
-    found: list[Source] = []
+    found: list[TextSource] = []
     problems = []
     for word in words:
         try:
@@ -73,7 +73,7 @@ def find_sources(words: Sequence[str]) -> list[Source]:
     return found
 
 
-def problem(source: Source, field: str, chat: bool = False) -> Bad | None:
+def problem(source: TextSource, field: str, chat: bool = False) -> Bad | None:
     """Return a problem of a whole file, as far as its frame shows one."""
     if source.bytes == 0:
         return Bad(source.name, "is empty")
@@ -159,7 +159,7 @@ class _UnusableError(Exception):
         """Overrides for the command line, quoted if the shell needs it."""
 
 
-def _named(word: str) -> Iterator[Source]:
+def _named(word: str) -> Iterator[TextSource]:
     if word.startswith(DATASET):
         yield _dataset(word)
         return
@@ -176,20 +176,22 @@ def _named(word: str) -> Iterator[Source]:
         raise _UnusableError("there is no such file")
 
 
-def _several(word: str, paths: Iterator[Path]) -> Iterator[Source]:
+def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
         raise _UnusableError(f"no readable file there; supported are {_KNOWN}")
     yield from map(_file, files)
 
 
-def _file(path: Path) -> Source:
+def _file(path: Path) -> TextSource:
     found = _kind(path)
     if found is None:
         raise _UnusableError(f"{path.name} cannot be read; supported are {_KNOWN}")
     kind, compression = found
     about = path.stat()
-    return Source(str(path.absolute()), kind, compression, about.st_size, str(about.st_mtime_ns))
+    return TextSource(
+        str(path.absolute()), kind, compression, about.st_size, str(about.st_mtime_ns)
+    )
 
 
 def _kind(path: Path) -> tuple[Kind, str] | None:
@@ -201,7 +203,7 @@ def _kind(path: Path) -> tuple[Kind, str] | None:
     return kind, compression
 
 
-def _dataset(word: str) -> Source:
+def _dataset(word: str) -> TextSource:
     if find_spec("datasets") is None:
         raise _UnusableError(
             "needs Hugging Face's datasets, which is not installed",
@@ -213,10 +215,10 @@ def _dataset(word: str) -> Source:
         raise
     except Exception as error:  # a hub, a network and a cache can raise anything
         raise _UnusableError(f"cannot be loaded: {why_not(error)}") from error
-    return Source(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
+    return TextSource(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
 
 
-def _parquet_problem(source: Source, field: str, chat: bool) -> Bad | None:
+def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -230,7 +232,7 @@ def _parquet_problem(source: Source, field: str, chat: bool) -> Bad | None:
     return _column_problem(source, schema, field, chat)
 
 
-def _column_problem(source: Source, schema: Any, field: str, chat: bool) -> Bad | None:
+def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> Bad | None:
     import pyarrow as pa
 
     if field not in schema.names:

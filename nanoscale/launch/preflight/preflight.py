@@ -19,7 +19,7 @@ from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.preflight.gpu_verdicts import gpu_software
-from nanoscale.launch.preflight.verdicts import Group, Verdict, grouped, named
+from nanoscale.launch.preflight.verdicts import EqualVerdicts, Verdict, grouped, named
 from nanoscale.launch.transport.connection_errors import SHARED_ROOT, check_of
 from nanoscale.launch.transport.transport import Transport, transport_of
 from nanoscale.processes.messages import Message
@@ -62,7 +62,7 @@ def mixed_versions(members: Sequence[Member], config: Config) -> str | None:
     return f"versions differ, which launcher.preflight=false allows: {hosts}"
 
 
-def _having(group: Group) -> str:
+def _having(group: EqualVerdicts) -> str:
     return f"{named(group.hosts)} {'has' if len(group.hosts) == 1 else 'have'}"
 
 

@@ -33,7 +33,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Group:
+class EqualVerdicts:
     """Verdicts that are equal for several hosts."""
 
     verdicts: tuple[Verdict, ...]
@@ -63,14 +63,14 @@ class Group:
         return first.remedy if alone else _anonymous(first.remedy, first.host)
 
 
-def grouped(verdicts: Iterable[Verdict]) -> list[Group]:
+def grouped(verdicts: Iterable[Verdict]) -> list[EqualVerdicts]:
     """Group verdicts that differ only in the host, its name in their texts, and an amount."""
     groups: dict[tuple[str, bool, str, str], list[Verdict]] = {}
     for verdict in verdicts:
         text = _anonymous(verdict.text, verdict.host)
         remedy = "" if verdict.good else _anonymous(verdict.remedy, verdict.host)
         groups.setdefault((verdict.check, verdict.good, text, remedy), []).append(verdict)
-    return [Group(tuple(group)) for group in groups.values()]
+    return [EqualVerdicts(tuple(group)) for group in groups.values()]
 
 
 def named(hosts: Sequence[str]) -> str:

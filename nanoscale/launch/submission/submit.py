@@ -9,14 +9,14 @@ from pathlib import Path
 from nanoscale.launch.lifecycle.prepare import new_run
 from nanoscale.launch.request import Request
 from nanoscale.launch.slurm import slurm
-from nanoscale.launch.submission.batch import array_script, batch_script, runs_list
+from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY, RunDirectory, taken_back, write_atomically
 from nanoscale.runs.submission import Submission
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchJob:
     """One job for one run, or an array of jobs for several with the same request to SLURM."""
 
     name: str

@@ -17,11 +17,11 @@ from functools import partial
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Config
-from nanoscale.plan.memory.in_flight_activations import Flying, fly_all
+from nanoscale.plan.memory.in_flight_activations import InFlightActivations, fly_all
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
 from nanoscale.plan.memory.phases import Phase, RankPhases
-from nanoscale.plan.memory.setting import Setting
-from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.memory.setting import MemorySetting
+from nanoscale.plan.memory.shards import RankParameters
 
 REUSED_WITHIN = 10**9
 """Elements: DeepSpeed's stage3_max_reuse_distance and stage3_max_live_parameters."""
@@ -29,7 +29,9 @@ ALL_REDUCED = 5 * 10**8
 """Elements that stage 0 copies into one buffer to reduce them."""
 
 
-def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+def deepspeed_phases(
+    setting: MemorySetting, held: RankParameters, in_flight: Sequence[int]
+) -> RankPhases:
     (fly,) = fly_all(setting, held.stages, in_flight)
     share = -(-held.numel // setting.shards)
     make = {0: _replicated, 3: _taken_apart}.get(setting.stage, _flat)
@@ -43,7 +45,7 @@ def deepspeed_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) 
 
 
 def _phases(
-    fly: Flying,
+    fly: InFlightActivations,
     static: tuple[int, int, int],
     gradients: tuple[int, int, int],
     units: int,
@@ -69,7 +71,7 @@ def _phases(
             activations=acts,
             logits=fly.loss_kept + fly.loss,
             communication=buffers_all,
-            fragmented=fly.stranded,
+            fragmented=fly.fragmented,
         ),
         Phase(
             "backward of the last block",
@@ -113,7 +115,7 @@ def _phases(
 
 
 def _replicated(
-    setting: Setting, fly: Flying, numel: int, _share: int, _block: int
+    setting: MemorySetting, fly: InFlightActivations, numel: int, _share: int, _block: int
 ) -> tuple[tuple[Phase, ...], int]:
     """Return stage 0: plain weights, gradients copied into buckets for reduction; autocast to the compute
     dtype."""
@@ -127,7 +129,7 @@ def _replicated(
 
 
 def _flat(
-    setting: Setting, fly: Flying, numel: int, share: int, block: int
+    setting: MemorySetting, fly: InFlightActivations, numel: int, share: int, block: int
 ) -> tuple[tuple[Phase, ...], int]:
     """Return stages 1 and 2."""
     config, states = setting.config, setting.states
@@ -161,7 +163,7 @@ def _flat(
 
 
 def _taken_apart(
-    setting: Setting, fly: Flying, numel: int, share: int, block: int
+    setting: MemorySetting, fly: InFlightActivations, numel: int, share: int, block: int
 ) -> tuple[tuple[Phase, ...], int]:
     """Return stage 3."""
     config, states = setting.config, setting.states
@@ -194,7 +196,7 @@ def _overlaps(config: Config) -> bool:
     return config.zero.stage == 3 if asked == "auto" else asked == "on"
 
 
-def _explain(setting: Setting, numel: int, share: int, name: str, phase: Phase) -> str:
+def _explain(setting: MemorySetting, numel: int, share: int, name: str, phase: Phase) -> str:
     states, shape = setting.states, setting.shape
     bucket = setting.config.backend.reduce_bucket
     own = f"{share:,} of this rank (of {numel:,}, over {setting.shards} ranks)"

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from nanoscale.config.stages import SPLIT_BACKWARD, rank_of
 from nanoscale.plan.memory.activations import StageActivations, stage_activations
 from nanoscale.plan.memory.loss import loss_memory
-from nanoscale.plan.memory.setting import Setting
+from nanoscale.plan.memory.setting import MemorySetting
 from nanoscale.plan.memory.shards import Stage
-from nanoscale.plan.pipeline.boundaries import NONE, Boundary, boundaries
+from nanoscale.plan.pipeline.boundaries import NONE, KeptBoundary, boundaries
 from nanoscale.plan.pipeline.residents import Moment, moments
 
-IN_FLIGHT = Boundary(0, 0, 0, 0, False)
+IN_FLIGHT = KeptBoundary(0, 0, 0, 0, False)
 """A stage whose outputs are kept until their gradients arrive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Flying:
+class InFlightActivations:
     """Bytes of all in-flight micro batches of a rank."""
 
     held: tuple[int, ...]
@@ -38,14 +38,16 @@ class Flying:
     """Among these: freed before the backward pass reaches the blocks."""
     loss: int
     """Beyond that, at the peak of the loss."""
-    stranded: int
+    fragmented: int
     """See `LossMemory`."""
     received: int
     """Buffers of a pipeline's boundaries beyond the in-flight micro batches."""
     offloaded: int
 
 
-def fly_all(setting: Setting, stages: Sequence[Stage], in_flight: Sequence[int]) -> list[Flying]:
+def fly_all(
+    setting: MemorySetting, stages: Sequence[Stage], in_flight: Sequence[int]
+) -> list[InFlightActivations]:
     """Return the moments of a step at which a rank's memory may peak, summed over its stages.
 
     `in_flight` is the number of in-flight micro batches of each stage at its peak; with split backward passes
@@ -66,26 +68,26 @@ class _Kept:
     """Bytes of a stage that one micro batch keeps at any moment."""
 
     stage: Stage
-    edge: Boundary
+    edge: KeptBoundary
     blocks: StageActivations
     waits: int
     held: int
     ends: int
 
 
-def _kept(setting: Setting, stage: Stage, edge: Boundary) -> _Kept:
+def _kept(setting: MemorySetting, stage: Stage, edge: KeptBoundary) -> _Kept:
     layout = setting.config.parallel
     blocks = stage_activations(stage.layers, setting.shape, setting.run, layout, setting.keep)
     return _Kept(stage, edge, blocks, _waits(setting, stage, blocks), *_ends(setting, stage))
 
 
 def _fly(
-    setting: Setting, keeps: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
-) -> Flying:
+    setting: MemorySetting, keeps: Sequence[_Kept], in_flight: Sequence[int], moment: Moment | None
+) -> InFlightActivations:
     """Return the in-flight activations at a moment, which is the pass that is computed; None: any full
     backward pass."""
     shape, run = setting.shape, setting.run
-    activations = extra = last = freed = kept = gone = loss = stranded = received = offloaded = 0
+    activations = extra = last = freed = kept = gone = loss = fragmented = received = offloaded = 0
     boundary = shape.tokens // shape.shares * shape.hidden * run.compute
     of_loss = loss_memory(setting)
     for place, (kept_here, flying) in enumerate(zip(keeps, in_flight, strict=True)):
@@ -112,12 +114,12 @@ def _fly(
                 loss = of_loss.more if whole or (moment and moment.kind == "I") else 0
                 # A pass for inputs alone frees nothing before its end.
                 freed, gone = (ends, of_loss.kept) if whole else (0, 0)
-            stranded = of_loss.stranded
+            fragmented = of_loss.fragmented
         # In other stages the peak holds while more micro batches are to come.
         forward = moment.forward[place] if moment else setting.micro_batches
         backward = moment.backward[place] if moment else setting.micro_batches - flying
         received += edge.tensors(flying, forward, backward) * boundary
-    return Flying(
+    return InFlightActivations(
         tuple(in_flight),
         activations,
         extra,
@@ -126,13 +128,13 @@ def _fly(
         kept,
         gone,
         loss,
-        stranded,
+        fragmented,
         received,
         offloaded,
     )
 
 
-def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
+def _waits(setting: MemorySetting, stage: Stage, blocks: StageActivations) -> int:
     """Return the bytes of a micro batch's gradients from the pass for inputs to the pass for weights.
 
     The head's norm keeps its own, and the head's product what it saved; the gradient of the last block's
@@ -146,11 +148,11 @@ def _waits(setting: Setting, stage: Stage, blocks: StageActivations) -> int:
     return 0 if stage.first else blocks.between - boundary
 
 
-def _rank(setting: Setting, stages: Sequence[Stage]) -> int:
+def _rank(setting: MemorySetting, stages: Sequence[Stage]) -> int:
     return rank_of(setting.config.parallel.schedule, setting.pp, stages[0].number)
 
 
-def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
+def _edges(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoundary]:
     """Return the boundaries of a rank's stages; DeepSpeed has one buffer per in-flight micro batch."""
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
@@ -160,7 +162,7 @@ def _edges(setting: Setting, stages: Sequence[Stage]) -> Sequence[Boundary]:
     return ranks[_rank(setting, stages)]
 
 
-def _ends(setting: Setting, stage: Stage) -> tuple[int, int]:
+def _ends(setting: MemorySetting, stage: Stage) -> tuple[int, int]:
     """Return the bytes that a micro batch keeps outside of the blocks, in two sums.
 
     The first is kept to the end of its backward pass: token ids. The second is freed when that reaches the

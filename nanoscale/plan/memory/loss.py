@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from nanoscale.plan.memory.setting import Setting
+from nanoscale.plan.memory.setting import MemorySetting
 
 LOGITS_AT_ONCE = 2**28
 """The same number as in `models.head`; a test compares the two."""
@@ -20,12 +20,12 @@ class LossMemory:
     """Bytes from the forward pass to the head's backward pass, beside the gradient of its input."""
     more: int
     """The addition at the peak."""
-    stranded: int = 0
+    fragmented: int = 0
     """Fragmented memory of the logits, which the loss frees: smaller than any of its own tensors, they leave a
     hole."""
 
 
-def loss_memory(setting: Setting) -> LossMemory:
+def loss_memory(setting: MemorySetting) -> LossMemory:
     logits = setting.shape.tokens * setting.vocabulary
     if setting.whole_logits is not None:
         kept, more = setting.whole_logits

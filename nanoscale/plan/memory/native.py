@@ -19,14 +19,16 @@ from functools import partial
 from nanoscale.common.units import byte_size
 from nanoscale.config.layout import GRADIENT_BUCKET
 from nanoscale.plan.memory.activations import describe, stage_activations
-from nanoscale.plan.memory.in_flight_activations import Flying, fly_all
+from nanoscale.plan.memory.in_flight_activations import InFlightActivations, fly_all
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
 from nanoscale.plan.memory.phases import Phase, RankPhases
-from nanoscale.plan.memory.setting import Setting
-from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.memory.setting import MemorySetting
+from nanoscale.plan.memory.shards import RankParameters
 
 
-def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> RankPhases:
+def native_phases(
+    setting: MemorySetting, held: RankParameters, in_flight: Sequence[int]
+) -> RankPhases:
     make = _single if setting.single else (_pipelined if setting.pp > 1 else _sharded)
     gathers = setting.compute * _gather_pool(setting, held)
     reductions = int(setting.states.gradients * held.shard)
@@ -41,7 +43,7 @@ def native_phases(setting: Setting, held: Holding, in_flight: Sequence[int]) -> 
     )
 
 
-def _gather_pool(setting: Setting, held: Holding) -> int:
+def _gather_pool(setting: MemorySetting, held: RankParameters) -> int:
     """Return the elements of two flat buffers of neighbouring units."""
     if setting.shards == 1:
         return 0
@@ -51,7 +53,9 @@ def _gather_pool(setting: Setting, held: Holding) -> int:
 # --- phases ---------------------------------------------------------------------------------------
 
 
-def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+def _single(
+    setting: MemorySetting, held: RankParameters, fly: InFlightActivations
+) -> tuple[Phase, ...]:
     """Return the phases of one process: compute copies of all weights all the time, and fp32 gradients.
 
     With several processes that each have the whole model, gradients are copied into communication buckets.
@@ -73,7 +77,7 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             optimizer=optimizer,
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
-            fragmented=fly.stranded,
+            fragmented=fly.fragmented,
         ),
         Phase(
             "backward of the last block",
@@ -104,7 +108,9 @@ def _single(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     )
 
 
-def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+def _sharded(
+    setting: MemorySetting, held: RankParameters, fly: InFlightActivations
+) -> tuple[Phase, ...]:
     """Return the phases of FSDP2 without a pipeline: a unit's gradients are reduced when complete."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
     weights, optimizer = int(states.weights * held.shard), int(states.optimizer * held.shard)
@@ -153,7 +159,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
             pooled=before if setting.stage >= 2 else 0,
-            fragmented=fly.stranded,
+            fragmented=fly.fragmented,
         ),
         Phase(
             "reduction of the head",
@@ -215,7 +221,7 @@ def _sharded(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
     )
 
 
-def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
+def _resharded_head(setting: MemorySetting, held: RankParameters, before: int) -> int:
     """Return the bytes of the head's gathered weights that the last backward pass frees before it reduces the
     head.
 
@@ -227,7 +233,9 @@ def _resharded_head(setting: Setting, held: Holding, before: int) -> int:
     return min(before, whole) if setting.micro_batches == 2 else 0
 
 
-def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...]:
+def _pipelined(
+    setting: MemorySetting, held: RankParameters, fly: InFlightActivations
+) -> tuple[Phase, ...]:
     """Return the phases of FSDP2 in a pipeline: weights and gradients are unsharded from the first micro batch
     to the last, and reduced at the end."""
     states, compute, reduce = setting.states, setting.compute, setting.reduce
@@ -249,7 +257,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
             activations=fly.activations,
             logits=fly.loss_kept + fly.loss,
             communication=fly.received,
-            fragmented=fly.stranded,
+            fragmented=fly.fragmented,
         ),
         Phase(
             "backward of the last block",
@@ -290,7 +298,7 @@ def _pipelined(setting: Setting, held: Holding, fly: Flying) -> tuple[Phase, ...
     return tuple(phases)
 
 
-def _product(setting: Setting, held: Holding) -> int:
+def _product(setting: MemorySetting, held: RankParameters) -> int:
     """Return the elements of a block's first gradient of weights.
 
     Experts that run one after another have none before the others (`experts.working_of_mixture`).
@@ -299,14 +307,14 @@ def _product(setting: Setting, held: Holding) -> int:
     return 0 if one_by_one else held.largest_product
 
 
-def _waiting(setting: Setting) -> int:
+def _waiting(setting: MemorySetting) -> int:
     """Return the bytes of a whole gradient that waits for the last micro batch."""
     return setting.reduce if setting.reduce != setting.compute else setting.compute
 
 
 def _update(
-    setting: Setting,
-    held: Holding,
+    setting: MemorySetting,
+    held: RankParameters,
     weights: int,
     optimizer: int,
     received: int = 0,
@@ -332,9 +340,9 @@ def _update(
 
 
 def _explain(
-    setting: Setting,
-    held: Holding,
-    fly: Flying,
+    setting: MemorySetting,
+    held: RankParameters,
+    fly: InFlightActivations,
     name: str,
     phase: Phase,
 ) -> str:
@@ -376,7 +384,9 @@ def _explain(
     )
 
 
-def _explain_activations(setting: Setting, held: Holding, fly: Flying) -> str:
+def _explain_activations(
+    setting: MemorySetting, held: RankParameters, fly: InFlightActivations
+) -> str:
     counts = ", ".join(
         f"stage {stage.number}: {number} · {stage.layers} blocks"
         for stage, number in zip(held.stages, fly.held, strict=True)

@@ -16,11 +16,11 @@ from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
+from nanoscale.plan.memory.memory_part import MemoryPart
 from nanoscale.plan.memory.native import native_phases
-from nanoscale.plan.memory.part import Part
 from nanoscale.plan.memory.phases import Phase, RankPhases
-from nanoscale.plan.memory.setting import Setting, setting_of
-from nanoscale.plan.memory.shards import Holding, rank_holdings
+from nanoscale.plan.memory.setting import MemorySetting, setting_of
+from nanoscale.plan.memory.shards import RankParameters, rank_holdings
 
 HOLES = 0.05
 """Assumed: the share of allocated memory that PyTorch's caching allocator reserves between its blocks, since
@@ -53,15 +53,15 @@ class RankMemory:
         return self.reserved + self.context
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemoryPart, ...]:
         """The allocated parts, then fragmentation and context: together the total."""
         parts = [
-            Part(name, size, partial(self._explain, name, size))
+            MemoryPart(name, size, partial(self._explain, name, size))
             for name, size in self.phase.parts.items()
         ]
         holes = self.reserved - self.allocated
-        parts.append(Part("fragmentation", holes, partial(_explain_holes, self)))
-        parts.append(Part("context", self.context, partial(_explain_context, self.context)))
+        parts.append(MemoryPart("fragmentation", holes, partial(_explain_holes, self)))
+        parts.append(MemoryPart("context", self.context, partial(_explain_context, self.context)))
         return tuple(parts)
 
     def _explain(self, name: str, size: int) -> str:
@@ -70,15 +70,15 @@ class RankMemory:
         return self.found.explain(name, self.phase)
 
     @property
-    def host(self) -> tuple[Part, ...]:
+    def host(self) -> tuple[MemoryPart, ...]:
         """The parts in host memory."""
         return tuple(
-            Part(name, size, partial("{} of this rank that wait in host memory".format, name))
+            MemoryPart(name, size, partial("{} of this rank that wait in host memory".format, name))
             for name, size in self.found.host
             if size
         )
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> MemoryPart:
         return next(part for part in self.parts if part.name == name)
 
 
@@ -105,7 +105,7 @@ def rank_memory(
 
 
 def setting_memory(
-    setting: Setting,
+    setting: MemorySetting,
     in_flight: Sequence[Sequence[int]] | None = None,
     *,
     ranks: Sequence[int] | None = None,
@@ -139,7 +139,7 @@ def _highest(
     return RankMemory(rank, stages, peak.name, allocated, reserved, context, peak, found)
 
 
-def _staged(setting: Setting, held: Holding) -> int:
+def _staged(setting: MemorySetting, held: RankParameters) -> int:
     """Return the bytes of the copy from which checkpoints are written beside the training."""
     saving = setting.config.checkpoint
     if not (saving.asynchronous and (saving.every or saving.every_minutes)):

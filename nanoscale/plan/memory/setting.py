@@ -14,7 +14,7 @@ from nanoscale.plan.memory.states import BYTES, BytesPerParameter, bytes_per_par
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class MemorySetting:
     """A job on its ranks. Other software differs from ours in the fields that say so."""
 
     config: Config
@@ -58,7 +58,7 @@ class Setting:
     pass begins; None: the logits are never complete."""
 
 
-def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
+def setting_of(config: Config, software: Software = NANOSCALE) -> MemorySetting:
     """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision = config.parallel, config.precision
     sizes = derive(config)
@@ -84,7 +84,7 @@ def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
     )
     divided = layout.tp > 1 and not deepspeed
     stage = config.zero.stage
-    setting = Setting(
+    setting = MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
         shape=shape_of(config.model, layout, sizes.micro_batch, config.train.seq_len),
@@ -107,7 +107,7 @@ def setting_of(config: Config, software: Software = NANOSCALE) -> Setting:
     return _distributed_optimizer(setting) if software.flat else _with_logits(setting, software)
 
 
-def _with_logits(setting: Setting, software: Software) -> Setting:
+def _with_logits(setting: MemorySetting, software: Software) -> MemorySetting:
     """Return the setting with all logits at once, if the software has them.
 
     Kept are the log-softmax in fp32 or better; then come its gradients and the logits', and with a divided
@@ -119,7 +119,7 @@ def _with_logits(setting: Setting, software: Software) -> Setting:
     return replace(setting, whole_logits=(setting.loss, more))
 
 
-def _distributed_optimizer(setting: Setting) -> Setting:
+def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
     """Return Megatron-LM's setting, with Transformer Engine's fused blocks and a fused cross-entropy.
 
     Weights in the compute dtype and gradients in fp32 are whole flat buffers; master weights and moments are

@@ -14,7 +14,7 @@ EXPERT_MATRICES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertShards:
     """The experts of a block on a rank of ep."""
 
     count: int
@@ -50,7 +50,7 @@ class Unit:
     """Rows and width of each, on a rank of tp."""
     vectors: tuple[int, ...]
     """Lengths of norms and biases, on a rank of tp."""
-    experts: Experts | None = None
+    experts: ExpertShards | None = None
 
     @property
     def numel(self) -> int:
@@ -98,7 +98,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankParameters:
     """The parameters of a pipeline rank, in elements."""
 
     stages: tuple[Stage, ...]
@@ -125,13 +125,13 @@ class Holding:
 
 def rank_holdings(
     config: Config, shards: int, whole_ends: bool | None = None
-) -> tuple[Holding, ...]:
+) -> tuple[RankParameters, ...]:
     """Return the parameters of every pipeline rank if `shards` ranks share the weights; `whole_ends` as in
     `rank_stages`."""
     return _rank_holdings(_key(config, whole_ends), shards)
 
 
-def kinds_of_ranks(config: Config, shards: int) -> tuple[Holding, ...]:
+def kinds_of_ranks(config: Config, shards: int) -> tuple[RankParameters, ...]:
     """Return one rank of each kind: all ranks of a kind compute equally much."""
     return _kinds(_key(config, None), shards)
 
@@ -188,25 +188,25 @@ def _rank_stages(
 
 
 @lru_cache(maxsize=4096)
-def _rank_holdings(key: _Key, shards: int) -> tuple[Holding, ...]:
+def _rank_holdings(key: _Key, shards: int) -> tuple[RankParameters, ...]:
     return tuple(_hold(stages, shards, key[0].tie_embeddings) for stages in _rank_stages(*key))
 
 
 @lru_cache(maxsize=4096)
-def _kinds(key: _Key, shards: int) -> tuple[Holding, ...]:
-    kinds: dict[tuple[int, bool, bool], Holding] = {}
+def _kinds(key: _Key, shards: int) -> tuple[RankParameters, ...]:
+    kinds: dict[tuple[int, bool, bool], RankParameters] = {}
     for held in _rank_holdings(key, shards):
         kinds.setdefault((held.blocks, held.first, held.last), held)
     return tuple(kinds.values())
 
 
-def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> Holding:
+def _hold(stages: tuple[Stage, ...], shards: int, tied: bool) -> RankParameters:
     units = [unit for stage in stages for unit in stage.units]
     block = max((unit for unit in units if unit.name == "block"), key=lambda unit: unit.numel)
     named = {unit.name: unit for unit in units}
     numel = {name: unit.numel for name, unit in named.items()}
     rest = numel.get("rest", 0)
-    return Holding(
+    return RankParameters(
         stages=stages,
         blocks=sum(stage.layers for stage in stages),
         first=stages[0].first,
@@ -259,7 +259,7 @@ def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
     if model.experts:
         matrices += ((model.experts, hidden),)
         each = EXPERT_MATRICES * hidden * ffn
-        experts = Experts(model.experts // ep, each, hidden, ep)
+        experts = ExpertShards(model.experts // ep, each, hidden, ep)
     else:
         matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
     vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)

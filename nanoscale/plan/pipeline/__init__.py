@@ -1,6 +1,6 @@
 """Pipeline schedules as timelines: their orders, their simulation, and closed forms for the search."""
 
-from nanoscale.plan.pipeline.boundaries import Boundary, boundaries
+from nanoscale.plan.pipeline.boundaries import KeptBoundary, boundaries
 from nanoscale.plan.pipeline.closed_forms import bubble
 from nanoscale.plan.pipeline.in_flight import in_flight
 from nanoscale.plan.pipeline.orders import Action, Kind, Order, order
@@ -17,8 +17,8 @@ from nanoscale.plan.pipeline.simulation import (
 
 __all__ = [
     "Action",
-    "Boundary",
     "Costs",
+    "KeptBoundary",
     "Kind",
     "Order",
     "Residents",

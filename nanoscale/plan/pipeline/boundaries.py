@@ -18,7 +18,7 @@ from nanoscale.config.stages import ONE_STAGE, rank_of, stages_of
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
+class KeptBoundary:
     """Tensors that a stage keeps at the end of a step, by kind."""
 
     inputs: int
@@ -42,19 +42,19 @@ class Boundary:
 @lru_cache(maxsize=1024)
 def boundaries(
     schedule: str, pp: int, virtual_stages: int, micro_batches: int
-) -> tuple[tuple[Boundary, ...], ...]:
+) -> tuple[tuple[KeptBoundary, ...], ...]:
     """Return the boundaries by rank and by the rank's stages, from the model's first to its last."""
     if pp == 1:
         return ((NONE,),)
     last = pp * virtual_stages - 1
 
-    def boundary(stage: int, rank: int) -> Boundary:
+    def boundary(stage: int, rank: int) -> KeptBoundary:
         into = stage > 0
         onward = stage < last
         receives = into and rank_of(schedule, pp, stage - 1) != rank
         sends = onward and rank_of(schedule, pp, stage + 1) != rank
         several = schedule not in ONE_STAGE
-        return Boundary(
+        return KeptBoundary(
             inputs=micro_batches * into,
             output_gradients=micro_batches * onward,
             outputs=micro_batches * (sends and several),
@@ -68,5 +68,5 @@ def boundaries(
     )
 
 
-NONE = Boundary(0, 0, 0, 0, True)
+NONE = KeptBoundary(0, 0, 0, 0, True)
 """The boundary without a pipeline."""

@@ -11,7 +11,7 @@ from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 from nanoscale.plan.time.work import NOTHING, Passes, Work, passes
 
 # Kernels of a block, counted in the model's code: starting each takes the CPU some microseconds.
@@ -58,11 +58,11 @@ CUDNN_HEAD_DIM = 128
 """The widest heads for which PyTorch gives attention to cuDNN, backward too."""
 
 
-def slice_of(config: Config, software: Software = NANOSCALE) -> Slice:
+def slice_of(config: Config, software: Software = NANOSCALE) -> MicroBatchShape:
     layout, train, precision = config.parallel, config.train, config.precision
     assert isinstance(train.micro_batch, int)
     mode = layout.activation_checkpointing
-    return Slice(
+    return MicroBatchShape(
         model=config.model,
         batch=train.micro_batch,
         seq=train.seq_len,
@@ -137,7 +137,7 @@ def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
     )
 
 
-def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") -> float:
+def product(hardware: Hardware, part: MicroBatchShape, linear: _Linear, swap: str = "") -> float:
     """Return the seconds of a product; `swap`: inputs, for the gradients of these, or weights, for theirs.
 
     With ep, as many choices arrive as leave. Experts are one kernel in bf16, otherwise one kernel each.
@@ -159,13 +159,13 @@ def product(hardware: Hardware, part: Slice, linear: _Linear, swap: str = "") ->
     return slower * linear.experts * operations.product(hardware, kind, m, n, k)
 
 
-def _wide(part: Slice) -> str:
+def _wide(part: MicroBatchShape) -> str:
     """Return the dtype in which experts are chosen."""
     return part.wide if part.wide in ("fp64", "tf32") else "fp32"
 
 
 @lru_cache(maxsize=16384)
-def block(hardware: Hardware, part: Slice) -> Passes:
+def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
     """Return the passes of one block."""
     products = linears(part.model, part.tp, part.ep)
     forward_products = [product(hardware, part, p) for p in products]
@@ -232,13 +232,13 @@ def block(hardware: Hardware, part: Slice) -> Passes:
     return passes(forward, backward, recomputed, flops)
 
 
-def attention_flops(part: Slice) -> float:
+def attention_flops(part: MicroBatchShape) -> float:
     """Return the FLOPs of one forward pass in full, as MFU counts them: 4·s·h a token."""
     width = part.model.head_dim or part.model.hidden // part.model.heads
     return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
 
 
-def _again(part: Slice, count: int) -> range | list[int]:
+def _again(part: MicroBatchShape, count: int) -> range | list[int]:
     """Return the recomputed products. A block's last one is never recomputed: no backward pass needs its
     result."""
     if part.recompute in ("none", "matmuls"):
@@ -248,7 +248,7 @@ def _again(part: Slice, count: int) -> range | list[int]:
     return range(count - 1)
 
 
-def _core(hardware: Hardware, part: Slice) -> float:
+def _core(hardware: Hardware, part: MicroBatchShape) -> float:
     model = part.model
     width = model.head_dim or model.hidden // model.heads
     heads = max(1, model.heads // part.tp)
@@ -266,7 +266,7 @@ def _core(hardware: Hardware, part: Slice) -> float:
     return own + (part.cp - 1) * _hop(hardware, part, heads, width)
 
 
-def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
+def _hop(hardware: Hardware, part: MicroBatchShape, heads: int, width: int) -> float:
     """Return the time of attention to another rank's keys: half of all pairs, on every rank (see
     `parallel.ring`)."""
     tokens = part.seq // part.cp
@@ -283,7 +283,7 @@ def _hop(hardware: Hardware, part: Slice, heads: int, width: int) -> float:
     )
 
 
-def _traffic(part: Slice) -> tuple[float, float]:
+def _traffic(part: MicroBatchShape) -> tuple[float, float]:
     """Return the bytes of a block's element-wise operations, forward and backward."""
     model, compiled = part.model, part.compiled
     width = model.head_dim or model.hidden // model.heads
@@ -314,7 +314,7 @@ def _traffic(part: Slice) -> tuple[float, float]:
     return forward * wide + merged[0] + routed[0], backward * wide + merged[1] + routed[1]
 
 
-def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
+def _casts(part: MicroBatchShape, products: tuple[_Linear, ...]) -> tuple[float, float]:
     """Return the bytes moved to cast the operands to 8 bits, forward and backward.
 
     Forward: weights, and the inputs of attention, its output, the feed-forward block and its last product,
@@ -331,7 +331,7 @@ def _casts(part: Slice, products: tuple[_Linear, ...]) -> tuple[float, float]:
     return each * (weights + part.tokens * inputs), each * part.tokens * float(outputs)
 
 
-def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
+def _tp_pair(hardware: Hardware, part: MicroBatchShape) -> tuple[float, float]:
     """Return the seconds of a gather of the sequence and of the scatter of partial sums; without sp they make
     one all-reduce.
 
@@ -350,7 +350,7 @@ def _tp_pair(hardware: Hardware, part: Slice) -> tuple[float, float]:
     return gather, scatter
 
 
-def _tp_forward(hardware: Hardware, part: Slice, products: float) -> float:
+def _tp_forward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp forward: all pairs, or less if they run beside products.
 
     Each is cut into as many chunks as there are ranks, which copy engines move beside the products of the
@@ -364,7 +364,7 @@ def _tp_forward(hardware: Hardware, part: Slice, products: float) -> float:
     return late + (whole - late) / part.tp
 
 
-def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
+def _tp_backward(hardware: Hardware, part: MicroBatchShape, products: float) -> float:
     """Return the exposed seconds of tp backward: all pairs, or less if collectives overlap with products.
 
     Then only the gathers before the row-split products are exposed: scatters run beside the products for
@@ -381,7 +381,7 @@ def _tp_backward(hardware: Hardware, part: Slice, products: float) -> float:
     return shown + late + hardware.efficiency.overlap * (hidden - late)
 
 
-def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
+def _cp(hardware: Hardware, part: MicroBatchShape, core: float) -> tuple[float, float]:
     """Return the exposed seconds of context parallelism, forward and backward."""
     if part.cp == 1:
         return 0.0, 0.0
@@ -406,7 +406,7 @@ def _cp(hardware: Hardware, part: Slice, core: float) -> tuple[float, float]:
     return forward, backward
 
 
-def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Work:
+def _waiting(hardware: Hardware, part: MicroBatchShape, direction: int, work: Work) -> Work:
     """Return the work with the time in which the device waits for the CPU to start kernels."""
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
@@ -416,7 +416,7 @@ def _waiting(hardware: Hardware, part: Slice, direction: int, work: Work) -> Wor
     return replace(work, launch=max(0.0, cpu - work.total))
 
 
-def _kernels(part: Slice) -> tuple[int, int]:
+def _kernels(part: MicroBatchShape) -> tuple[int, int]:
     """Return the kernels of a forward and of a backward pass; separate experts count with kernels each."""
     forward, backward = _KERNELS[part.compiled]
     if part.model.experts:
@@ -427,7 +427,7 @@ def _kernels(part: Slice) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=16384)
-def embedding(hardware: Hardware, part: Slice) -> Passes:
+def embedding(hardware: Hardware, part: MicroBatchShape) -> Passes:
     """Return the passes of the input embedding: a look-up, and a gradient as large as the table."""
     wide = operations.WIDTH[part.wide]
     rows = part.tokens * part.model.hidden * wide
@@ -440,7 +440,7 @@ def embedding(hardware: Hardware, part: Slice) -> Passes:
 
 
 @lru_cache(maxsize=16384)
-def head(hardware: Hardware, part: Slice) -> Passes:
+def head(hardware: Hardware, part: MicroBatchShape) -> Passes:
     """Return the passes of the last norm, the head and the loss over the vocabulary, which tp divides."""
     hidden, vocab, tokens = part.model.hidden, part.model.vocab // part.tp, part.tokens
     wide = operations.WIDTH[part.wide]

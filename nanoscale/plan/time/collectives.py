@@ -25,7 +25,7 @@ _MESSAGES = 0.87
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class AxisRanks:
     """The ranks of one axis: `size` of them, each `stride` ranks after the one before."""
 
     size: int
@@ -38,12 +38,12 @@ class Group:
 
 
 @lru_cache(maxsize=4096)
-def group(hardware: Hardware, size: int, stride: int) -> Group:
+def group(hardware: Hardware, size: int, stride: int) -> AxisRanks:
     """Return the group of an axis's ranks; those of tp have stride 1 and fill hosts first."""
-    return Group(size, max(1, min(size, hardware.island // stride)))
+    return AxisRanks(size, max(1, min(size, hardware.island // stride)))
 
 
-def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
+def all_gather(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has all of `size` bytes; a reduce-scatter of as many takes as long.
 
     Every rank receives (n - 1) / n of them over its fast links. Between islands the ranks of one share its
@@ -64,7 +64,7 @@ def all_gather(hardware: Hardware, ranks: Group, size: float) -> float:
     return seconds + _latency(hardware, ranks, size)
 
 
-def device_share(hardware: Hardware, ranks: Group) -> float:
+def device_share(hardware: Hardware, ranks: AxisRanks) -> float:
     """Return the share of a gather's time in which the device itself copies, at the rate of its fast links.
 
     In the rest of the time the device waits for the network, and computing beside it loses nothing.
@@ -78,17 +78,17 @@ def device_share(hardware: Hardware, ranks: Group) -> float:
     return min(1.0, network / fast)
 
 
-def reduce_scatter(hardware: Hardware, ranks: Group, size: float) -> float:
+def reduce_scatter(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has its shard of the sum of `size` bytes."""
     return all_gather(hardware, ranks, size)
 
 
-def all_reduce(hardware: Hardware, ranks: Group, size: float) -> float:
+def all_reduce(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has the whole sum: a reduce-scatter and an all-gather."""
     return 2 * all_gather(hardware, ranks, size) - (START if ranks.size > 1 else 0.0)
 
 
-def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
+def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has sent an n-th of its `size` bytes to every other."""
     if ranks.size == 1:
         return 0.0
@@ -103,7 +103,7 @@ def all_to_all(hardware: Hardware, ranks: Group, size: float) -> float:
     return seconds + START + peers + across_latency
 
 
-def send(hardware: Hardware, ranks: Group, size: float) -> float:
+def send(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds for `size` bytes from a rank to its neighbour in the group, the slowest of these."""
     efficiency = hardware.efficiency
     if ranks.inside == ranks.size:
@@ -113,7 +113,7 @@ def send(hardware: Hardware, ranks: Group, size: float) -> float:
     return seconds + START + _step_latency(hardware, ranks)
 
 
-def _latency(hardware: Hardware, ranks: Group, size: float) -> float:
+def _latency(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the latency of a ring: n - 1 steps, of which as many cross the network as there are islands but
     one.
 
@@ -125,5 +125,5 @@ def _latency(hardware: Hardware, ranks: Group, size: float) -> float:
     return START + hops * hardware.inter_latency + (ranks.size - 1 - hops) * inside
 
 
-def _step_latency(hardware: Hardware, ranks: Group) -> float:
+def _step_latency(hardware: Hardware, ranks: AxisRanks) -> float:
     return hardware.intra_latency if ranks.inside == ranks.size else hardware.inter_latency

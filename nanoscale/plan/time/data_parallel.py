@@ -15,10 +15,10 @@ from nanoscale.config.derive import derive
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
-from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import collectives, operations
 from nanoscale.plan.time.block import linears
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 _PER_TENSOR = 3
 """Operations that the update starts for each tensor: its norm, its clipping, its optimizer."""
@@ -79,7 +79,7 @@ def expert_parameters(model: Model, tp: int, ep: int) -> int:
     return sum(p.parameters for p in linears(model, tp, ep)[5:]) if model.experts else 0
 
 
-def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int:
+def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1) -> int:
     """Return the parameters of a rank before ZeRO that take time; tied ends share one table."""
     table = model.vocab * model.hidden // tp
     both = holding.first and holding.last and model.tie_embeddings
@@ -87,7 +87,7 @@ def rank_parameters(model: Model, tp: int, holding: Holding, ep: int = 1) -> int
     return holding.blocks * block_parameters(model, tp, ep) + ends * table
 
 
-def own_parameters(config: Config, holding: Holding) -> float:
+def own_parameters(config: Config, holding: RankParameters) -> float:
     """Return the parameters that a rank updates: ep ranks have different experts before ZeRO."""
     model, layout, ranks = config.model, config.parallel, shards(config)
     experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
@@ -151,12 +151,12 @@ def _travel(
     )
 
 
-def _near(config: Config, hardware: Hardware, ep: int) -> collectives.Group:
+def _near(config: Config, hardware: Hardware, ep: int) -> collectives.AxisRanks:
     """Return the ranks that share the states of a parameter, of those that every ep-th rank has."""
     return collectives.group(hardware, max(1, shards(config) // ep), config.parallel.tp * ep)
 
 
-def _far(config: Config, hardware: Hardware, ep: int) -> collectives.Group:
+def _far(config: Config, hardware: Hardware, ep: int) -> collectives.AxisRanks:
     """Return the ranks that have the same shard of these, one in each replica."""
     layout, shard = config.parallel, max(1, shards(config) // ep)
     assert isinstance(layout.dp, int)
@@ -224,8 +224,8 @@ class Cost:
 
 def cost(
     hardware: Hardware,
-    part: Slice,
-    holding: Holding,
+    part: MicroBatchShape,
+    holding: RankParameters,
     plan: Plan,
     micro_batches: int,
     forward: float,
@@ -278,7 +278,7 @@ def cost(
     return Cost(exposed, overlap * slowdown, copies * units)
 
 
-def _block(part: Slice) -> int:
+def _block(part: MicroBatchShape) -> int:
     return block_parameters(part.model, part.tp, part.ep)
 
 

@@ -9,7 +9,7 @@ from nanoscale.plan.hardware.software import NANOSCALE, Software
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class MicroBatchShape:
     """The share of a micro batch that a rank computes, and its settings. The key of the caches below."""
 
     model: Model

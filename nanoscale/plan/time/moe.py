@@ -12,7 +12,7 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.time import collectives, operations
 
 if TYPE_CHECKING:
-    from nanoscale.plan.time.micro_batch_shape import Slice
+    from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 # Passes over memory, in numbers read and written, forward and backward:
 _CHOICES = {False: (7, 14), True: (11, 22)}
@@ -28,7 +28,7 @@ _HOST = 20e-6
 started."""
 
 
-def traffic(part: Slice) -> tuple[float, float]:
+def traffic(part: MicroBatchShape) -> tuple[float, float]:
     """Return the bytes of the element-wise operations, forward and backward."""
     model, wide = part.model, operations.WIDTH[part.wide]
     rows = part.tokens * model.experts_per_token * model.hidden * wide
@@ -41,7 +41,7 @@ def traffic(part: Slice) -> tuple[float, float]:
     )
 
 
-def exchange(hardware: Hardware, part: Slice) -> tuple[float, float]:
+def exchange(hardware: Hardware, part: MicroBatchShape) -> tuple[float, float]:
     """Return the seconds of the all-to-alls, forward and backward: tokens to their experts, and back.
 
     Forward, the numbers of tokens are exchanged first, and the host waits for them.

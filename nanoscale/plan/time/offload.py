@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nanoscale.config.schema import Config
 from nanoscale.plan.hardware.hardware import Hardware
-from nanoscale.plan.memory.shards import Holding
+from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import data_parallel, operations
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 
 def offloaded(config: Config) -> str:
@@ -17,7 +17,12 @@ def offloaded(config: Config) -> str:
 
 
 def waiting(
-    config: Config, hardware: Hardware, part: Slice, holding: Holding, count: int, forward: float
+    config: Config,
+    hardware: Hardware,
+    part: MicroBatchShape,
+    holding: RankParameters,
+    count: int,
+    forward: float,
 ) -> float:
     """Return the seconds for which computing waits for the link to host memory.
 
@@ -37,7 +42,7 @@ def waiting(
     return seconds
 
 
-def _saved(part: Slice) -> float:
+def _saved(part: MicroBatchShape) -> float:
     """Return the bytes that a block keeps for its backward pass, approximately."""
     model = part.model
     stream = part.stream * model.hidden

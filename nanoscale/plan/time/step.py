@@ -12,16 +12,16 @@ from nanoscale.config.model_math import flops_per_token, flops_per_token_causal
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
-from nanoscale.plan.memory.shards import Holding, all_stages, kinds_of_ranks
+from nanoscale.plan.memory.shards import RankParameters, all_stages, kinds_of_ranks
 from nanoscale.plan.pipeline import bubble
 from nanoscale.plan.time import block as blocks
 from nanoscale.plan.time import collectives, data_parallel, offload, operations
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 from nanoscale.plan.time.work import NOTHING, Passes, Work
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepBreakdown:
     """Seconds of a step on the busiest pipeline rank; they add up to the step."""
 
     matmul: float
@@ -53,7 +53,7 @@ class Parts:
         return seconds
 
 
-_PARTS = tuple(field.name for field in fields(Parts))
+_PARTS = tuple(field.name for field in fields(StepBreakdown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StepTime:
     """A predicted step."""
 
     seconds: float
-    parts: Parts
+    parts: StepBreakdown
     tokens_per_s: float
     tokens_per_s_per_gpu: float
     mfu: float
@@ -86,7 +86,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingEstimate:
     """A whole run."""
 
     steps: int
@@ -125,7 +125,7 @@ def step_time(
     plan = data_parallel.plan(config, hardware, count, software)
     dp = data_parallel.cost(hardware, part, holding, plan, count, forward, backward)
     local = data_parallel.own_parameters(config, holding)
-    parts = Parts(
+    parts = StepBreakdown(
         matmul=count * busy.matmul,
         attention=count * busy.attention,
         elementwise=count * busy.elementwise,
@@ -160,7 +160,12 @@ def step_time(
 
 
 def _assemble(
-    config: Config, hardware: Hardware, sizes: Derived, parts: Parts, seconds: float, again: float
+    config: Config,
+    hardware: Hardware,
+    sizes: Derived,
+    parts: StepBreakdown,
+    seconds: float,
+    again: float,
 ) -> StepTime:
     tokens = sizes.tokens_per_step / seconds
     whole, causal = _flops(config.model, config.train.seq_len)
@@ -201,22 +206,22 @@ def stage_costs(
     return found
 
 
-def training(config: Config, hardware: Hardware, step: StepTime) -> Training:
+def training(config: Config, hardware: Hardware, step: StepTime) -> TrainingEstimate:
     """Return the duration and cost of `train.steps`, or of the steps of `train.tokens`."""
     sizes = derive(config)
     hours = sizes.steps * step.seconds / 3600
     device_hours = hours * sizes.world_size
     price = hardware.price
-    return Training(
+    return TrainingEstimate(
         sizes.steps, hours, device_hours, None if price is None else price * device_hours
     )
 
 
-def _ends(hardware: Hardware, part: Slice) -> tuple[Passes, Passes]:
+def _ends(hardware: Hardware, part: MicroBatchShape) -> tuple[Passes, Passes]:
     return blocks.embedding(hardware, part), blocks.head(hardware, part)
 
 
-def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
+def _load(holding: RankParameters, block: float, ends: tuple[Passes, Passes]) -> float:
     """Return the seconds of a rank for one micro batch."""
     seconds = holding.blocks * block
     if holding.first:
@@ -226,7 +231,7 @@ def _load(holding: Holding, block: float, ends: tuple[Passes, Passes]) -> float:
     return seconds
 
 
-def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
+def _busy(holding: RankParameters, one: Passes, ends: tuple[Passes, Passes]) -> Work:
     """Return forward and backward of a rank for one micro batch, without recomputation."""
     number, block = holding.blocks, one.both
     first = ends[0].both if holding.first else NOTHING
@@ -242,7 +247,7 @@ def _busy(holding: Holding, one: Passes, ends: tuple[Passes, Passes]) -> Work:
     )
 
 
-def _send(config: Config, hardware: Hardware, part: Slice) -> float:
+def _send(config: Config, hardware: Hardware, part: MicroBatchShape) -> float:
     """Return the seconds to send the residual stream from a stage to the next."""
     layout = config.parallel
     if layout.pp == 1:
@@ -257,7 +262,7 @@ def _send(config: Config, hardware: Hardware, part: Slice) -> float:
 def _waiting(
     config: Config,
     hardware: Hardware,
-    part: Slice,
+    part: MicroBatchShape,
     one: Passes,
     ends: tuple[Passes, Passes],
 ) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import rank_holdings
 from nanoscale.plan.time import block, collectives, data_parallel, moe, operations
-from nanoscale.plan.time.micro_batch_shape import Slice
+from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 from nanoscale.plan.time.step import StepTime
 
 
@@ -41,7 +41,7 @@ def how(
     return {name: text for name, text in texts.items() if getattr(step.parts, name) > 0}
 
 
-def _matmul(hardware: Hardware, part: Slice, count: int) -> str:
+def _matmul(hardware: Hardware, part: MicroBatchShape, count: int) -> str:
     share = hardware.efficiency.matmul_fp8 if part.kind == "fp8" else hardware.efficiency.matmul
     peak = hardware.peaks[part.kind]
     lines = [
@@ -60,13 +60,13 @@ def _matmul(hardware: Hardware, part: Slice, count: int) -> str:
     return "\n".join(lines)
 
 
-def _names(part: Slice) -> list[str]:
+def _names(part: MicroBatchShape) -> list[str]:
     gate = ["gate"] if part.model.mlp == "swiglu" else []
     router = ["router, in fp32"] if part.model.experts else []
     return ["wq", "wk", "wv", "wo", *router, *gate, "up", "down"]
 
 
-def _launch(hardware: Hardware, part: Slice) -> str:
+def _launch(hardware: Hardware, part: MicroBatchShape) -> str:
     efficiency = hardware.efficiency
     each = efficiency.compiled_s if part.compiled else efficiency.eager_s
     return (
@@ -74,7 +74,7 @@ def _launch(hardware: Hardware, part: Slice) -> str:
     )
 
 
-def _attention(hardware: Hardware, part: Slice) -> str:
+def _attention(hardware: Hardware, part: MicroBatchShape) -> str:
     again = operations.BACKWARD_ATTENTION
     if part.cp > 1 and part.cp_method == "ring":
         shared = f"a ring of {part.cp} computes it in as many blocks, one of them causal"
@@ -108,7 +108,7 @@ def _recomputed(config: Config) -> str:
     )
 
 
-def _tp(hardware: Hardware, part: Slice) -> str:
+def _tp(hardware: Hardware, part: MicroBatchShape) -> str:
     size = part.tokens * part.model.hidden * operations.WIDTH[part.wide]
     once = collectives.all_gather(hardware, collectives.group(hardware, part.tp, 1), size)
     return (
@@ -119,13 +119,13 @@ def _tp(hardware: Hardware, part: Slice) -> str:
     )
 
 
-def _cp(part: Slice) -> str:
+def _cp(part: MicroBatchShape) -> str:
     if part.cp_method == "ulysses":
         return f"heads change places with the sequence among {part.cp} ranks, and back (arXiv:2309.14509)"
     return f"{part.cp - 1} rounds of keys and values, where one takes longer than its part of attention"
 
 
-def _ep(hardware: Hardware, part: Slice) -> str:
+def _ep(hardware: Hardware, part: MicroBatchShape) -> str:
     rows = part.tokens * part.model.experts_per_token
     once, _ = moe.exchange(hardware, part)
     return (

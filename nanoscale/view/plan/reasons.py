@@ -11,7 +11,7 @@ from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
 from nanoscale.plan.time.offload import offloaded
-from nanoscale.plan.time.step import Parts
+from nanoscale.plan.time.step import StepBreakdown
 from nanoscale.view.plan.prediction_text import MEANINGS
 
 _AXES: dict[str, Callable[[Prediction], object]] = {
@@ -55,7 +55,7 @@ def _alike(name: str, plan: Prediction, best: Prediction) -> bool:
 
 
 def _sentence(name: str, before: object, after: object, other: Prediction, best: Prediction) -> str:
-    parts = {field.name: _difference(field.name, other, best) for field in fields(Parts)}
+    parts = {field.name: _difference(field.name, other, best) for field in fields(StepBreakdown)}
     told = {
         part: saved for part, saved in parts.items() if abs(saved) > _LEAST_S * best.time.seconds
     }

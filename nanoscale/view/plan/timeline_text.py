@@ -37,14 +37,14 @@ _IDLE = "·"
 _BREAK = " ⋯ "
 
 
-class Piece(NamedTuple):
+class StyledText(NamedTuple):
     """A text in one of rich's styles; plain if the style is empty."""
 
     text: str
     style: str = ""
 
 
-Line = list[Piece]
+Line = list[StyledText]
 
 
 def timeline_rich(timeline: Timeline, width: int = 100) -> Text:
@@ -72,21 +72,25 @@ def timeline_lines(timeline: Timeline, width: int = 100) -> list[Line]:
     for rank in rows(timeline, MOST_RANKS):
         if rank is None:
             lines.append(
-                [Piece(f"{'⋮':<{label}} {len(timeline.ranks) - 2 * (MOST_RANKS // 2 - 1)} more")]
+                [
+                    StyledText(
+                        f"{'⋮':<{label}} {len(timeline.ranks) - 2 * (MOST_RANKS // 2 - 1)} more"
+                    )
+                ]
             )
             continue
-        line = [Piece(f"{f'rank {rank}':<{label}}|")]
+        line = [StyledText(f"{f'rank {rank}':<{label}}|")]
         for place, window in enumerate(shown):
-            line += [Piece(_BREAK)] if place else []
+            line += [StyledText(_BREAK)] if place else []
             line += _cells(timeline.ranks[rank], window, each, first[rank])
         busy = timeline.busy[rank] / timeline.makespan if timeline.makespan else 1.0
-        lines.append([*line, Piece(f"|{percent(busy):>8}")])
+        lines.append([*line, StyledText(f"|{percent(busy):>8}")])
     return [*lines, _scale(shown, each, label), *_legend(timeline, max(60, width))]
 
 
 def _head(timeline: Timeline) -> Line:
     return [
-        Piece(
+        StyledText(
             f"step {duration(timeline.makespan)}, utilisation {percent(timeline.utilisation)}, "
             f"idle {percent(timeline.bubble_fraction)}"
         )
@@ -105,10 +109,10 @@ def _cells(spans: list[Span], window: Window, columns: int, first: int) -> Line:
         if end <= start:
             continue
         if start > at:
-            line.append(Piece(_IDLE * (start - at), "dim"))
-        line.append(Piece(_cell(span, end - start, first), _STYLE[span.action.kind]))
+            line.append(StyledText(_IDLE * (start - at), "dim"))
+        line.append(StyledText(_cell(span, end - start, first), _STYLE[span.action.kind]))
         at = end
-    return [*line, Piece(_IDLE * (columns - at), "dim")] if at < columns else line
+    return [*line, StyledText(_IDLE * (columns - at), "dim")] if at < columns else line
 
 
 def _cell(span: Span, width: int, first: int) -> str:
@@ -126,17 +130,17 @@ def _scale(shown: list[Window], each: int, label: int) -> Line:
     for window in shown:
         begin, end = duration(window.start), duration(window.end)
         parts.append(f"{begin}{end:>{each - len(begin)}}")
-    return [Piece(" " * (label + 1) + (" " * len(_BREAK)).join(parts), "dim")]
+    return [StyledText(" " * (label + 1) + (" " * len(_BREAK)).join(parts), "dim")]
 
 
 def _legend(timeline: Timeline, width: int) -> list[Line]:
     entries = [
-        [Piece(f"{kind}0{_FILL[kind]}", _STYLE[kind]), Piece(f" {MEANINGS[kind]}")]
+        [StyledText(f"{kind}0{_FILL[kind]}", _STYLE[kind]), StyledText(f" {MEANINGS[kind]}")]
         for kind in kinds(timeline)
     ]
-    entries.append([Piece(_IDLE * 3, "dim"), Piece(" idle")])
+    entries.append([StyledText(_IDLE * 3, "dim"), StyledText(" idle")])
     if several_stages(timeline):
-        entries.append([Piece("f, b", "bold"), Piece(" in later stages of the rank")])
+        entries.append([StyledText("f, b", "bold"), StyledText(" in later stages of the rank")])
     lines: list[Line] = [[]]
     used = 0
     for entry in entries:
@@ -145,7 +149,7 @@ def _legend(timeline: Timeline, width: int) -> list[Line]:
             lines.append([])
             used = 0
         if used:
-            lines[-1].append(Piece("   "))
+            lines[-1].append(StyledText("   "))
         lines[-1] += entry
         used += size + (3 if used else 0)
     return lines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _UNKNOWN = "\ufffd"
-"""The replacement for bytes that are not character, or not yet one."""
+"""The replacement for bytes that are not a character, or not yet one."""
 _CONTEXT = 8
 """Tokens before the decoded ones: in some tokenizers they decide about a leading space."""
 _LONGEST = 64

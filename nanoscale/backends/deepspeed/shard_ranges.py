@@ -23,7 +23,7 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardRange:
     """The range of one parameter's elements, in row-major order, that this rank updates."""
 
     name: str
@@ -52,16 +52,16 @@ class Piece:
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
 
-def find(parameters: Named, optimizer: Any, stage: int) -> list[Piece]:
+def find(parameters: Named, optimizer: Any, stage: int) -> list[ShardRange]:
     """List the pieces of this rank. `optimizer` is DeepSpeed's, which wraps ours from stage 1 on."""
     if stage == 0:
-        return [Piece(name, 0, p.numel(), p, 0) for name, p in parameters]
+        return [ShardRange(name, 0, p.numel(), p, 0) for name, p in parameters]
     if stage == 3:
         return list(_sharded_parameters(parameters, optimizer))
     return list(_sharded_masters(parameters, optimizer))
 
 
-def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
+def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[ShardRange]:
     homes = [group["params"][0] for group in optimizer.param_groups]
     for name, parameter in parameters:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -69,10 +69,10 @@ def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
             continue
         here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
         home = homes[mapping.param_group_index]
-        yield Piece(name, there.start, here.numel, home, here.start)
+        yield ShardRange(name, there.start, here.numel, home, here.start)
 
 
-def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
+def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[ShardRange]:
     for name, parameter in parameters:
         zero: Any = parameter
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -80,7 +80,7 @@ def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[Piece]:
         numel = min(size, max(0, zero.ds_numel - start))  # the last shards are padded
         if numel:
             home = optimizer.fp32_partitioned_groups_flat[group]
-            yield Piece(name, start, numel, home, offset, group)
+            yield ShardRange(name, start, numel, home, offset, group)
 
 
 def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
@@ -93,7 +93,7 @@ def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
 
 
 @contextmanager
-def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
+def in_memory(pieces: list[ShardRange], optimizer: Any) -> Iterator[bool]:
     """Bring the tensors of one home into memory if they are on a disk, and put them back afterwards.
 
     Yields True if they were on a disk.
@@ -107,16 +107,16 @@ def in_memory(pieces: list[Piece], optimizer: Any) -> Iterator[bool]:
         optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
-def by_home(pieces: list[Piece]) -> list[list[Piece]]:
+def by_home(pieces: list[ShardRange]) -> list[list[ShardRange]]:
     """Group pieces by the tensor that the optimizer updates."""
-    homes: dict[int, list[Piece]] = {}
+    homes: dict[int, list[ShardRange]] = {}
     for piece in pieces:
         homes.setdefault(id(piece.home), []).append(piece)
     return list(homes.values())
 
 
 @torch.no_grad()
-def refresh_weights(optimizer: Any, stage: int, pieces: list[Piece]) -> None:
+def refresh_weights(optimizer: Any, stage: int, pieces: list[ShardRange]) -> None:
     """Copy the fp32 master weights to the compute copies. All ranks call it."""
     if stage in (1, 2):
         optimizer.update_lp_params()

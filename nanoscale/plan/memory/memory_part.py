@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """A named number of bytes. `why` writes its arithmetic down, and is called only on request."""
 
     name: str

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Masters:
+class MasterWeights:
     """fp32 master weights of a model that computes in bf16 or fp16."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], narrow: torch.dtype) -> None:

@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Model
-from nanoscale.models.cache import Cache, decoding
 from nanoscale.models.initialization import initialise
+from nanoscale.models.kv_cache import Cache, decoding
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import FAMILIES, save, tokens
 from tests.support.jobs import SHAPE
