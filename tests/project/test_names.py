@@ -1,4 +1,4 @@
-"""The names of the code: one word means one thing, and words that say nothing are no names."""
+"""The names of the code: one word means one thing in the whole project."""
 
 import ast
 from collections import defaultdict
