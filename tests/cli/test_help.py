@@ -10,6 +10,10 @@ import typer
 from nanoscale.cli.main import VERBS, build
 
 FIRST_WORDS = {
+    "Resume",
+    "Minimize",
+    "Stop",
+    "Keep",
     "Choose", "Compare", "Compute", "Continue", "Copy", "Decode", "Divide", "Draw", "End", "Find", "Give",
     "Hold", "Launch", "Learn", "Leave", "Limit", "List", "Make", "Name", "Play", "Predict", "Prefer",
     "Print", "Rank", "Read", "Refuse", "Rehearse", "Replace", "Run", "Set", "Show", "Skip", "Split",

@@ -32,6 +32,7 @@ TYPED_BACK = {
     "cli/jobs/resume.py": "cli/test_advice_on_files.py",
     "cli/inspect/runs.py": "cli/test_runs.py",
     "cli/jobs/stop.py": "launch/test_slurm_advice.py",
+    "cli/jobs/sweep.py": "sweep/test_sweep.py",
     "cli/jobs/submit.py": "cli/test_advice_on_files.py",
     "config/composing/interpolation.py": "cli/test_advice.py",
     "config/composing/library.py": "cli/test_advice.py",
@@ -84,6 +85,8 @@ TYPED_BACK = {
     "runs/directory.py": "cli/test_advice_on_files.py",
     "runs/failure.py": "runs/test_failure_advice.py",
     "runs/lock.py": "cli/test_advice_on_runs.py",
+    "sweep/space.py": "sweep/test_sweep.py",
+    "sweep/sweep.py": "sweep/test_sweep.py",
     "view/plan/verdict.py": "cli/test_plan.py",
 }
 """file → the tests that type back what it advises, at least in part"""

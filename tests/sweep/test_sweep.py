@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.runs import events, lock
 from nanoscale.runs.directory import RunDirectory
-from nanoscale.sweep.sweep import Sweep
+from nanoscale.sweep.sweep import Settings, Sweep, Trial
 from tests.support.waiting import wait_until
 
 WORDS = ["recipe=debug", "model.layers=1", "train.global_batch=4", "train.log_every=1"]
@@ -132,8 +133,6 @@ def test_another_sweep_does_not_take_the_name_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    from nanoscale.sweep.sweep import Settings
-
     sweep = Sweep(tmp_path / "sweeps" / "s")
     sweep.create(Settings(["train.seed=1,2"]), [])
     assert nanoscale(["sweep", "recipe=debug", "train.seed=3,4", "--name", "s"]) == 2
@@ -144,3 +143,45 @@ def test_another_sweep_does_not_take_the_name_of_one(
         sweep.held(),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    "wrong", ["optimizer.lr=interval(1e-4,1e-3)", "train.seed=1,1", "run.tags=a,b"]
+)
+def test_advice_on_values_is_accepted(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    others = ["recipe=debug", "zero.stage=0,1"]
+    assert nanoscale(["sweep", *others, wrong, "--json"]) == 2
+    (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    for text in violation["suggestions"]:
+        advice = shlex.split(text)
+        kept = [*others, wrong] if advice[0].startswith("--") else others
+        assert nanoscale(["sweep", *kept, *advice, "--dry-run"]) == 0
+
+
+def test_advice_on_sweeps_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert nanoscale(["sweep", "recipe=debug", "train.steps=4", "--json"]) == 2
+    assert nanoscale([*advised(capsys)[1:], "--dry-run"]) == 0
+    words = ["recipe=debug", "train.seed=1,2"]
+    Sweep(tmp_path / "sweeps" / "s").create(Settings(words), [Trial("seed=1", {"train.seed": "1"})])
+    capsys.readouterr()
+    assert (
+        nanoscale(
+            ["sweep", *words, "--name", "s", "--sampler", "random", "--trials", "2", "--json"]
+        )
+        == 2
+    )
+    assert nanoscale([*advised(capsys)[1:], "--dry-run"]) == 0
+    capsys.readouterr()
+    assert nanoscale(["sweep", "--resume", "t", "--json"]) == 2
+    assert nanoscale(["sweep", *advised(capsys), "--dry-run"]) == 0
+
+
+def advised(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    (violation,) = json.loads(capsys.readouterr().out)["error"]["violations"]
+    return shlex.split(violation["suggestions"][0])

@@ -13,8 +13,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, FAILED, INTERRUPTED, print_json
-from nanoscale.cli.common.refusals import Refusals
-from nanoscale.cli.common.request import CommandLine, planned, request_job
+from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def sweep(
         typer.Option(metavar="NAME", help="Run what is missing of a sweep", show_default=False),
     ] = None,
     retry: Annotated[
-        bool, typer.Option("--retry", help="Also resume trials that have failed")
+        bool, typer.Option("--retry", help="Resume trials that have failed, too")
     ] = False,
     sampler: Annotated[
         Literal["grid", "random", "tpe"], typer.Option(help="Choose values by this method")
