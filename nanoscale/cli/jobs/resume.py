@@ -56,9 +56,11 @@ def resume(
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import replace_configuration
+    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock, refuse_if_held
 
+    require_one_launcher()
     directory = RunDirectory.open(run)
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     line = CommandLine(overrides, directory.config, options=options, trust=trust)

@@ -151,8 +151,10 @@ def _of_run(
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.slurm.allocation import require_one_launcher
     from nanoscale.runs.directory import RunDirectory
 
+    require_one_launcher()
     run = RunDirectory.open(name)
     checked = request_job(replace(line, config_file=run.config))
     stored, hosts = find_checkpoint(run.checkpoints, step), checked.hosts
