@@ -101,7 +101,7 @@ def test_it_is_refused_with_its_place_and_nothing_is_left(tmp_path, name, capsys
     assert "--bad skip" in error
     assert "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "good.jsonl"])
-    (advice,) = re.findall(r"leave such records out with (--bad \w+)", error)
+    (advice,) = re.findall(r"skip them with (--bad \w+)", error)
     typed = [*words, *advice.split(), "--out", str(tmp_path / "out")]
     assert nanoscale(["data", "prepare", *typed]) == 0
 
