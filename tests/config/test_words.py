@@ -157,7 +157,7 @@ def test_hydras_own_settings_and_packages_are_refused():
 
 
 def test_lists_and_mappings_where_a_value_belongs():
-    assert "no list" in violation("train.seed=[1]").message
+    assert "not take a list" in violation("train.seed=[1]").message
     assert "not a mapping" in violation("train.seed={a: 1}").message
     assert violation("model=[tiny,debug]").suggestions == ("model=tiny", "model=debug")
     assert "model.rope_scaling.factor" in violation("model.rope_scaling=3").message
