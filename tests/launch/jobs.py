@@ -12,9 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.runs import events
 
@@ -78,6 +75,9 @@ def wrong_data(context):
 
 
 def _train(context, steps, bad_step=-1, bad_rank=-1):
+    import torch  # the agents, which import this file, do without
+    import torch.distributed as dist
+
     dist.init_process_group("gloo")
     _semaphore = multiprocessing.get_context("forkserver").Semaphore()  # a hook may have one
     _leave_pid(context)
