@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -360,12 +362,21 @@ def test_offload_to_a_disk_is_the_same_training(
     assert curve(run) == curve(whole)
 
 
+def train_compiled(rank: int, config: Config, backend: str) -> Any:
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        return train_all(rank, [config])[0]
+
+
 @pytest.mark.slow
-def test_compiled_blocks_are_the_same_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)]
+)
+def test_compiled_blocks_are_the_same_training(tmp_path: Path, backend: str) -> None:
+    """The first does all but write code; tests/parallel/test_compile.py runs written code."""
     write_tokens(tmp_path)
     config = config_for(tmp_path, 2, dp=2)
     config = replace(config, backend=Backend(name="deepspeed", compile="on"))
-    (ours,) = run_ranks(train_all, 2, [config])[0]
+    ours = run_ranks(train_compiled, 2, config, backend)[0]
     assert_equal_curves(ours, plain_loop("fp32", shape=SHALLOW), "fp32")
 
 
