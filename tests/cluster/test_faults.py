@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,7 +183,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def marked(fault: Fault) -> Any:
+    """Leave out pdsh: a host that falls silent is found out by the launcher, however its agent was started."""
+    again = "launcher.name=pdsh" in fault.words
+    return pytest.param(fault, id=fault.name, marks=[pytest.mark.exhaustive] if again else [])
+
+
+@pytest.mark.parametrize("fault", [marked(fault) for fault in FAULTS])
 def test_a_training_that_is_struck(
     nodes: Nodes, tmp_path: Path, hosts: Path, rows: list[Row], fault: Fault
 ) -> None:
