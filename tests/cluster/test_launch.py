@@ -103,10 +103,12 @@ def tells_where(log: Path) -> bool:
     return log.exists() and "most recent call first" in log.read_text()
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
-def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
-    nodes: Nodes, tmp_path: Path, one_process: list[float], launcher: str
-) -> None:
+def test_hosts_that_differ_train_and_stop_through_pdsh(nodes: Nodes, tmp_path: Path) -> None:
+    train_and_stop(nodes, tmp_path, "pdsh")
+
+
+def train_and_stop(nodes: Nodes, tmp_path: Path, launcher: str) -> Launch:
+    """Train on two hosts that differ in what a user can choose for each, until Ctrl-C."""
     hostile = Hostile()
     own = nodes.make_private(tmp_path / "own")
     shutil.copytree(SOURCE / "nanoscale", own["n2"] / "copy" / "nanoscale")
@@ -156,10 +158,15 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
     files = [path for path in first.run.path.rglob("*") if path.is_file()]
     assert files and not [path for path in files if secret.encode() in path.read_bytes()]
     assert hostile.was_taken(tmp_path, root, *own.values()) == []
+    return first
 
-    second = Launch(
-        nodes, tmp_path, "resume", first.run.path, root=root, environment=nodes.pdsh_environment
-    )
+
+def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
+    nodes: Nodes, tmp_path: Path, one_process: list[float]
+) -> None:
+    first = train_and_stop(nodes, tmp_path, "ssh")
+    root = first.run.path.parent
+    second = Launch(nodes, tmp_path, "resume", first.run.path, root=root)
     second.trains(len(first.metrics) + 3)
     with paused(*second.ranks("n2")):
         stop = Launch(nodes, tmp_path, "runs", "stop", first.run.path)
@@ -173,7 +180,6 @@ def test_hosts_that_differ_train_stop_and_go_on_as_one_process(
         tmp_path,
         *("resume", first.run.path, "--exclude", "n1@n2", "parallel.tp=2"),
         root=root,
-        environment=nodes.pdsh_environment,
     )
     last.must_end(0)
     nothing_left(nodes, LIMIT_S)
