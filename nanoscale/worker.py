@@ -19,7 +19,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.affinity import bind_to_gpu
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.malloc import keep_freed_memory
@@ -126,7 +126,7 @@ def _flush_every_line() -> None:
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
 
 
-def _use_threads(config: Config) -> None:
+def _use_threads(config: ResolvedConfig) -> None:
     threads = config.launcher.threads
     if threads == "auto":  # the agent has divided the cores of its host
         threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
@@ -135,7 +135,7 @@ def _use_threads(config: Config) -> None:
     torch.set_num_threads(threads)
 
 
-def _set_kernels(config: Config) -> None:
+def _set_kernels(config: ResolvedConfig) -> None:
     if config.precision.tf32 is True or config.backend.attention != "auto":
         from nanoscale.parallel.kernel_choice import set_kernels
 

@@ -48,6 +48,7 @@ def flood(context: RankContext) -> str:
 def launch(root: str) -> int:
     """Launch one rank that floods, as `nanoscale train` launches one that trains."""
     from nanoscale.cli.jobs import attempt as cli
+    from nanoscale.config.resolved import resolved
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
     from nanoscale.config.values.composed import Composed
@@ -56,11 +57,13 @@ def launch(root: str) -> int:
     from nanoscale.launch.request import Request
     from nanoscale.launch.transport.transport import Local
 
-    config = Config(
-        run=Run(name="run", root=root),
-        parallel=Parallel(dp=1),
-        launcher=Launcher(device="cpu", devices=1, threads=1),
-        train=Train(steps=5, micro_batch=1),
+    config = resolved(
+        Config(
+            run=Run(name="run", root=root),
+            parallel=Parallel(dp=1, virtual_stages=1),
+            launcher=Launcher(device="cpu", devices=1, threads=1),
+            train=Train(steps=5, micro_batch=1),
+        )
     )
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 1))
     Local.commands = lambda *_: [_command("agent")]  # type: ignore[method-assign]

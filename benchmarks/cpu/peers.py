@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nanoscale.backends.deepspeed.import_library import load_deepspeed
 from nanoscale.backends.optimizer import make_optimizer
 from nanoscale.config.deepspeed import deepspeed_settings
-from nanoscale.config.derive import derive
 from nanoscale.config.hf.shape import write_shape
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
@@ -31,7 +30,7 @@ from nanoscale.models.transformer import Transformer
 class Plain:
     """A training loop written by hand: PyTorch, and DDP with other ranks."""
 
-    def __init__(self, config: Config, data: Dataset) -> None:
+    def __init__(self, config: ResolvedConfig, data: Dataset) -> None:
         self.config, self.batches = config, Batches(config, data)
         self.model = make_model(config)
         self.run: nn.Module = self.model
@@ -59,7 +58,7 @@ class Plain:
 class DeepSpeed:
     """A loop with `deepspeed.initialize` around our model, with the optimizer of our backends."""
 
-    def __init__(self, config: Config, data: Dataset) -> None:
+    def __init__(self, config: ResolvedConfig, data: Dataset) -> None:
         library = load_deepspeed(torch.device("cpu"))
         self.batches = Batches(config, data)
         model = make_model(config)
@@ -79,7 +78,7 @@ class DeepSpeed:
 
 
 def drive_trainer(
-    config: Config,
+    config: ResolvedConfig,
     data: Dataset,
     folder: Path,
     steps: int,
@@ -115,15 +114,15 @@ def drive_trainer(
                 control.should_training_stop = not report(seconds / steps)
                 self.began = time.perf_counter()
 
-    sizes, o = derive(config), config.optimizer
+    o = config.optimizer
     arguments = Arguments(
         output_dir=str(folder),
         use_cpu=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
         ddp_find_unused_parameters=False,
         max_steps=config.train.steps,
-        per_device_train_batch_size=sizes.micro_batch,
-        gradient_accumulation_steps=sizes.accumulation,
+        per_device_train_batch_size=config.train.micro_batch,
+        gradient_accumulation_steps=config.accumulation,
         learning_rate=o.lr,
         adam_beta1=o.beta1,
         adam_beta2=o.beta2,
@@ -159,20 +158,24 @@ class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
 class Batches:
     """A rank's micro batches, step by step, as nanoscale's own loop gets them."""
 
-    def __init__(self, config: Config, data: Dataset) -> None:
-        self.sizes, self.loader = derive(config), data.train
+    def __init__(self, config: ResolvedConfig, data: Dataset) -> None:
+        self.config, self.loader = config, data.train
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.consumed = 0
 
     def next(self) -> list[tuple[Tensor, Tensor]]:
         found = self.loader.micro_batches(
-            self.consumed, self.sizes.global_batch, self.rank, self.sizes.dp, self.sizes.micro_batch
+            self.consumed,
+            self.config.train.global_batch,
+            self.rank,
+            self.config.parallel.dp,
+            self.config.train.micro_batch,
         )
-        self.consumed += self.sizes.global_batch
+        self.consumed += self.config.train.global_batch
         return [(torch.from_numpy(it.inputs), torch.from_numpy(it.targets)) for it in found]
 
 
-def make_model(config: Config) -> Transformer:
+def make_model(config: ResolvedConfig) -> Transformer:
     model = Transformer(config.model)
     initialise(model, config.model, config.train.seed)
     return model

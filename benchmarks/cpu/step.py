@@ -30,9 +30,8 @@ from benchmarks.cpu.peers import DeepSpeed, Plain, drive_trainer
 from nanoscale.common.devices import cores
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
-from nanoscale.config.schema import Config
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import open_sinks
@@ -154,22 +153,22 @@ def wait() -> bool:
 
 
 @contextmanager
-def plain(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
+def plain(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
     meet()
     yield repeat(Plain(config, data).step)
 
 
 @contextmanager
-def deepspeed(config: Config, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
+def deepspeed(config: ResolvedConfig, data: Dataset, _: Path) -> Iterator[Callable[[], None]]:
     meet()
     yield repeat(DeepSpeed(config, data).step)
 
 
 @contextmanager
-def ours(config: Config, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
+def ours(config: ResolvedConfig, data: Dataset, folder: Path) -> Iterator[Callable[[], None]]:
     """Set up like `nanoscale.worker`."""
     keep_freed_memory()
-    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(config.world_size, torch.device("cpu"), 120.0)
     whole = Ours(config, data, folder)
     yield whole.block
     whole.agreement.close()
@@ -181,7 +180,7 @@ def meet() -> None:
         dist.init_process_group("gloo")
 
 
-def bench_config(world: int, stage: int, folder: Path) -> Config:
+def bench_config(world: int, stage: int, folder: Path) -> ResolvedConfig:
     layout = (f"parallel.dp={world}", f"zero=stage{stage}", "launcher.device=cpu")
     return check(
         compose(["recipe=tiny", *WORDS, *layout, f"run.root={folder}"]), Devices("cpu", world)
@@ -191,7 +190,7 @@ def bench_config(world: int, stage: int, folder: Path) -> Config:
 class Ours:
     """The whole loop: data, engine, agreement, meter, metrics.jsonl."""
 
-    def __init__(self, config: Config, data: Dataset, folder: Path) -> None:
+    def __init__(self, config: ResolvedConfig, data: Dataset, folder: Path) -> None:
         device, rank = torch.device("cpu"), int(os.environ.get("RANK", "0"))
         run = RunDirectory.create(folder, "bench")
         run.config.write_text(frozen.dump(config))
@@ -212,7 +211,8 @@ class Ours:
 
     def block(self) -> None:
         training = self.training
-        training.sizes = replace(training.sizes, steps=training.progress.step + STEPS)
+        train = replace(training.config.train, steps=training.progress.step + STEPS)
+        training.config = replace(training.config, train=train)
         training.go(self.agreement)
 
 

@@ -35,8 +35,8 @@ from nanoscale.common.devices import detect, driver
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.hf.shape import write_shape
 from nanoscale.config.model_math import trained_flops_per_token
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
-from nanoscale.config.schema import Config
 from nanoscale.data.dataset import open_data
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.metrics.meter import device_peak, peak_memory_gib, wait_for
@@ -160,7 +160,7 @@ class Clock:
 class Loop:
     """A hand-written loop: fp32 weights under autocast, and the mean loss over the whole batch's tokens."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.config, self.device = config, device
         self.data = open_data(config.data, config.train, config.model.vocab)
         with torch.device("meta"):
@@ -213,7 +213,7 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class Trainer:
     """Hugging Face's Trainer, set up by its guide to a single GPU: bf16, SDPA, compiled layers."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         self.config, self.device = config, device

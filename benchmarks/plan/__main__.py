@@ -21,7 +21,6 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.plan import published_memory, published_speed
-from nanoscale.config.derive import derive
 from nanoscale.plan.calibration import NOTHING, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 
@@ -103,8 +102,7 @@ def observations(path: Path) -> dict[str, list[Observation]]:
         machine = repr((row.config.cluster, row.config.precision))
         if machine not in machines:
             machines[machine] = hardware_of(row.config)
-        sizes = derive(row.config)
-        seconds = sizes.tokens_per_step / (row.measured * sizes.world_size)
+        seconds = row.config.tokens_per_step / (row.measured * row.config.world_size)
         found[name_of(row.source)].append(
             Observation(row.label, row.config, machines[machine], seconds)
         )

@@ -18,6 +18,7 @@ from statistics import mean
 from typing import Literal
 
 from nanoscale.common.units import GIB
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model
 from nanoscale.plan.hardware.software import MEGATRON, TORCH_WHOLELOSS
 from nanoscale.plan.memory.peak import RankMemory, setting_memory
@@ -87,7 +88,7 @@ def _layout(row: Row) -> str:
     return f"{degrees} s{int(row['seq'] or 4096) // 1024}k b{row['mbs'] or '?'} {row['act_ckpt'] or 'none'}"
 
 
-def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Config:
+def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> ResolvedConfig:
     """Return the row's job as one of ours."""
     shape = Model(
         layers=int(row["layers"]),
@@ -102,7 +103,7 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
     base = Config()
     dp, pp = int(row["dp"]), int(row["pp"])
     mode = row["act_ckpt"] or "none"
-    return replace(
+    job = replace(
         base,
         model=shape,
         parallel=replace(
@@ -126,13 +127,13 @@ def config_of(row: Row, micro_batch: int, micro_batches: int, stage: int) -> Con
             steps=1,
         ),
     )
+    return resolved(job)
 
 
-def under_way(config: Config, micro_batches: int) -> list[list[int]]:
+def under_way(config: ResolvedConfig, micro_batches: int) -> list[list[int]]:
     """Return the in-flight micro batches of 1F1B, plain (Narayanan et al. 2021, 2104.04473, section 2.2) or
     looped."""
     pp, virtual = config.parallel.pp, config.parallel.virtual_stages
-    assert isinstance(virtual, int)
     if virtual == 1:
         return [[min(pp - rank, micro_batches)] for rank in range(pp)]
     counts = []

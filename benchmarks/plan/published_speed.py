@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
 
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import (
     Backend,
     Cluster,
@@ -64,7 +65,7 @@ class Row:
 
     source: str
     label: str
-    config: Config
+    config: ResolvedConfig
     software: Software
     measured: float
     """tokens/s a GPU."""
@@ -87,14 +88,16 @@ def _row(raw: dict[str, str]) -> Row:
     if not raw["hidden"] or not raw["layers"]:
         raise ValueError("no layers and widths")
     model, parallel, train = _model(raw), _parallel(raw), _train(raw)
-    config = Config(
-        model=model,
-        parallel=parallel,
-        train=train,
-        precision=_precision(raw),
-        zero=Zero(stage=_stage(raw["zero_or_fsdp"])),
-        backend=Backend(compile="on" if _fused(raw) else "off", attention=_attention(raw)),
-        cluster=_cluster(raw),
+    config = resolved(
+        Config(
+            model=model,
+            parallel=parallel,
+            train=train,
+            precision=_precision(raw),
+            zero=Zero(stage=_stage(raw["zero_or_fsdp"])),
+            backend=Backend(compile="on" if _fused(raw) else "off", attention=_attention(raw)),
+            cluster=_cluster(raw),
+        )
     )
     layout = " ".join(f"{k}{raw[k]}" for k in ("tp", "pp", "cp", "dp") if raw[k] not in ("", "1"))
     how = f"{raw['act_ckpt']} {raw['precision']}"

@@ -14,9 +14,8 @@ from torch import Tensor
 from nanoscale.backends.balance import Balance
 from nanoscale.backends.scaling import LossScale
 from nanoscale.checkpoint.hf import load, load_any_model
-from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import Coordinates
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.stages import stage_layers
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.models.hf_model import HFModel
@@ -41,9 +40,8 @@ class StepResult:
 class Engine(ABC):
     """A model, its layout and its optimizer on one rank."""
 
-    config: Config
+    config: ResolvedConfig
     device: torch.device
-    sizes: Derived
     place: Coordinates
     parts: dict[int, Transformer]
     """This rank's stages of the model by number."""
@@ -54,10 +52,9 @@ class Engine(ABC):
     _tokens: Tensor | int = 1
     """The result of `_count` for the current step."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
-        self.sizes = derive(config)
         fp16 = config.precision.compute == "fp16"
         self.scaling = LossScale(config.precision) if fp16 else None
 
@@ -203,8 +200,8 @@ class Engine(ABC):
     def _count(self, micro_batches: list[Batch]) -> Tensor | int:
         """Count the tokens of the global batch that have a loss, with communication only if the number is not
         known."""
-        if self.sizes.every_token_counts:
-            return self.sizes.tokens_per_step
+        if self.config.every_token_counts:
+            return self.config.tokens_per_step
         parallel = self.config.parallel
         count = sum(batch.counted() for batch in micro_batches)
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
@@ -246,17 +243,16 @@ class Engine(ABC):
         return host
 
 
-def make_part(config: Config, stage: int, *, real: bool = False) -> Transformer:
+def make_part(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     if config.model.source == "hf":
         return HFModel(config.model, real=real)
     return Transformer(config.model, blocks_of_stage(config, stage))
 
 
-def blocks_of_stage(config: Config, stage: int) -> range:
+def blocks_of_stage(config: ResolvedConfig, stage: int) -> range:
     """Return the numbers of a pipeline stage's blocks."""
     parallel = config.parallel
-    assert isinstance(parallel.virtual_stages, int)
     counts = stage_layers(
         config.model, parallel.pp * parallel.virtual_stages, parallel.layers_per_stage
     )

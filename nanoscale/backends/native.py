@@ -17,7 +17,7 @@ from nanoscale.backends.optimizer import (
     set_lr,
 )
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
@@ -31,7 +31,7 @@ from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
 class NativeEngine(Engine):
     """A model, its layout and its optimizer."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self.layout = lay_out(config, device.type)
         self.place = self.layout.place
@@ -57,7 +57,7 @@ class NativeEngine(Engine):
         self._tokens = self._count(micro_batches)
         if self.balance is not None:
             # Each rank of tp has the loss of the whole sequence, and their gradients add up.
-            per_sequence = self._scale / self.sizes.global_batch
+            per_sequence = self._scale / self.config.train.global_batch
             self.balance.begin(per_sequence / self.config.parallel.tp)
         if self.pipeline is not None:
             self.pipeline.step(*self._divide(Batch.concatenate(micro_batches)))
@@ -132,7 +132,7 @@ class NativeEngine(Engine):
     @property
     def _scale(self) -> float:
         """The factor on a sum over the global batch in the backward pass: FSDP averages over its ranks."""
-        ranks = self.config.parallel.cp * self.sizes.dp if self.replicas is None else 1
+        ranks = self.config.parallel.cp * self.config.parallel.dp if self.replicas is None else 1
         return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
 
     def _finish_gradients(self) -> Tensor:
@@ -180,7 +180,7 @@ class NativeEngine(Engine):
         shards = next(iter(self.parts.values())).sequence_shards
         seq = train.seq_len // parallel.cp // shards
         boundary = Boundary(
-            (self.sizes.micro_batch, seq, self.config.model.hidden),
+            (self.config.train.micro_batch, seq, self.config.model.hidden),
             data_parallel.DTYPES[self.config.precision.compute],
             self.device,
         )
@@ -188,13 +188,15 @@ class NativeEngine(Engine):
             self.parts,
             parallel,
             self.layout.pipeline,
-            self.sizes.accumulation,
+            self.config.accumulation,
             boundary,
             self._loss,
         )
 
 
-def build_parts(config: Config, layout: Layout, device: torch.device) -> dict[int, Transformer]:
+def build_parts(
+    config: ResolvedConfig, layout: Layout, device: torch.device
+) -> dict[int, Transformer]:
     """Build this rank's stages of the model with their initial weights, by number; never whole if sharded."""
     parallel = config.parallel
     mine = stages_of(parallel, layout.place.pp)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Backend, Config, Zero
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Zero
 
 _NO_LIMIT = 1e38
 """A limit of the gradient norm that never clips: DeepSpeed computes the norm only if there is a limit."""
@@ -46,13 +46,12 @@ OWNED = {
 """Settings that a key of ours decides, by their path in DeepSpeed's configuration."""
 
 
-def deepspeed_settings(config: Config) -> dict[str, Any]:
+def deepspeed_settings(config: ResolvedConfig) -> dict[str, Any]:
     """Return the configuration of DeepSpeed's engine for a resolved configuration, `backend.extra` merged in
     last."""
-    sizes = derive(config)
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": sizes.micro_batch,
-        "gradient_accumulation_steps": sizes.accumulation,
+        "train_micro_batch_size_per_gpu": config.train.micro_batch,
+        "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": config.optimizer.clip_norm or _NO_LIMIT,
         # The optimizer is passed ready-made: PyTorch's, the same as the native backend's.
         "zero_allow_untested_optimizer": True,
@@ -87,7 +86,7 @@ def _zero(zero: Zero, backend: Backend) -> dict[str, Any]:
     return settings
 
 
-def _precision(config: Config) -> dict[str, Any]:
+def _precision(config: ResolvedConfig) -> dict[str, Any]:
     precision = config.precision
     settings: dict[str, Any] = {"communication_data_type": precision.reduce}
     if precision.compute not in ("bf16", "fp16"):

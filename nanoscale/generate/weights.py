@@ -22,7 +22,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import load as load_config
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import UnsupportedError, read_shape
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find
 from nanoscale.data.tokenizer import load as load_tokenizer
@@ -157,7 +158,7 @@ def _open_folder(
     return Opened(model, fitting, device, folder.name, before, ends, start, added)
 
 
-def _fill(model: Transformer, config: Config, stored: StoredCheckpoint) -> None:
+def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) -> None:
     state = dict(_state(model))
     if not config.lora.rank:
         sharded.load_weights(stored, state)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoscale.common.devices import detect
 from nanoscale.config.composing.interpolation import unescape
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
@@ -24,8 +25,8 @@ class Request:
     """A job that may be started, with the configuration as requested and as resolved."""
 
     composed: Composed
-    config: Config
-    """Resolved, with the name of its run."""
+    config: ResolvedConfig
+    """The resolved one, with the name of its run."""
     devices: Devices
     repeats: Path | None = None
     """The frozen configuration that it was made from."""

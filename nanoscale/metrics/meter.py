@@ -10,10 +10,10 @@ import torch
 from nanoscale.config.hardware.data_sheets import peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import trained_flops_per_token
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 
 
-def device_peak(config: Config, device: torch.device) -> float | None:
+def device_peak(config: ResolvedConfig, device: torch.device) -> float | None:
     """Return the FLOP/s of one device at the trained precision; None if unknown."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return peak_of(config, name)
@@ -32,7 +32,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _flops_per_token(config: Config) -> int | None:
+def _flops_per_token(config: ResolvedConfig) -> int | None:
     """Return the FLOPs per token; None if unknown, as for `model=hf`, whose active experts are not known."""
     if has_experts(config.model.hf_config):
         return None
@@ -42,7 +42,7 @@ def _flops_per_token(config: Config) -> int | None:
 class Meter:
     """A timer of steps; work between them (evaluation, checkpoints) does not count."""
 
-    def __init__(self, config: Config, world_size: int, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, world_size: int, device: torch.device) -> None:
         self._flops_per_token = _flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None

@@ -8,14 +8,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
 from nanoscale.parallel import activation, compile, context, expert, fsdp, lora, tensor
 from nanoscale.parallel.mesh import Layout
 
 
-def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
+def parallelise(model: Transformer, config: ResolvedConfig, layout: Layout) -> None:
     """Distribute a stage on the meta device over the ranks, in place.
 
     The order matters: matrices are divided first, since all later steps see only a rank's shard of them;
@@ -34,7 +34,7 @@ def parallelise(model: Transformer, config: Config, layout: Layout) -> None:
 
 
 def prepare_blocks(
-    model: Transformer, config: Config, context_group: ProcessGroup | None, cp_rank: int
+    model: Transformer, config: ResolvedConfig, context_group: ProcessGroup | None, cp_rank: int
 ) -> None:
     """Apply the steps between dividing matrices and sharding parameters, for either backend; in place."""
     if context_group is not None:
@@ -45,7 +45,9 @@ def prepare_blocks(
     compile.fuse_loss(model, config)
 
 
-def _divide_sequence(model: Transformer, config: Config, group: ProcessGroup, rank: int) -> None:
+def _divide_sequence(
+    model: Transformer, config: ResolvedConfig, group: ProcessGroup, rank: int
+) -> None:
     method, degree = config.parallel.cp_method, config.parallel.cp
     model.place = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():

@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models.transformer import Transformer
 
 
-def apply(layers: nn.ModuleDict, config: Config) -> None:
+def apply(layers: nn.ModuleDict, config: ResolvedConfig) -> None:
     """Compile each block of a model in place, when it first runs. Call it after `activation.apply`."""
     if config.backend.compile != "on":
         return
@@ -28,7 +28,7 @@ def apply(layers: nn.ModuleDict, config: Config) -> None:
         block.forward = torch.compile(block.forward)
 
 
-def fuse_loss(model: Transformer, config: Config) -> None:
+def fuse_loss(model: Transformer, config: ResolvedConfig) -> None:
     """Compile the operations of the loss between its products."""
     if config.backend.compile == "on" and model.last and config.model.source != "hf":
         model.head.fused = True

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config, Precision
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Precision
 from nanoscale.models.moe import MixtureOfExperts
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.expert import shard_dimension
@@ -42,7 +43,7 @@ DTYPES = {
 
 
 def shard(
-    model: Transformer, config: Config, mesh: DeviceMesh, experts: ExpertLayout | None
+    model: Transformer, config: ResolvedConfig, mesh: DeviceMesh, experts: ExpertLayout | None
 ) -> None:
     """Shard the parameters of a stage on the meta device in place over all of `mesh`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel.attention_kernels import choose_kernel, has_cuda_flash
 from nanoscale.parallel.fsdp import DTYPES
 
@@ -25,7 +25,7 @@ _NAMES = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
 """Names by their numbers in torch.nn.attention.SDPBackend."""
 
 
-def set_kernels(config: Config) -> None:
+def set_kernels(config: ResolvedConfig) -> None:
     """Enable the kernels that the configuration selects, for this process."""
     if config.precision.tf32 is True:
         torch.set_float32_matmul_precision("high")
@@ -34,7 +34,7 @@ def set_kernels(config: Config) -> None:
             enable(name == config.backend.attention)
 
 
-def kernels_in_use(config: Config, device: torch.device) -> dict[str, Any]:
+def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, Any]:
     """Return the attention kernel of this rank, and cuDNN's version; None if unknown.
 
     PyTorch's own choice is determined with a sample of the blocks' shape.
@@ -42,7 +42,7 @@ def kernels_in_use(config: Config, device: torch.device) -> dict[str, Any]:
     return {"attention": _attention(config, device), "cudnn": torch.backends.cudnn.version()}
 
 
-def _attention(config: Config, device: torch.device) -> str | None:
+def _attention(config: ResolvedConfig, device: torch.device) -> str | None:
     model, layout, data = config.model, config.parallel, config.data
     if model.source == "hf":
         return None  # transformers chooses it

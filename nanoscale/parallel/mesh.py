@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nanoscale.config.layout import Coordinates, coordinates
-from nanoscale.config.schema import Config, Parallel
+from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Layout:
     """The layout of experts with ep."""
 
 
-def lay_out(config: Config, device_type: str) -> Layout:
+def lay_out(config: ResolvedConfig, device_type: str) -> Layout:
     """Arrange all ranks. Every rank calls it once, after it has joined the process group."""
     if not dist.is_initialized():
         return Layout(Coordinates(0, 0, 0, 0), None, None, None, None)
@@ -64,7 +64,7 @@ def lay_out(config: Config, device_type: str) -> Layout:
     )
 
 
-def _lay_out_experts(config: Config, device_type: str) -> ExpertLayout:
+def _lay_out_experts(config: ResolvedConfig, device_type: str) -> ExpertLayout:
     parallel = config.parallel
     ranks = _data_ranks(parallel) // parallel.ep
     copies = parallel.dp_replicate if config.zero.stage else ranks
@@ -83,9 +83,8 @@ def _lay_out_experts(config: Config, device_type: str) -> ExpertLayout:
     )
 
 
-def _data_ranks(parallel: Parallel) -> int:
+def _data_ranks(parallel: ResolvedParallel) -> int:
     """Return the number of ranks that have other tokens and, before sharding, the same parameters."""
-    assert isinstance(parallel.dp, int), "the launcher freezes a number"
     return parallel.dp * parallel.cp
 
 
@@ -99,7 +98,7 @@ def _mesh(device_type: str, **degrees: int) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def context_group(config: Config, device_type: str) -> ProcessGroup | None:
+def context_group(config: ResolvedConfig, device_type: str) -> ProcessGroup | None:
     """Return the ranks that share a sequence with this one; None without cp. Every rank calls it."""
     parallel = config.parallel
     if parallel.cp == 1:

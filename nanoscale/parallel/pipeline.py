@@ -32,7 +32,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from nanoscale.common.errors import UserError
 from nanoscale.config import stages
-from nanoscale.config.schema import Parallel
+from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.transformer import Transformer
 
 SINGLE: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -58,9 +58,8 @@ class Boundary:
     device: torch.device
 
 
-def stages_of(parallel: Parallel, rank: int) -> list[int]:
+def stages_of(parallel: ResolvedParallel, rank: int) -> list[int]:
     """Return the stages of a pipeline rank, in the order in which tokens pass through them."""
-    assert isinstance(parallel.virtual_stages, int), "the launcher freezes a number"
     return stages.stages_of(parallel.schedule, parallel.pp, parallel.virtual_stages, rank)
 
 
@@ -70,7 +69,7 @@ class Pipeline:
     def __init__(
         self,
         parts: dict[int, Transformer],
-        parallel: Parallel,
+        parallel: ResolvedParallel,
         group: ProcessGroup,
         accumulation: int,
         boundary: Boundary,
@@ -128,7 +127,6 @@ class Pipeline:
 
     def _make_stage(self, number: int) -> PipelineStage:
         part = self._parts[number]
-        assert isinstance(self._parallel.virtual_stages, int)
         hidden = torch.empty(
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
         )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Efficiency, Hardware
 from nanoscale.plan.predict import predicted_step
 from nanoscale.plan.time.step import step_time
@@ -51,7 +51,7 @@ class Observation:
     """The steady step of a run, and the configuration and hardware of its plan."""
 
     name: str
-    config: Config
+    config: ResolvedConfig
     hardware: Hardware
     """The hardware with the assumed efficiencies."""
     seconds: float

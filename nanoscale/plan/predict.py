@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nanoscale.common.units import GIB
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import honoured
-from nanoscale.config.schema import Config
 from nanoscale.plan import pipeline
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import NANOSCALE, Software
@@ -45,7 +44,7 @@ Memory = tuple[RankMemory, ...]
 class Prediction:
     """A configuration on its hardware."""
 
-    config: Config
+    config: ResolvedConfig
     hardware: Hardware
     software: Software
     memory: Memory
@@ -77,7 +76,7 @@ class Prediction:
 
 
 def predict(
-    config: Config, hardware: Hardware | None = None, software: Software = NANOSCALE
+    config: ResolvedConfig, hardware: Hardware | None = None, software: Software = NANOSCALE
 ) -> Prediction:
     """Predict a configuration that `rules.check` has resolved; a pipeline's schedule is simulated.
 
@@ -108,7 +107,7 @@ def tokens_per_s_in_bf16(plan: Prediction) -> float | None:
     return predict(narrow, software=plan.software).time.tokens_per_s_per_gpu
 
 
-def predicted_step(config: Config, hardware: Hardware) -> float:
+def predicted_step(config: ResolvedConfig, hardware: Hardware) -> float:
     """Return the seconds of a step in `predict`, without the rest of the prediction."""
     if config.parallel.pp == 1:
         return step_time(config, hardware).seconds
@@ -117,7 +116,9 @@ def predicted_step(config: Config, hardware: Hardware) -> float:
     ).seconds
 
 
-def estimate_memory(config: Config, hardware: Hardware, software: Software = NANOSCALE) -> Memory:
+def estimate_memory(
+    config: ResolvedConfig, hardware: Hardware, software: Software = NANOSCALE
+) -> Memory:
     """Return the memory in closed form, for a search through thousands of layouts.
 
     Only the first ranks, which have the most in-flight micro batches, and the last, which has the logits, are
@@ -126,25 +127,23 @@ def estimate_memory(config: Config, hardware: Hardware, software: Software = NAN
     layout = config.parallel
     if layout.pp == 1:
         return _memory(config, hardware, software, None)
-    assert isinstance(layout.virtual_stages, int)
-    count = derive(config).accumulation
+    count = config.accumulation
     in_flight = pipeline.in_flight(layout.schedule, layout.pp, layout.virtual_stages, count)
     return _memory(config, hardware, software, in_flight, sorted({0, 1, layout.pp - 1}))
 
 
 def with_time(
-    config: Config, hardware: Hardware, memory: Memory, software: Software = NANOSCALE
+    config: ResolvedConfig, hardware: Hardware, memory: Memory, software: Software = NANOSCALE
 ) -> Prediction:
     """Return a prediction in closed form whose memory is known already."""
     time = step_time(config, hardware, software=software)
     return Prediction(config, hardware, software, memory, time, None)
 
 
-def simulated(config: Config, stages: Sequence[StageCost]) -> Timeline:
+def simulated(config: ResolvedConfig, stages: Sequence[StageCost]) -> Timeline:
     """Simulate a step of the pipeline, action by action."""
     layout = config.parallel
-    assert isinstance(layout.virtual_stages, int)
-    count = derive(config).accumulation
+    count = config.accumulation
     return pipeline.simulate_schedule(
         layout.schedule, layout.pp, layout.virtual_stages, count, costs(stages)
     )
@@ -165,7 +164,7 @@ def capacity(hardware: Hardware) -> int:
     return int(hardware.memory_gib * GIB)
 
 
-def spread(config: Config) -> float:
+def spread(config: ResolvedConfig) -> float:
     """Return the standard deviation of the prediction's error, as a share of the memory in use."""
     layout = config.parallel
     if config.model.experts:
@@ -188,7 +187,7 @@ def highest(memory: Memory) -> RankMemory:
 
 
 def _memory(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     software: Software,
     in_flight: Sequence[Sequence[int]] | None,

@@ -10,9 +10,9 @@ from typing import Any
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.config import lora
-from nanoscale.config.derive import derive
 from nanoscale.config.model_math import parameters
-from nanoscale.config.schema import Checkpoint, Config
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Checkpoint
 from nanoscale.plan.memory.states import BYTES, moments
 
 _EIGHT_BIT_MOMENTS = 8.0
@@ -164,7 +164,7 @@ class SavingPlan:
         ]
 
 
-def plan_saving(config: Config, step_s: float | None, present: int = 0) -> SavingPlan:
+def plan_saving(config: ResolvedConfig, step_s: float | None, present: int = 0) -> SavingPlan:
     """Plan the checkpoints of a resolved configuration.
 
     Args:
@@ -176,10 +176,8 @@ def plan_saving(config: Config, step_s: float | None, present: int = 0) -> Savin
     return SavingPlan(
         config=config.checkpoint,
         restarts=config.launcher.max_restarts,
-        steps=derive(config).steps,
-        evaluations=derive(config).steps // config.train.eval_every
-        if config.train.eval_every
-        else 0,
+        steps=config.train.steps,
+        evaluations=config.train.steps // config.train.eval_every if config.train.eval_every else 0,
         minutes_in_steps=max(1, round(60 * minutes / step_s)) if minutes and step_s else None,
         bytes=checkpoint_bytes(config),
         root=str(root),
@@ -188,7 +186,7 @@ def plan_saving(config: Config, step_s: float | None, present: int = 0) -> Savin
     )
 
 
-def checkpoint_bytes(config: Config) -> int:
+def checkpoint_bytes(config: ResolvedConfig) -> int:
     """Return the bytes of the trained parameters and their moments, in any layout; 0 if the number is
     unknown."""
     trained = lora.parameters(config) if config.lora.rank else parameters(config.model)

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.lifeline import die_with, end_group
 from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.life import play
@@ -55,7 +55,7 @@ class _Copy:
 class Ranks:
     """The copies of this process, and the memory that they may use."""
 
-    def __init__(self, folder: Path, task: Task, config: Config) -> None:
+    def __init__(self, folder: Path, task: Task, config: ResolvedConfig) -> None:
         self._folder, self._task, self._config = folder, task, config
         self._waiting = list(task.ranks)
         self._copies: dict[int, _Copy] = {}
@@ -110,7 +110,7 @@ class Ranks:
         print(json.dumps({"rank": copy.rank, "left": len(self._waiting)}), flush=True)
 
 
-def _be(rank: int, folder: Path, task: Task, config: Config) -> None:
+def _be(rank: int, folder: Path, task: Task, config: ResolvedConfig) -> None:
     """Play a rank in a copy of the process, and exit."""
     code = 1
     try:

@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import axis_of, mismatches
 from nanoscale.rehearse.record import RankRecord
 
 
 def document(
-    config: Config,
+    config: ResolvedConfig,
     records: Sequence[RankRecord],
     stands_for: dict[int, int],
     steps: int,
@@ -27,20 +26,20 @@ def document(
         gpu: the fields of `rehearse.cuda.Gpu`; None for CPUs.
         context: bytes of a GPU that are not PyTorch's.
     """
-    sizes, parallel = derive(config), config.parallel
-    degrees = {"pp": parallel.pp, "dp": sizes.dp, "cp": parallel.cp, "tp": parallel.tp}
+    parallel = config.parallel
+    degrees = {"pp": parallel.pp, "dp": parallel.dp, "cp": parallel.cp, "tp": parallel.tp}
     ranks = [_rank(record, stands_for[record.rank], context) for record in records]
     capacity = gpu["memory"] if gpu is not None else None
     worst = max(ranks, key=lambda rank: int(rank["total"]))
     return {
         "model": config.model.name,
-        "world_size": sizes.world_size,
+        "world_size": config.world_size,
         "degrees": {**degrees, "ep": parallel.ep},
         "schedule": parallel.schedule if parallel.pp > 1 else None,
         "zero": config.zero.stage,
         "device": gpu["name"] if gpu is not None else "cpu",
         "steps": steps,
-        "micro_batches": sizes.accumulation,
+        "micro_batches": config.accumulation,
         "capacity": capacity,
         "worst_rank": worst["rank"],
         "fits": None if capacity is None else worst["total"] <= capacity,
@@ -58,7 +57,7 @@ def failed(result: dict[str, Any]) -> bool:
     return bool(result["mismatches"]) or any(rank["error"] or rank["findings"] for rank in ranks)
 
 
-def _notes(config: Config, records: Sequence[RankRecord]) -> list[str]:
+def _notes(config: ResolvedConfig, records: Sequence[RankRecord]) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     if config.model.experts:
         notes.append("loads of experts are made up: every expert gets as many tokens")

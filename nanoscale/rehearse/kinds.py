@@ -5,10 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 
 
-def distinct_ranks(config: Config) -> dict[int, int]:
+def distinct_ranks(config: ResolvedConfig) -> dict[int, int]:
     """Return one rank of each kind, in order, and the number of ranks for which it stands.
 
     Every pipeline rank is a kind. In a ring the first and the last rank of cp compute other halves of the
@@ -16,7 +17,6 @@ def distinct_ranks(config: Config) -> dict[int, int]:
     smaller shards where a number of rows is not divisible.
     """
     parallel = config.parallel
-    assert isinstance(parallel.dp, int), "the launcher resolves it"
     uneven = _has_uneven_shards(config)
     ring = parallel.cp_method == "ring"
     axes = [
@@ -32,10 +32,9 @@ def distinct_ranks(config: Config) -> dict[int, int]:
     return dict(sorted(kinds.items()))
 
 
-def kind_of(rank: int, config: Config) -> int:
+def kind_of(rank: int, config: ResolvedConfig) -> int:
     """Return the played rank that stands for a rank."""
     parallel, at = config.parallel, coordinates(rank, config.parallel)
-    assert isinstance(parallel.dp, int)
     played = {coordinates(one, parallel): one for one in distinct_ranks(config)}
 
     def end(place: int, degree: int, axis: str) -> int:
@@ -62,12 +61,11 @@ def _differs_in_tp(model: Model, tp: int) -> bool:
     return model.bias or any(size % tp for size in (model.vocab, model.ffn))
 
 
-def _has_uneven_shards(config: Config) -> bool:
+def _has_uneven_shards(config: ResolvedConfig) -> bool:
     """True if ZeRO divides a matrix's rows over ranks of which some get fewer."""
     parallel, model = config.parallel, config.model
     if not config.zero.stage:
         return False
-    assert isinstance(parallel.dp, int)
     ranks = parallel.dp // parallel.dp_replicate * parallel.cp
     if model.source == "hf":
         return True  # nothing is known of its matrices

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.flat import FlatShard
-from nanoscale.config.derive import Derived, derive
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel.kernel_choice import set_kernels
 from nanoscale.rehearse import findings
@@ -29,7 +28,7 @@ _POINTS = 1500
 """Points of a timeline."""
 
 
-def play(config: Config, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
+def play(config: ResolvedConfig, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
     """Live through one rank of a job; an error of the code is in the record."""
     record, began = RankRecord(rank), time.process_time()
     try:
@@ -45,19 +44,18 @@ def play(config: Config, rank: int, steps: int, gpu: Gpu | None) -> RankRecord:
 
 
 @contextmanager
-def world_of(config: Config, rank: int, gpu: Gpu | None) -> Iterator[World]:
+def world_of(config: ResolvedConfig, rank: int, gpu: Gpu | None) -> Iterator[World]:
     """Be one rank of a job, on a GPU or, with None, on a CPU."""
-    sizes = derive(config)
-    devices = gpu.devices if gpu is not None else sizes.world_size
+    devices = gpu.devices if gpu is not None else config.world_size
     device = torch.device("cpu") if gpu is None else torch.device("cuda", rank % devices)
     parallel, at = config.parallel, coordinates(rank, config.parallel)
     experts = (at.dp * parallel.cp + at.cp) % parallel.ep, parallel.ep
-    with identity(rank, sizes.world_size, devices), played(device, gpu, experts) as world:
+    with identity(rank, config.world_size, devices), played(device, gpu, experts) as world:
         set_kernels(config)
         yield world
 
 
-def build(config: Config, world: World) -> NativeEngine:
+def build(config: ResolvedConfig, world: World) -> NativeEngine:
     """Build the engine of the rank, and watch its phases."""
     engine = NativeEngine(config, world.device)
     world.built = True
@@ -65,7 +63,7 @@ def build(config: Config, world: World) -> NativeEngine:
     return engine
 
 
-def _live(config: Config, world: World, steps: int, record: RankRecord) -> None:
+def _live(config: ResolvedConfig, world: World, steps: int, record: RankRecord) -> None:
     engine = build(config, world)
     record.findings += findings.of_optimizer(engine)
     record.notes += findings.of_shards(engine)
@@ -77,21 +75,22 @@ def _live(config: Config, world: World, steps: int, record: RankRecord) -> None:
         world.forget_expired()
         record.after.append(world.live)
     record.findings += findings.of_gradients(engine) + findings.of_growth(record.after)
-    sizes = derive(config)
     if config.train.eval_every:
         with world.part("evaluation"):
-            engine.evaluate([(micro_batches(config, sizes)[0], sizes.micro_batch)])
+            engine.evaluate([(micro_batches(config)[0], config.train.micro_batch)])
     with world.part("checkpoint"):
         record.checkpoint = _checkpointed(engine.state())
 
 
 @contextmanager
-def _played_batches(config: Config, world: World, engine: NativeEngine) -> Iterator[list[Batch]]:
+def _played_batches(
+    config: ResolvedConfig, world: World, engine: NativeEngine
+) -> Iterator[list[Batch]]:
     """Provide the micro batches of a step: the first, one for all in the middle, and the last.
 
     A pipeline runs several at once, so all of its micro batches are played.
     """
-    whole = micro_batches(config, derive(config))
+    whole = micro_batches(config)
     if config.parallel.pp > 1 or len(whole) <= 3:
         yield whole
         return
@@ -105,13 +104,13 @@ def _played_batches(config: Config, world: World, engine: NativeEngine) -> Itera
         world.repeat = 1
 
 
-def micro_batches(config: Config, sizes: Derived) -> list[Batch]:
+def micro_batches(config: ResolvedConfig) -> list[Batch]:
     """Return the micro batches of a step, of token 0."""
-    rows = np.zeros((sizes.micro_batch, config.train.seq_len + 1), dtype=np.int64)
+    rows = np.zeros((config.train.micro_batch, config.train.seq_len + 1), dtype=np.int64)
     one = Batch.of_rows(rows)
     if config.data.document_mask:
         one = Batch(one.inputs, one.targets, np.zeros_like(one.inputs))
-    return [one] * sizes.accumulation
+    return [one] * config.accumulation
 
 
 def _watch(engine: NativeEngine, world: World) -> None:

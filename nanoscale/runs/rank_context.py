@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.runs.directory import RunDirectory
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -33,7 +33,7 @@ class RankContext:
     """A rank's identity and its run."""
 
     run: RunDirectory
-    config: Config
+    config: ResolvedConfig
     rank: int
     local_rank: int
     world_size: int

@@ -15,8 +15,7 @@ from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.hf.adapters import require_same_base
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED
 from nanoscale.data.dataset import Dataset, Validation, open_data
 from nanoscale.data.loader import Loader
@@ -70,7 +69,7 @@ def run(context: RankContext) -> str:
     return "completed"
 
 
-def open_validation(config: Config) -> Dataset:
+def open_validation(config: ResolvedConfig) -> Dataset:
     """Open the data of a configuration, with its held-out samples.
 
     Raises:
@@ -97,11 +96,13 @@ def _evaluate(
     context: RankContext, engine: Engine, part: Validation, asked: int | None
 ) -> dict[str, Any]:
     """Evaluate the samples of one source."""
-    loader, sizes = part.loader, derive(context.config)
+    loader, config = part.loader, context.config
     wanted = len(loader) if asked is None else samples_of(part, asked)
     samples = loader.evaluated(wanted)
-    batches = loader.valid_batches(samples, engine.dp_rank, sizes.dp, sizes.micro_batch)
-    count = -(-samples // (sizes.dp * sizes.micro_batch))
+    batches = loader.valid_batches(
+        samples, engine.dp_rank, config.parallel.dp, config.train.micro_batch
+    )
+    count = -(-samples // (config.parallel.dp * config.train.micro_batch))
     began = time.perf_counter()
     loss_sum, tokens = validate(engine, _told(batches, count) if context.rank == 0 else batches)
     return {

@@ -16,7 +16,7 @@ from nanoscale.checkpoint.hf.load import fingerprint
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.model_math import describe_adapters
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.dataset import Dataset, open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.sinks import Sink, open_sinks
@@ -84,7 +84,7 @@ def run(context: RankContext) -> str:
     return outcome
 
 
-def make_engine(config: Config, device: torch.device) -> Engine:
+def make_engine(config: ResolvedConfig, device: torch.device) -> Engine:
     if config.backend.name == "deepspeed":
         from nanoscale.backends.deepspeed.engine import DeepSpeedEngine
 
@@ -129,7 +129,7 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
     return Progress(step, consumed, base, Evaluations.from_manifest(manifest))
 
 
-def begin(engine: Engine, config: Config, note: Note) -> None:
+def begin(engine: Engine, config: ResolvedConfig, note: Note) -> None:
     """Load the model's initial weights, unless they are random.
 
     Raises:
@@ -146,7 +146,7 @@ def begin(engine: Engine, config: Config, note: Note) -> None:
     note("loaded", f"weights read from {folder}")
 
 
-def base_of(config: Config, rank: int) -> str | None:
+def base_of(config: ResolvedConfig, rank: int) -> str | None:
     """Return, with lora, the fingerprint of the adapters' base model, once `begin` has loaded it."""
     folder = config.model.init_from
     if not config.lora.rank or folder is None:

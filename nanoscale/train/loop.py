@@ -15,8 +15,7 @@ from nanoscale.checkpoint import configuration, store
 from nanoscale.checkpoint.saver import Saved, Saver
 from nanoscale.checkpoint.staging import State
 from nanoscale.common.units import duration
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.data.dataset import Dataset, Validation
 from nanoscale.data.prefetch import Prefetched, SampleSource
@@ -52,7 +51,7 @@ class Training:
     """One rank's view of a run while it trains."""
 
     workspace: Path
-    config: Config
+    config: ResolvedConfig
     engine: Engine
     data: Dataset
     progress: Progress
@@ -63,7 +62,6 @@ class Training:
     recorder: Recorder = field(default_factory=Recorder.of_nothing)
 
     def __post_init__(self) -> None:
-        self.sizes = derive(self.config)
         on_gpu = self.engine.device.type == "cuda"
         self.samples: SampleSource = Prefetched(self.data.train) if on_gpu else self.data.train
         self.saved_step = self.progress.step
@@ -81,7 +79,7 @@ class Training:
             raise
 
     def _train(self, agreement: Agreement) -> str:
-        while self.progress.step < self.sizes.steps and self.reason_to_stop() is None:
+        while self.progress.step < self.config.train.steps and self.reason_to_stop() is None:
             if agreement.stops(self.saver.failed):
                 return self.leave_early()
             self.report_saved(self.saver.finished())
@@ -93,7 +91,11 @@ class Training:
             evaluating = is_due(step, self.config.train.eval_every)
             by_step = is_due(step, self.config.checkpoint.every)
             saving = by_step or agreement.save_is_due
-            if is_due(step, self.config.train.log_every) or evaluating or step == self.sizes.steps:
+            if (
+                is_due(step, self.config.train.log_every)
+                or evaluating
+                or step == self.config.train.steps
+            ):
                 if self.log(result, evaluating):
                     by_step = saving = True
             else:
@@ -116,20 +118,20 @@ class Training:
         step = self.progress.step + 1
         micro_batches = self.samples.micro_batches(
             self.progress.consumed_samples,
-            self.sizes.global_batch,
+            self.config.train.global_batch,
             self.engine.dp_rank,
-            self.sizes.dp,
-            self.sizes.micro_batch,
+            self.config.parallel.dp,
+            self.config.train.micro_batch,
         )
         with self.recorder.marked(DATA):
             batches = list(micro_batches)
         self.last = self.engine.train_step(batches, self.learning_rate(step))
         self.progress.step = step
-        self.progress.consumed_samples += self.sizes.global_batch
+        self.progress.consumed_samples += self.config.train.global_batch
         return self.last
 
     def learning_rate(self, step: int) -> float:
-        factor = lr_factor(self.config.scheduler, step, self.sizes.steps)
+        factor = lr_factor(self.config.scheduler, step, self.config.train.steps)
         return self.config.optimizer.lr * factor
 
     def reason_to_stop(self) -> str | None:
@@ -152,7 +154,7 @@ class Training:
             "grad_norm": result.grad_norm.item(),
             "lr": self.learning_rate(self.progress.step),
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
-            **self.meter.read(self.sizes.tokens_per_step),
+            **self.meter.read(self.config.tokens_per_step),
             **self.engine.figures(),
             "memory_gib": everyone[:, 1].max().item(),
             "time": time.time(),
@@ -188,8 +190,8 @@ class Training:
         batches = part.loader.valid_batches(
             samples_of(part, self.config.train.eval_samples),
             self.engine.dp_rank,
-            self.sizes.dp,
-            self.sizes.micro_batch,
+            self.config.parallel.dp,
+            self.config.train.micro_batch,
         )
         loss_sum, tokens = validate(self.engine, batches)
         return loss_sum / max(tokens, 1)
@@ -230,7 +232,7 @@ class Training:
             "data": self.data.fingerprint,
             **self.progress.evaluations.in_manifest(self.progress.step),
             **({"base": self.progress.base} if self.progress.base else {}),
-            "world_size": self.sizes.world_size,
+            "world_size": self.config.world_size,
             "time": time.time(),
             **({store.BY_TIME: True} if by_time else {}),
             configuration.IN_MANIFEST: configuration.values(self.config),

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from nanoscale.agent.attempt import attempt
 from nanoscale.agent.link import Link
-from nanoscale.config.schema import Config, Launcher, Run
+from nanoscale.config.schema import Launcher, Run
 from nanoscale.processes.messages import Message, Unpacker
 from nanoscale.processes.ports import ReservedPort
 from tests.support import ranks  # noqa: F401 - whose fork server starts these ranks as well
 from tests.support.jobs import make_run
+from tests.support.recipes import complete
 
 LIMIT_S = 60.0
 
@@ -42,7 +43,7 @@ def vanish(context):
 @pytest.fixture
 def run(tmp_path):
     launcher = Launcher(device="cpu", threads=1)
-    return make_run(Config(run=Run(root=str(tmp_path)), launcher=launcher))
+    return make_run(complete(run=Run(root=str(tmp_path)), launcher=launcher))
 
 
 class Hosts:

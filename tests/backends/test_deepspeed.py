@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nanoscale.checkpoint.store import list_checkpoints
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Backend, Checkpoint, Config, Lora, Optimizer, Precision, Zero
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Checkpoint, Lora, Optimizer, Precision, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
 from nanoscale.train.job import make_engine
@@ -49,7 +49,7 @@ NAMES = ["0", "1", "2", "3", "2-offload", "3-offload"]
 
 def config_for(
     folder: Path, stage: int, zero: dict[str, Any] | None = None, **changes: Any
-) -> Config:
+) -> ResolvedConfig:
     """Return a job of 20 steps with accumulation and active clipping."""
     changes.setdefault("precision", "fp32")
     changes.setdefault("model", SHALLOW)
@@ -79,7 +79,7 @@ def test_equals_plain_loop(
 ) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, stage, zero, dp=dp)
-    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    (ours,) = run_ranks(train_all, config.world_size, [config])[0]
     reference = plain_loop("fp32", shape=SHALLOW)
     name = f"deepspeed, dp {dp}, stage {stage}{', offload' if zero else ''}"
     deviations(name, "fp32", worst(ours, reference))
@@ -95,7 +95,7 @@ def test_the_compiler_is_not_loaded_where_nothing_is_compiled(tmp_path: Path, st
     assert not loaded
 
 
-def loads_compiler(rank: int, config: Config) -> bool:
+def loads_compiler(rank: int, config: ResolvedConfig) -> bool:
     assert not compiler_is_loaded(), "what the test ranks load beforehand has it"
     train_all(rank, [config])
     return compiler_is_loaded()
@@ -140,7 +140,7 @@ def test_layout_equals_plain_loop(
     config = config_for(
         tmp_path, stage, dp=degrees.get("dp", 1), parallel=parallel, micro_batch=micro_batch
     )
-    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    (ours,) = run_ranks(train_all, config.world_size, [config])[0]
     reference = plain_loop("fp32", shape=SHALLOW)
     deviations(f"deepspeed, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
@@ -160,7 +160,7 @@ def test_packed_documents_equal_each_alone(
     documents = write_documents(tmp_path)
     layout = {"dp": degrees.get("dp", 1), "parallel": degrees, "micro_batch": 2}
     config = config_for(tmp_path, stage, data=packed_data(tmp_path), **layout)
-    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    (ours,) = run_ranks(train_all, config.world_size, [config])[0]
     reference = documents_alone("fp32", SHALLOW, *documents)
     deviations(f"deepspeed, packed documents, {name}", "fp32", worst(ours, reference))
     assert_equal_curves(ours, reference, "fp32")
@@ -254,7 +254,7 @@ def test_narrow_precision_in_layouts(
 FP16 = Precision("fp32", "fp16", "fp32", loss_scale=2.0**20, loss_scale_window=4)
 
 
-def scales(config: Config) -> list[tuple[float, int]]:
+def scales(config: ResolvedConfig) -> list[tuple[float, int]]:
     """Loss scale and skipped steps so far after every step."""
     records = run_ranks(record_all, 2, replace(config, precision=FP16))[0]
     return [(record["loss_scale"], record["skipped_steps"]) for record in records]
@@ -362,7 +362,7 @@ def test_offload_to_a_disk_is_the_same_training(
     assert curve(run) == curve(whole)
 
 
-def train_compiled(rank: int, config: Config, backend: str) -> Any:
+def train_compiled(rank: int, config: ResolvedConfig, backend: str) -> Any:
     with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         return train_all(rank, [config])[0]
 
@@ -438,8 +438,8 @@ def test_evaluation_and_samples_are_as_native(tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, alone[1], rtol=1e-4, atol=1e-5)
 
 
-def evaluate_and_sample(rank: int, config: Config) -> tuple[tuple[float, int], list[float]]:
-    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
+def evaluate_and_sample(rank: int, config: ResolvedConfig) -> tuple[tuple[float, int], list[float]]:
+    process_group.join(config.world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
     rows = Batch.of_rows(np.random.default_rng(0).integers(0, 60, (2, config.train.seq_len + 1)))
     return engine.evaluate([(rows, 2), (rows, 1)]), engine.next_token_logits([5, 7, 9]).tolist()

@@ -12,8 +12,7 @@ from nanoscale.backends import gradients
 from nanoscale.backends.native import NativeEngine
 from nanoscale.checkpoint.staging import Staging
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
@@ -56,7 +55,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def job(overrides: str) -> Config:
+def job(overrides: str) -> ResolvedConfig:
     composed = compose([*JOB, *overrides.split()])
     return check_request(composed, devices=planned_devices(composed)).config
 
@@ -65,7 +64,7 @@ H200 = Gpu("NVIDIA H200", 141 * 10**9, 8)
 T = TypeVar("T")
 
 
-def with_engine(config: Config, act: Callable[[Any, World], T]) -> T:
+def with_engine(config: ResolvedConfig, act: Callable[[Any, World], T]) -> T:
     """Take two steps on rank 0 of a job, and return what `act` makes of its engine and its GPU.
 
     `gpu.peak` is that of the last step then, bytes.
@@ -74,7 +73,7 @@ def with_engine(config: Config, act: Callable[[Any, World], T]) -> T:
         engine = build(config, gpu)
         for _ in range(2):
             gpu.reset_peak()
-            engine.train_step(micro_batches(config, derive(config)), 1e-4)
+            engine.train_step(micro_batches(config), 1e-4)
         return act(engine, gpu)
 
 

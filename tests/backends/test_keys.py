@@ -11,9 +11,9 @@ import torch
 
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import deepspeed_settings
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules.backends import OUTSIDE, table
-from nanoscale.config.schema import Backend, Config, Lora, Optimizer, Precision, RopeScaling, Zero
+from nanoscale.config.schema import Backend, Lora, Optimizer, Precision, RopeScaling, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
 from nanoscale.parallel.kernel_choice import set_kernels
@@ -76,15 +76,17 @@ def test_every_key_is_read_or_refused(tmp_path: Path, backend: str) -> None:
     assert not forgotten
 
 
-def keys_read(rank: int, config: Config) -> set[str]:
+def keys_read(rank: int, config: ResolvedConfig) -> set[str]:
     """Return the keys that an engine reads from its creation to the end of one step."""
-    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(config.world_size, torch.device("cpu"), 120.0)
     seen: set[str] = set()
     config = watched(config, "", seen)
     set_kernels(config)
     engine = make_engine(config, torch.device("cpu"))
-    micro = torch.randint(0, 60, (engine.sizes.micro_batch, config.train.seq_len + 1)).numpy()
-    engine.train_step([Batch.of_rows(micro)] * engine.sizes.accumulation, lr=1e-3)
+    micro = torch.randint(
+        0, 60, (engine.config.train.micro_batch, config.train.seq_len + 1)
+    ).numpy()
+    engine.train_step([Batch.of_rows(micro)] * engine.config.accumulation, lr=1e-3)
     return seen
 
 

@@ -297,7 +297,9 @@ def test_the_engine_clips_in_a_pass_of_its_own_on_a_cpu(
     engine = NativeEngine(make_config(tmp_path, precision="fp32"), torch.device("cpu"))
     clipped = []
     monkeypatch.setattr(gradients, "clip", lambda *given: clipped.append(given))
-    sizes, seq = engine.sizes, engine.config.train.seq_len
-    rows = np.arange(sizes.micro_batch * (seq + 1)).reshape(sizes.micro_batch, -1) % 60
-    result = engine.train_step([Batch.of_rows(rows)] * sizes.accumulation, 1e-2)
+    config, seq = engine.config, engine.config.train.seq_len
+    rows = (
+        np.arange(config.train.micro_batch * (seq + 1)).reshape(config.train.micro_batch, -1) % 60
+    )
+    result = engine.train_step([Batch.of_rows(rows)] * config.accumulation, 1e-2)
     assert result.grad_norm > 0.5 and len(clipped) == 1

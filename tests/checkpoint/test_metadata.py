@@ -19,12 +19,13 @@ from nanoscale.checkpoint import metadata, sharded, store
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.config.schema import Config, Data, Run
+from nanoscale.config.schema import Data, Run
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
 from tests.support.jobs import SHAPE, make_run
 from tests.support.ranks import run_ranks
+from tests.support.recipes import complete
 
 STATE = {
     "a": torch.arange(10.0),
@@ -163,7 +164,7 @@ def test_what_is_no_index_is_refused(tmp_path: Path, pickled: bytes) -> None:
 def prepared_run(folder: Path) -> tuple[RunDirectory, Path]:
     """Create a run of bytes whose one checkpoint names a command, and return the file that it would make."""
     shape = replace(SHAPE, vocab=257)
-    run = make_run(Config(Run("run", str(folder)), shape, data=Data(source="stdlib")))
+    run = make_run(complete(run=Run("run", str(folder)), model=shape, data=Data(source="stdlib")))
     weights = {f"model.{name}": value for name, value in Transformer(shape).state_dict().items()}
     prepare(saved(run.workspace(1), 5, weights), with_command(folder / "proof"))
     return run, folder / "proof"

@@ -19,10 +19,10 @@ from nanoscale.backends.native import build_parts
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import places, shapes
-from nanoscale.config.derive import derive
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import read_shape
-from nanoscale.config.schema import Backend, Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Model
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
@@ -37,7 +37,9 @@ CPU = torch.device("cpu")
 PROMPT = list(range(3, 19))
 
 
-def config_for(folder: Path, deepspeed: bool = False, stage: int = 0, **degrees: Any) -> Config:
+def config_for(
+    folder: Path, deepspeed: bool = False, stage: int = 0, **degrees: Any
+) -> ResolvedConfig:
     shape = replace(read_shape(folder), init_from=str(folder))
     config = make_config(
         folder,
@@ -51,9 +53,9 @@ def config_for(folder: Path, deepspeed: bool = False, stage: int = 0, **degrees:
     return replace(config, backend=Backend(name="deepspeed")) if deepspeed else config
 
 
-def begin_and_look(_rank: int, config: Config) -> tuple[list[float], int, int]:
+def begin_and_look(_rank: int, config: ResolvedConfig) -> tuple[list[float], int, int]:
     """Return the logits of the token after PROMPT, and the counts of numbers read and held."""
-    process_group.join(derive(config).world_size, CPU, 120.0)
+    process_group.join(config.world_size, CPU, 120.0)
     engine, read = make_engine(config, CPU), []
     plain = load.read_part
 
@@ -97,7 +99,7 @@ def test_every_layout_begins_with_the_same_model(
     theirs = save(family, tmp_path, shard="20KB", merged=bool(comma))
     expected = logits(theirs, torch.tensor([PROMPT]))[0, -1]
     config = config_for(tmp_path, **layout)
-    for found, read, held in run_ranks(begin_and_look, derive(config).world_size, config):
+    for found, read, held in run_ranks(begin_and_look, config.world_size, config):
         difference = (torch.tensor(found) - expected).abs().max()
         assert difference <= 1e-5 * expected.abs().max()
         assert 0 < read == held, "each number that a rank holds is read once, and no other"

@@ -15,12 +15,13 @@ import pytest
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.model_math import flops_per_token
-from nanoscale.config.schema import Cluster, Config, Train
+from nanoscale.config.schema import Cluster, Train
 from nanoscale.launch.lifecycle.bench import compared, document
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.step_parts import PARTS
 from nanoscale.view.bench_text import _parts
 from tests.support.jobs import make_config
+from tests.support.recipes import complete
 
 LIMIT_S = 60.0
 
@@ -139,8 +140,7 @@ def test_use_of_the_device_by_hand() -> None:
     from tests.metrics.test_meter import LLAMA_8B
 
     train = Train(steps=1, global_batch=1, micro_batch=1, seq_len=4096)
-    config = Config(model=LLAMA_8B, train=train, cluster=Cluster(peak_tflops=989.0))
-    config = replace(config, parallel=replace(config.parallel, dp=1))
+    config = complete(model=LLAMA_8B, train=train, cluster=Cluster(peak_tflops=989.0))
     times = [4096 / 10471 * factor for factor in (0.9, 1.0, 1.1)]
     measured: dict[str, Any] = {
         "device": "NVIDIA H200",

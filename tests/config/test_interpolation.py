@@ -13,9 +13,11 @@ from nanoscale.config import reference
 from nanoscale.config.composing import frozen
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.interpolation import escaped, resolve, unescaped
+from nanoscale.config.resolved import resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.lifecycle.prepare import provenance
+from tests.support.recipes import complete
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,7 @@ KEYS = [
 def nasty() -> Config:
     """Return a configuration whose mappings and lists hold everything that a grammar could change."""
     values = dict(zip(KEYS, [*NASTY, *NASTY], strict=False))
-    plain = asdict(Config())
+    plain = asdict(complete())
     plain["backend"]["extra"] = {**values, "deep": {"list": NASTY, **values}}
     plain["model"]["hf_config"] = {"chat_template": "{% if ${x} %}\\${y}", "n": 1, "f": 1e-5}
     plain["launcher"]["env"] = {f"V{number}": text for number, text in enumerate(NASTY)}
@@ -141,7 +143,7 @@ def nasty() -> Config:
     plain["train"]["sample_prompt"] = "\\${literal} ${text}"
     from nanoscale.config.values.convert import to_config
 
-    return to_config(plain, lambda _: "test")
+    return resolved(to_config(plain, lambda _: "test"))
 
 
 def test_a_frozen_configuration_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -150,7 +152,9 @@ def test_a_frozen_configuration_is_read_as_it_was_written(tmp_path: Path) -> Non
     file.write_text(frozen.dump(config, asked))
     assert frozen.load(file) == config
     assert frozen.dump(frozen.load(file), asked) == file.read_text()
-    assert compose([], config_file=file).config == asked  # the name of a run is open again
+    assert (
+        resolved(compose([], config_file=file).config) == asked
+    )  # the name of a run is open again
     plain = asdict(config)
     assert unescaped(escaped(plain)) == plain
     assert resolve(escaped(plain), lambda _: "") == (plain, [])

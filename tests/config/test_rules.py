@@ -10,9 +10,8 @@ import pytest
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting, compose
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices, check
-from nanoscale.config.schema import Config
 from tests.config.test_mixture import write_tokens
 from tests.support.recipes import changed
 
@@ -34,7 +33,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def checked(*words: str, on: Devices = CPU) -> Config:
+def checked(*words: str, on: Devices = CPU) -> ResolvedConfig:
     return check(changed(*words), on)
 
 
@@ -348,15 +347,15 @@ def test_degrees_and_devices(words, on, dp, devices):
     config = checked(*words, on=replace(on, cores=16))
     assert (config.parallel.dp, config.launcher.devices) == (dp, devices)
     assert config.launcher.threads == 16 // devices
-    assert derive(config).world_size == devices
+    assert config.world_size == devices
 
 
 def test_the_batch():
-    derived = derive(checked("parallel.dp=2", "train.global_batch=24"))
-    assert (derived.micro_batch, derived.accumulation) == (12, 1)
-    derived = derive(checked("parallel.dp=2", "train.global_batch=24", "train.micro_batch=3"))
-    assert (derived.micro_batch, derived.accumulation) == (3, 4)
-    assert derived.tokens_per_step == 24 * 64
+    config = checked("parallel.dp=2", "train.global_batch=24")
+    assert (config.train.micro_batch, config.accumulation) == (12, 1)
+    config = checked("parallel.dp=2", "train.global_batch=24", "train.micro_batch=3")
+    assert (config.train.micro_batch, config.accumulation) == (3, 4)
+    assert config.tokens_per_step == 24 * 64
 
 
 @pytest.mark.parametrize(
@@ -374,8 +373,8 @@ def test_the_batch():
     ],
 )  # fmt: skip
 def test_a_pipeline_is_kept_busy(words, micro, accumulation):
-    derived = derive(checked(*words))
-    assert (derived.micro_batch, derived.accumulation) == (micro, accumulation)
+    config = checked(*words)
+    assert (config.train.micro_batch, config.accumulation) == (micro, accumulation)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +398,7 @@ def test_virtual_stages(words, virtual):
 def test_every_axis_makes_ranks():
     config = checked("parallel=4d", on=replace(CPU, cores=32))
     assert (config.launcher.devices, config.launcher.threads) == (16, 2)
-    assert derive(config).world_size == 16
+    assert config.world_size == 16
     config = checked("parallel.tp=2", "parallel.pp=2", on=gpus(8))
     assert (config.parallel.dp, config.launcher.devices) == (2, 8)
     assert checked("parallel.tp=4", "launcher.devices=8").parallel.dp == 2

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.cli.jobs import attempt as cli
+    from nanoscale.config.resolved import resolved
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train
     from nanoscale.config.values.composed import Composed
@@ -21,18 +22,20 @@ def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
     from nanoscale.launch.request import Request
     from nanoscale.launch.transport.transport import Local
 
-    config = Config(
-        run=Run(name="run", root=root),
-        parallel=Parallel(dp=int(ranks)),
-        launcher=Launcher(
-            device="cpu",
-            devices=int(ranks),
-            threads=1,
-            stop_grace_s=float(grace_s),
-            max_restarts=int(os.environ.get("TEST_RESTARTS", "0")),
-            lost_after_s=float(os.environ.get("TEST_LOST_AFTER_S", "5")),
-        ),
-        train=Train(steps=5, micro_batch=1),
+    config = resolved(
+        Config(
+            run=Run(name="run", root=root),
+            parallel=Parallel(dp=int(ranks), virtual_stages=1),
+            launcher=Launcher(
+                device="cpu",
+                devices=int(ranks),
+                threads=1,
+                stop_grace_s=float(grace_s),
+                max_restarts=int(os.environ.get("TEST_RESTARTS", "0")),
+                lost_after_s=float(os.environ.get("TEST_LOST_AFTER_S", "5")),
+            ),
+            train=Train(steps=5, micro_batch=1),
+        )
     )
     request = Request(Composed(config, {}, None, ()), config, Devices("cpu", 2))
     command = (sys.executable, "-P", __file__, "agent", job)

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import Library
 from nanoscale.config.model_math import parameters
-from nanoscale.config.schema import Config, Model, Parallel, RopeScaling
+from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
 from nanoscale.plan.memory.shards import rank_stages
+from tests.support.recipes import complete
 
 LLAMA = Model(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=50, rope_theta=1e4
@@ -254,5 +255,5 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
     shape = replace(base, head_dim=head_dim, bias=bias, kv_heads=1)
     count = sum(parameter.numel() for parameter in Transformer(shape).parameters())
     assert count == parameters(shape)
-    (stage,) = rank_stages(Config(model=shape, parallel=Parallel(dp=1, virtual_stages=1)))[0]
+    (stage,) = rank_stages(complete(model=shape))[0]
     assert count == stage.numel

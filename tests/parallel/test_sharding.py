@@ -17,15 +17,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanoscale.backends.gradients import own_part
 from nanoscale.backends.native import NativeEngine, build_parts
-from nanoscale.config.derive import derive
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.schema import Config, Launcher, Model, Parallel, Precision, Train, Zero
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Launcher, Model, Parallel, Precision, Train, Zero
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp as data_parallel
 from nanoscale.parallel import process_group
 from nanoscale.parallel.mesh import lay_out
 from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
+from tests.support.recipes import complete
 
 SHAPE = Model(
     layers=4, hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=384, vocab=512, max_seq_len=64
@@ -33,10 +34,12 @@ SHAPE = Model(
 CPU = torch.device("cpu")
 
 
-def make_config(stage: int, seq_len: int = 8, shape: Model = SHAPE, **degrees: int) -> Config:
+def make_config(
+    stage: int, seq_len: int = 8, shape: Model = SHAPE, **degrees: int
+) -> ResolvedConfig:
     """Return a job of two micro batches of one sample a step, in fp32."""
     dp = degrees.get("dp", 1)
-    return Config(
+    return complete(
         model=shape,
         parallel=Parallel(**{"dp": 1, "virtual_stages": 1} | degrees),
         precision=Precision("fp32", "fp32", "fp32"),
@@ -59,7 +62,7 @@ class Held:
     after_update: float
 
 
-def share_of(config: Config, stage: int) -> tuple[int, int]:
+def share_of(config: ResolvedConfig, stage: int) -> tuple[int, int]:
     """Return the parameters of a pipeline stage on one rank of tp, and the number of shards of its state."""
     shape, layout = config.model, config.parallel
     assert isinstance(layout.dp, int)
@@ -72,7 +75,7 @@ def share_of(config: Config, stage: int) -> tuple[int, int]:
     return whole, layout.dp * layout.cp // layout.dp_replicate if config.zero.stage else 1
 
 
-def expected(config: Config, pp_rank: int) -> Held:
+def expected(config: ResolvedConfig, pp_rank: int) -> Held:
     """Return the table of parallel/data.py, as arithmetic; 2 is AdamW's moments."""
     whole, parts = share_of(config, pp_rank)
     kept = whole / parts
@@ -102,8 +105,8 @@ def live_numbers() -> float:
     return sum(found.values())
 
 
-def measure_rank(_rank: int, config: Config) -> tuple[int, Held]:
-    process_group.join(derive(config).world_size, CPU, 120.0)
+def measure_rank(_rank: int, config: ResolvedConfig) -> tuple[int, Held]:
+    process_group.join(config.world_size, CPU, 120.0)
     before = live_numbers()
     engine = NativeEngine(config, CPU)
     batches = [Batch.of_rows(np.zeros((1, config.train.seq_len + 1), dtype=np.int64))] * 2
@@ -155,7 +158,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("stage", "degrees"), LAYOUTS, ids=str)
 def test_a_rank_holds_its_share_of_the_state(stage: int, degrees: dict[str, int]) -> None:
     config = make_config(stage, **degrees)
-    for pp_rank, held in run_ranks(measure_rank, derive(config).world_size, config):
+    for pp_rank, held in run_ranks(measure_rank, config.world_size, config):
         form = expected(config, pp_rank)
         assert held.between_micro_batches == pytest.approx(form.between_micro_batches, rel=0.01)
         assert held.before_update == pytest.approx(form.before_update, rel=0.01)
@@ -170,9 +173,9 @@ WIDE = replace(SHAPE, hidden=32, heads=4, head_dim=8, ffn=48, vocab=4096)
 """A model whose logits are larger than everything else of a step together."""
 
 
-def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
+def largest_allocation(_rank: int, config: ResolvedConfig) -> tuple[bool, int]:
     """Return True if this rank has logits, and the fp32 numbers of the largest tensor of a training step."""
-    process_group.join(derive(config).world_size, CPU, 120.0)
+    process_group.join(config.world_size, CPU, 120.0)
     engine = NativeEngine(config, CPU)
     batches = [Batch.of_rows(np.zeros((1, TOKENS + 1), dtype=np.int64))] * 2
     engine.train_step(batches, 1e-3)
@@ -186,7 +189,7 @@ def largest_allocation(_rank: int, config: Config) -> tuple[bool, int]:
 @pytest.mark.parametrize("degrees", [{"dp": 2}, {"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
 def test_no_rank_ever_holds_whole_logits(degrees: dict[str, int]) -> None:
     config = make_config(0, TOKENS, WIDE, **degrees)
-    for has_logits, largest in run_ranks(largest_allocation, derive(config).world_size, config):
+    for has_logits, largest in run_ranks(largest_allocation, config.world_size, config):
         share = TOKENS * WIDE.vocab // degrees.get("tp", 1)
         assert (largest == share) if has_logits else (largest < share)
 

@@ -7,8 +7,10 @@ from functools import cache
 from typing import Any
 
 from nanoscale.config.composing.compose import compose
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Cluster, Config, Model, Parallel, Precision, Train
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
+from tests.support.recipes import complete
 
 BF16 = Precision(compute="bf16")
 
@@ -19,14 +21,14 @@ def model(name: str) -> Model:
     return replace(shape, head_dim=shape.head_dim or shape.hidden // shape.heads)
 
 
-def job(name: str = "llama-8b", device: str = "h100-sxm", **keys: Any) -> Config:
+def job(name: str = "llama-8b", device: str = "h100-sxm", **keys: Any) -> ResolvedConfig:
     """Return a resolved configuration; a key belongs to train or parallel, whichever has it."""
     train = Train(global_batch=16, micro_batch=1, seq_len=8192, steps=1)
     layout = Parallel(dp=8, virtual_stages=1)
     of_train = {field.name for field in fields(Train)} & keys.keys()
     of_layout = {field.name for field in fields(Parallel)} & keys.keys()
     rest = keys.keys() - of_train - of_layout
-    return Config(
+    return complete(
         model=model(name),
         train=replace(train, **{key: keys[key] for key in of_train}),
         parallel=replace(layout, **{key: keys[key] for key in of_layout}),

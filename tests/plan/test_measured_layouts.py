@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.config.derive import derive
 from tests.support.measured_memory import ROWS, Row, config_of, measure, show
 from tests.support.ranks import run_ranks
 
@@ -39,5 +38,5 @@ CHOSEN = [
 @pytest.mark.parametrize("row", CHOSEN, ids=lambda row: row.name)
 def test_the_plan_is_within_five_percent(row: Row) -> None:
     config = config_of(row)
-    errors = show(row, config, run_ranks(measure, derive(config).world_size, config))
+    errors = show(row, config, run_ranks(measure, config.world_size, config))
     assert max(map(abs, errors)) < 0.05

@@ -11,8 +11,8 @@ import pytest
 
 from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.derive import derive
 from nanoscale.config.model_math import parameters
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model, Optimizer, Precision
 from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
 from nanoscale.plan.memory.peak import rank_memory, setting_memory
@@ -34,10 +34,10 @@ def job(
     device: str = "cuda",
     backend: dict[str, Any] | None = None,
     **parallel: Any,
-) -> Config:
+) -> ResolvedConfig:
     """Return a resolved configuration, without detecting the machine's devices."""
     config = compose(list(words)).config
-    return replace(
+    asked = replace(
         config,
         parallel=replace(config.parallel, **({"virtual_stages": 1, "dp": dp} | parallel)),
         zero=replace(config.zero, stage=stage),
@@ -51,6 +51,7 @@ def job(
             steps=1,
         ),
     )
+    return resolved(asked)
 
 
 def one_f_one_b(pp: int, micro_batches: int) -> list[list[int]]:
@@ -309,7 +310,7 @@ def test_llama_405b_fits_16384_h100s(cp: int, seq_len: int, dp: int):
         activation_checkpointing="selective",
         selective_keep="attention",
     )
-    assert derive(config).world_size == 16384
+    assert config.world_size == 16384
     ranks = rank_memory(config, one_f_one_b(16, 16))
     worst = max(rank.total for rank in ranks)
     assert 30 * GIB < worst < 79.6 * GIB

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 import pytest
 
 from nanoscale.common.devices import Devices
-from nanoscale.config.derive import derive
 from nanoscale.config.model_math import flops_per_token, flops_per_token_causal, parameters
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import check
-from nanoscale.config.schema import Backend, Cluster, Config, Optimizer, Precision, Zero
+from nanoscale.config.schema import Backend, Cluster, Optimizer, Precision, Zero
 from nanoscale.plan.hardware.hardware import Hardware, hardware_of
 from nanoscale.plan.hardware.software import MEGATRON, NANOSCALE, TORCH
 from nanoscale.plan.memory.shards import rank_holdings
@@ -21,6 +21,7 @@ from nanoscale.plan.time.step import StepBreakdown, stage_costs, step_time, trai
 from nanoscale.view.plan.explain import how
 from tests.plan.machines import BF16, changed, job, machine
 from tests.support.recipes import changed as recipe
+from tests.support.recipes import complete
 
 COMPILED = Backend(compile="on")
 FREE = {
@@ -31,7 +32,7 @@ FREE = {
 """A device on which only arithmetic takes time."""
 
 
-def llama_405b(cp: int, seq: int, dp: int, batch: int) -> Config:
+def llama_405b(cp: int, seq: int, dp: int, batch: int) -> ResolvedConfig:
     """Llama 3's layout: a block a stage, none beside embedding and head (arXiv:2407.21783, section 3.3.2)."""
     return job(
         "llama-405b",
@@ -48,7 +49,7 @@ def llama_405b(cp: int, seq: int, dp: int, batch: int) -> Config:
 def test_llama_3_405b_on_16384_h100(cp, seq, dp, batch, published):
     """MFU within 4 points of the Llama 3 paper's table 4."""
     config = llama_405b(cp, seq, dp, batch)
-    assert derive(config).world_size == 16384
+    assert config.world_size == 16384
     assert step_time(config, hardware_of(config)).mfu == pytest.approx(published, abs=0.04)
 
 
@@ -367,7 +368,7 @@ def test_every_machine_takes_a_job():
         assert 0 < step_time(config, hardware_of(config)).mfu < 1
     old = job("llama-1b", "v100", precision=Precision(compute="fp16"))
     assert 0 < step_time(old, hardware_of(old)).mfu < 1
-    plain = Config(
+    plain = complete(
         precision=Precision(compute="fp32"),
         model=old.model,
         train=old.train,

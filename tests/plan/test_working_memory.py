@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.config.schema import Config, Model, Parallel
+from nanoscale.config.schema import Model, Parallel
 from nanoscale.plan.memory.activations import saved, shape_of, working_memory
 from nanoscale.plan.memory.setting import setting_of
 from nanoscale.plan.memory.shape import Execution, Shape
+from tests.support.recipes import complete
 
 MODEL = Model(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=512, vocab=64)
 TOKENS, HIDDEN, BYTES = 128, 256, 2
@@ -74,7 +75,7 @@ def test_products_in_eight_bits_have_copies(compiled: bool, of_result: int, of_i
 
 
 def test_eight_bits_are_planned_with_them() -> None:
-    base = Config(model=MODEL, parallel=Parallel(dp=1))
+    base = complete(model=MODEL)
     base = replace(
         base,
         launcher=replace(base.launcher, device="cuda"),

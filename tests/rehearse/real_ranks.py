@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
 from nanoscale.rehearse import collectives
 from nanoscale.rehearse.kernels import show_ring
@@ -54,26 +53,24 @@ class Recorder(LiveMemory):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def measured(rank: int, configs: list[Config], steps: int = 2) -> list[Measured]:
+def measured(rank: int, configs: list[ResolvedConfig], steps: int = 2) -> list[Measured]:
     """Train each configuration for some steps, evaluate, and take the state, as a rehearsal does."""
-    sizes = derive(configs[0])
-    process_group.join(sizes.world_size, torch.device("cpu"), 60.0)
+    process_group.join(configs[0].world_size, torch.device("cpu"), 60.0)
     with Patches() as patches:
         show_ring(patches)
         patches.wrap(torch.Tensor, "topk", _evenly)
         return [_measured(config, steps) for config in configs]
 
 
-def _measured(config: Config, steps: int) -> Measured:
-    sizes = derive(config)
+def _measured(config: ResolvedConfig, steps: int) -> Measured:
     gc.collect()
     recorder = Recorder()
     with recorder:
         engine = make_engine(config, torch.device("cpu"))
         for _ in range(steps):
-            engine.train_step(micro_batches(config, sizes), config.optimizer.lr)
+            engine.train_step(micro_batches(config), config.optimizer.lr)
         if config.train.eval_every:
-            engine.evaluate([(micro_batches(config, sizes)[0], sizes.micro_batch)])
+            engine.evaluate([(micro_batches(config)[0], config.train.micro_batch)])
         engine.state()
         return Measured(recorder.peak, recorder.sequence)
 
@@ -91,12 +88,12 @@ def _evenly(plain: Callable[..., Any]) -> Callable[..., Any]:
     return topk
 
 
-def rehearsed(config: Config, ranks: Sequence[int]) -> list[RankRecord]:
+def rehearsed(config: ResolvedConfig, ranks: Sequence[int]) -> list[RankRecord]:
     """Play ranks of a configuration on CPUs, each in a process of its own."""
     return run_ranks(_played, len(ranks), config, list(ranks))
 
 
-def _played(number: int, config: Config, ranks: list[int]) -> RankRecord:
+def _played(number: int, config: ResolvedConfig, ranks: list[int]) -> RankRecord:
     return play(config, ranks[number], 2, None)
 
 

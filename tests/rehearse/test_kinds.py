@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.kinds import distinct_ranks, kind_of
 from tests.support.measured_memory import SHAPE, Row, config_of
 
 
-def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> Config:
+def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> ResolvedConfig:
     return config_of(Row("", degrees, stage, 1, shape=shape))
 
 
@@ -33,13 +32,13 @@ def layout(stage: int = 0, shape: Any = SHAPE, **degrees: Any) -> Config:
         (layout(pp=2, cp=2, tp=2), [0, 2, 4, 6]),
     ],
 )
-def test_ranks_that_are_played(config: Config, ranks: list[int]) -> None:
+def test_ranks_that_are_played(config: ResolvedConfig, ranks: list[int]) -> None:
     assert list(distinct_ranks(config)) == ranks
-    assert sum(distinct_ranks(config).values()) == derive(config).world_size
+    assert sum(distinct_ranks(config).values()) == config.world_size
 
 
 def test_every_rank_has_a_kind() -> None:
     config = layout(pp=2, cp=4, dp=2, tp=2, shape=replace(SHAPE, bias=True))
-    kinds = [kind_of(rank, config) for rank in range(derive(config).world_size)]
+    kinds = [kind_of(rank, config) for rank in range(config.world_size)]
     counted = {kind: kinds.count(kind) for kind in sorted({*kinds})}
     assert counted == distinct_ranks(config)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.config.derive import derive
 from nanoscale.rehearse.kinds import distinct_ranks, kind_of
 from tests.rehearse.real_ranks import measured, rehearsed, sequence_of
 from tests.support.measured_memory import (
@@ -47,7 +46,7 @@ def check(rows: list[Row]) -> None:
     by_world = defaultdict(list)
     for row in rows:
         config = config_of(row)
-        by_world[derive(config).world_size].append(config)
+        by_world[config.world_size].append(config)
     for world_size, configs in by_world.items():
         ranks = run_ranks(measured, world_size, configs)
         for number, config in enumerate(configs):

@@ -17,10 +17,9 @@ import torch.distributed.checkpoint as dcp
 from nanoscale.checkpoint import sharded
 from nanoscale.checkpoint.store import StoredCheckpoint, list_checkpoints
 from nanoscale.config.composing import frozen
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import (
     Checkpoint,
-    Config,
     Data,
     Launcher,
     Model,
@@ -40,6 +39,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
 from tests.support.ranks import run_ranks
+from tests.support.recipes import complete
 
 SEQ_LEN = 16
 SAMPLES = 8
@@ -96,13 +96,13 @@ def packed_data(folder: Path) -> Data:
     return Data(**where, packing="whole", document_mask=True, loss_on="answers")
 
 
-def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> Config:
+def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) -> ResolvedConfig:
     """Return a resolved configuration: 20 steps of 8 samples, with accumulation and active clipping.
 
     `parallel`: keys of that section beside dp and dp_replicate; other sections are given whole.
     """
     micro_batch = changes.pop("micro_batch", 1 if dp == 4 else 2)
-    base = Config(
+    base = complete(
         run=Run(name="run", root=str(folder)),
         model=changes.pop("model", SHAPE),
         parallel=Parallel(
@@ -123,7 +123,7 @@ def make_config(folder: Path, *, dp: int = 1, stage: int = 0, **changes: Any) ->
     return replace(base, **changes)
 
 
-def make_run(config: Config, name: str = "run") -> RunDirectory:
+def make_run(config: ResolvedConfig, name: str = "run") -> RunDirectory:
     run = RunDirectory.create(Path(config.run.root), name)
     run.config.write_text(frozen.dump(config))
     return run
@@ -138,7 +138,7 @@ def run_of_bytes(
     of_run = Run(name=name, root=str(folder))
     precision = PRECISIONS["fp32"]
     run = make_run(
-        Config(run=of_run, model=shape, data=data, train=train, precision=precision), name
+        complete(run=of_run, model=shape, data=data, train=train, precision=precision), name
     )
     model = Transformer(shape)
     initialise(model, replace(shape, init_std=0.3), seed=4)
@@ -150,10 +150,10 @@ def run_of_bytes(
     return run
 
 
-def train(run: RunDirectory, config: Config, stop: StopFlag | None = None) -> list[str]:
+def train(run: RunDirectory, config: ResolvedConfig, stop: StopFlag | None = None) -> list[str]:
     """Train the run in its layout; what each rank returned. A changed configuration replaces the frozen one."""
     run.config.write_text(frozen.dump(config))
-    return run_ranks(_train_rank, derive(config).world_size, run.path, stop or StopFlag())
+    return run_ranks(_train_rank, config.world_size, run.path, stop or StopFlag())
 
 
 def _train_rank(rank: int, path: Path, stop: StopFlag) -> str:
@@ -195,7 +195,7 @@ def resumed_at(run: RunDirectory) -> list[int]:
     return [event["step"] for event in events.read(run) if event["kind"] == "resumed"]
 
 
-def never_stopped(folder: Path, config: Config) -> RunDirectory:
+def never_stopped(folder: Path, config: ResolvedConfig) -> RunDirectory:
     config = replace(config, run=replace(config.run, root=str(folder / "whole")))
     run = make_run(config)
     train(run, config)
@@ -221,7 +221,7 @@ def assert_same_training(left: RunDirectory, right: RunDirectory) -> None:
         torch.testing.assert_close(value, others[name], rtol=1e-7, atol=1e-12)
 
 
-def saving_config(folder: Path, **changes: Any) -> Config:
+def saving_config(folder: Path, **changes: Any) -> ResolvedConfig:
     """Return a configuration that saves a checkpoint every third step and keeps them all."""
     checkpoint = Checkpoint(every=3, keep_last=None)
     return make_config(folder, checkpoint=changes.pop("checkpoint", checkpoint), **changes)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanoscale.config.derive import derive
 from nanoscale.config.lora import available
-from nanoscale.config.schema import Config, Lora, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Lora, Model
 from nanoscale.data.dataset import open_data
 from nanoscale.metrics.meter import Meter
 from nanoscale.metrics.trackers import Record
@@ -195,7 +195,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def row_config(folder: Path, row: Row, precision: str) -> Config:
+def row_config(folder: Path, row: Row, precision: str) -> ResolvedConfig:
     config = make_config(
         folder,
         dp=row.degrees.get("dp", 1),
@@ -208,7 +208,7 @@ def row_config(folder: Path, row: Row, precision: str) -> Config:
         **({"data": packed_data(folder)} if row.packed else {}),
         lora=row.lora,
     )
-    accumulation = derive(config).accumulation
+    accumulation = config.accumulation
     assert accumulation >= 2, f"{row.name}: a row accumulates"
     return config
 
@@ -223,7 +223,7 @@ class Records(list[Record]):
     def close(self, outcome: str) -> None: ...
 
 
-def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
+def train_all(rank: int, configs: list[ResolvedConfig]) -> list[CURVE]:
     """Train each to its end, as the job does, in one set of processes."""
     names = ("loss", "grad_norm", "lr", "tokens")
     everything = [record_all(rank, config) for config in configs]
@@ -231,11 +231,13 @@ def train_all(rank: int, configs: list[Config]) -> list[CURVE]:
 
 
 def record_all(
-    rank: int, config: Config, make: Callable[[Config, torch.device], Any] = make_engine
+    rank: int,
+    config: ResolvedConfig,
+    make: Callable[[ResolvedConfig, torch.device], Any] = make_engine,
 ) -> Records:
     """Return the logged records of each step."""
     if not dist.is_initialized():
-        process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
+        process_group.join(config.world_size, torch.device("cpu"), 120.0)
     device, records = torch.device("cpu"), Records()
     training = Training(
         workspace=Path(config.run.root) / "none",
@@ -244,7 +246,7 @@ def record_all(
         data=open_data(config.data, config.train, config.model.vocab),
         progress=Progress(),
         rank=rank,
-        meter=Meter(config, derive(config).world_size, device),
+        meter=Meter(config, config.world_size, device),
         sinks=[records],
         note=lambda *_, **__: None,
     )

@@ -30,9 +30,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nanoscale.config.derive import derive
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Backend, Config, Model, Optimizer, Zero
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Model, Optimizer, Zero
 from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
@@ -223,7 +223,7 @@ def main() -> None:
 def show_live(rows: list[Row]) -> None:
     groups: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
-        groups[derive(config_of(row)).world_size].append(row)
+        groups[config_of(row).world_size].append(row)
     errors = []
     print(f"{'layout':36} {'rank':>4} {'measured':>10} {'plan':>10} {'error':>7}  highest at")
     for world_size, members in sorted(groups.items()):
@@ -234,7 +234,7 @@ def show_live(rows: list[Row]) -> None:
     print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
 
 
-def show(row: Row, config: Config, peaks: list[int]) -> list[float]:
+def show(row: Row, config: ResolvedConfig, peaks: list[int]) -> list[float]:
     """Print a row's pipeline ranks; their errors."""
     pp = config.parallel.pp
     errors = []
@@ -259,7 +259,7 @@ def show_resident(rows: list[Row]) -> None:
     print(f"{'layout':44} {'rank':>4} {'resident':>10} {'live':>10} {'plan':>10} {'error':>7}")
     for row in rows:
         config = config_of(replace(row, shape=replace(row.shape, **LARGE)))
-        peaks = run_ranks(measure_resident, derive(config).world_size, config, config_of(row))
+        peaks = run_ranks(measure_resident, config.world_size, config, config_of(row))
         for planned in predict(config).memory:
             mine = [
                 p for r, p in enumerate(peaks) if coordinates(r, config.parallel).pp == planned.rank
@@ -273,7 +273,7 @@ def show_resident(rows: list[Row]) -> None:
     print(f"{len(sizes)} pipeline ranks: mean |error| {mean(sizes):.1%}, largest {max(sizes):.1%}")
 
 
-def config_of(row: Row) -> Config:
+def config_of(row: Row) -> ResolvedConfig:
     config = make_config(
         Path(),
         dp=row.degrees.get("dp", 1),
@@ -290,14 +290,14 @@ def config_of(row: Row) -> Config:
     return replace(config, train=train, zero=Zero(stage=row.stage, **row.offload))  # type: ignore[arg-type]
 
 
-def measure(_rank: int, config: Config) -> int:
+def measure(_rank: int, config: ResolvedConfig) -> int:
     """Return the peak of live tensors on this rank, bytes."""
     with LiveMemory() as memory:
         train_two_steps(config, memory.reset_peak)
         return memory.peak
 
 
-def measure_resident(_rank: int, config: Config, small: Config) -> tuple[int, int]:
+def measure_resident(_rank: int, config: ResolvedConfig, small: ResolvedConfig) -> tuple[int, int]:
     """The peak of what this rank has resident beyond what training `small` has left, and that of live tensors,
     bytes; Linux and glibc."""
     train_two_steps(small, gc.collect)
@@ -321,20 +321,19 @@ def _resident(name: str) -> int:
     return int(found.split()[1]) * 2**10
 
 
-def train_two_steps(config: Config, begin: Callable[[], None]) -> None:
+def train_two_steps(config: ResolvedConfig, begin: Callable[[], None]) -> None:
     """Train two steps, and call `begin` before each."""
-    sizes = derive(config)
     if not dist.is_initialized():
-        process_group.join(sizes.world_size, torch.device("cpu"), 60.0)
+        process_group.join(config.world_size, torch.device("cpu"), 60.0)
     random = np.random.default_rng(0)
-    shape = sizes.micro_batch, config.train.seq_len + 1
+    shape = config.train.micro_batch, config.train.seq_len + 1
     engine = make_engine(config, torch.device("cpu"))
     for _ in range(2):
         gc.collect()
         begin()
         batches = [
             Batch.of_rows(random.integers(0, config.model.vocab, shape))
-            for _ in range(sizes.accumulation)
+            for _ in range(config.accumulation)
         ]
         engine.train_step(batches, 1e-3)
 

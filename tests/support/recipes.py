@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,8 @@ from nanoscale.config import reference
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.composing.library import Library
 from nanoscale.config.composing.overrides import read_words
+from nanoscale.config.resolved import ResolvedConfig, resolved
+from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.convert import to_config
 
@@ -36,6 +38,17 @@ def changed(*words: str, options: Mapping[str, Setting] | None = None) -> Compos
     chosen = tuple(f"nanoscale/conf/{group}/" for group in asked.choices)
     unasked = frozenset(name for name in base.unasked if not name.startswith(chosen))
     return Composed(config, history, "debug", words, unasked)
+
+
+def complete(**sections: Any) -> ResolvedConfig:
+    """Return a resolved configuration with these sections; what they leave open is 1."""
+    config = Config(**sections)
+    layout, train = config.parallel, config.train
+    degrees = {key: value for key, value in asdict(layout).items() if value == "auto"}
+    layout = replace(layout, **dict.fromkeys(degrees, 1))
+    micro_batch = 1 if train.micro_batch == "auto" else train.micro_batch
+    train = replace(train, micro_batch=micro_batch, steps=train.steps or 1)
+    return resolved(replace(config, parallel=layout, train=train))
 
 
 def _set(raw: dict[str, Any], key: str, value: object) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from nanoscale.config.derive import derive
 from tests.conftest import Deviations
 from tests.support.jobs import write_documents, write_tokens
 from tests.support.layouts import ROWS, Row, row_config, train_all
@@ -38,7 +37,7 @@ def test_layout_equals_plain_loop(
 ) -> None:
     documents = write_documents(tmp_path) if row.packed else write_tokens(tmp_path)
     config = row_config(tmp_path, row, precision)
-    (ours,) = run_ranks(train_all, derive(config).world_size, [config])[0]
+    (ours,) = run_ranks(train_all, config.world_size, [config])[0]
     if row.packed:
         reference = documents_alone(precision, row.shape, *documents)
     else:

@@ -15,8 +15,8 @@ import pytest
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing import frozen
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Backend, Checkpoint, Config, Data, Parallel
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Backend, Checkpoint, Data, Parallel
 from nanoscale.data.indexed import IndexedWriter
 from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
@@ -36,13 +36,13 @@ SAMPLES = 5
 MOE = replace(SHAPE, experts=4, experts_per_token=2, balance="bias", balance_rate=0.05)
 
 
-def evaluate(folder: Path, config: Config, task: dict[str, Any]) -> dict[str, Any]:
+def evaluate(folder: Path, config: ResolvedConfig, task: dict[str, Any]) -> dict[str, Any]:
     """Return the job's result in the layout of a configuration, without a launcher."""
     aside = RunDirectory(folder / f"aside-{len(list(folder.iterdir()))}")
     aside.path.mkdir()
     aside.config.write_text(frozen.dump(config))
     write_json(aside.task, task)
-    done = run_ranks(_evaluate_rank, derive(config).world_size, aside.path)
+    done = run_ranks(_evaluate_rank, config.world_size, aside.path)
     assert set(done) == {"completed"}
     (found,) = read_json(aside.result)["parts"]
     return dict(found)

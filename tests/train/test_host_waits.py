@@ -46,7 +46,7 @@ def ask(rank: int, world_size: int, jobs: list[Job]) -> list[Counter[str]]:
         if config.data.document_mask:
             documents = np.repeat([[0] * 7 + [1] * (SEQ_LEN - 7)], 2, axis=0)
             batch = replace(batch, documents=documents)
-        batches = [batch] * engine.sizes.accumulation
+        batches = [batch] * engine.config.accumulation
         engine.train_step(batches, 1e-3)  # the first step of all sets things up
         with Questions() as questions:
             engine.train_step(batches, 1e-3)

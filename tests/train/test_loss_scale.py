@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from nanoscale.backends import gradients
-from nanoscale.config.derive import derive
 from nanoscale.config.schema import Checkpoint
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import RunDirectory
@@ -39,7 +38,7 @@ def make(folder: Path, stage: int, degrees: dict[str, Any], **changes: Any) -> A
 
 def train_with_overflow(rank: int, config: Any) -> Records:
     """Train with an infinite gradient in one step, on the last rank alone."""
-    world = derive(config).world_size
+    world = config.world_size
     gradients.scale = _spoil(gradients.scale, world - 1 == rank)
     process_group.join(world, torch.device("cpu"), 120.0)
     return record_all(rank, config)
@@ -66,7 +65,7 @@ def test_one_overflow_skips_the_step_everywhere(
 ) -> None:
     write_tokens(tmp_path)
     config = make(tmp_path, stage, degrees)
-    records = run_ranks(train_with_overflow, derive(config).world_size, config)[0]
+    records = run_ranks(train_with_overflow, config.world_size, config)[0]
     scales = [record["loss_scale"] for record in records]
     skipped = [record["skipped_steps"] for record in records]
     assert skipped == [0] * (OVERFLOWS_AT - 1) + [1] * (len(records) - OVERFLOWS_AT + 1)

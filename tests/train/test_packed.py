@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import IGNORED, Batch
 from nanoscale.data.dataset import open_data
 from nanoscale.models.initialization import initialise
@@ -33,7 +32,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[str, Any]) -> None:
     documents, answers = write_documents(tmp_path)
     config = make_config(tmp_path, data=packed_data(tmp_path), parallel=degrees)
-    found = run_ranks(evaluate, derive(config).world_size, config)
+    found = run_ranks(evaluate, config.world_size, config)
     model = Transformer(SHAPE).double()
     initialise(model, SHAPE, seed=3)
     total, count = 0.0, 0
@@ -52,16 +51,16 @@ def test_an_evaluation_is_of_each_document_alone(tmp_path: Path, degrees: dict[s
         assert (loss_sum, tokens_, norm) == (0.0, 1.0, 0.0)
 
 
-def evaluate(rank: int, config: Config) -> tuple[Any, Any, Any]:
+def evaluate(rank: int, config: ResolvedConfig) -> tuple[Any, Any, Any]:
     """Evaluate all samples, and one without a loss; and train a step of such ones."""
-    process_group.join(derive(config).world_size, torch.device("cpu"), 120.0)
+    process_group.join(config.world_size, torch.device("cpu"), 120.0)
     engine = make_engine(config, torch.device("cpu"))
     loader = open_data(config.data, config.train, SHAPE.vocab).train
-    batches = loader.valid_batches(SAMPLES, 0, 1, engine.sizes.micro_batch)
+    batches = loader.valid_batches(SAMPLES, 0, 1, engine.config.train.micro_batch)
     everything = engine.evaluate(batches)
-    batch = loader.batch(range(engine.sizes.micro_batch))
+    batch = loader.batch(range(engine.config.train.micro_batch))
     nothing = Batch(batch.inputs, np.full_like(batch.targets, IGNORED), batch.documents)
     empty = engine.evaluate([(nothing, len(nothing))])
-    step = engine.train_step([nothing] * engine.sizes.accumulation, 1e-3)
+    step = engine.train_step([nothing] * engine.config.accumulation, 1e-3)
     figures = step.loss_sum.item(), float(step.tokens), step.grad_norm.item()
     return everything, empty, figures

@@ -21,7 +21,7 @@ from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.hf import load
 from nanoscale.config.deepspeed import deepspeed_settings
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.models import lora
 from nanoscale.models.transformer import Transformer
@@ -32,7 +32,7 @@ from nanoscale.parallel.mesh import context_group
 class DeepSpeedEngine(Engine):
     """DeepSpeed's engine around our model, or around one stage of it."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         library = load_deepspeed(device)
         self.stage = config.zero.stage
@@ -205,7 +205,7 @@ class DeepSpeedEngine(Engine):
     def _share(self, loss_sum: Tensor) -> Tensor:
         """Return a micro batch's loss, scaled for DeepSpeed's mean over micro batches and ranks."""
         self._loss_sum += loss_sum.detach()
-        parts = self.sizes.accumulation * self.sizes.dp * self.config.parallel.cp
+        parts = self.config.accumulation * self.config.parallel.dp * self.config.parallel.cp
         return self._mean(loss_sum, parts)
 
     def _set_scale(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 
 
 class Groups:
@@ -15,9 +15,8 @@ class Groups:
     sequence parallelism would average gradients by different divisors in different stages of ZeRO.
     """
 
-    def __init__(self, config: Config, device_type: str) -> None:
+    def __init__(self, config: ResolvedConfig, device_type: str) -> None:
         parallel = config.parallel
-        assert isinstance(parallel.dp, int), "the launcher freezes a number"
         names = ("pp", "data", "tp")
         shape = (parallel.pp, parallel.dp * parallel.cp, parallel.tp)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)

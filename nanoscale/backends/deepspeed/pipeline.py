@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from nanoscale.config.schema import Parallel
+from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
@@ -37,7 +37,7 @@ class FromQueue(nn.Module):
 def make_module(
     stage: Transformer,
     number: int,
-    parallel: Parallel,
+    parallel: ResolvedParallel,
     loss: Loss,
     waiting: deque[Named],
 ) -> Any:
@@ -48,7 +48,6 @@ def make_module(
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-    assert isinstance(parallel.dp, int)
     layers: list[nn.Module] = [nn.Identity() for _ in range(parallel.pp)]
     layers[number] = FromQueue(stage, waiting)
     return PipelineModule(

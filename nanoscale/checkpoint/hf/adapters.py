@@ -14,7 +14,7 @@ from nanoscale.checkpoint.store import DamagedCheckpointError, list_checkpoints
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config import lora
 from nanoscale.config.hf.safetensors_headers import BadFileError
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ Read = Callable[[str, tuple[int, ...]], "Tensor"]
 _KEY = "model.init_from"
 
 
-def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]) -> None:
+def require_same_base(config: ResolvedConfig, base: str | None, manifest: dict[str, Any]) -> None:
     """Raise a UserError unless `base` is the fingerprint of the weights that the adapters belong to."""
     if manifest.get("base") != base:
         folder = config.model.init_from
@@ -34,7 +34,7 @@ def require_same_base(config: Config, base: str | None, manifest: dict[str, Any]
         raise UserError("model", f"{_KEY}={folder} {found}", [Violation(_KEY, folder, "", found)])
 
 
-def require_base(config: Config, checkpoints: Path) -> None:
+def require_base(config: ResolvedConfig, checkpoints: Path) -> None:
     """Compare the folder of the frozen weights with a run's newest checkpoint, if it has any.
 
     Raises:
@@ -46,7 +46,7 @@ def require_base(config: Config, checkpoints: Path) -> None:
             return
 
 
-def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> None:
+def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], instead: str) -> None:
     """Compare the folder of the frozen weights with one checkpoint; `instead` is the advice if it has moved."""
     folder = str(config.model.init_from)
     try:
@@ -63,7 +63,7 @@ def require_base_of(config: Config, manifest: dict[str, Any], instead: str) -> N
 class Merged:
     """The weights W + alpha/rank · B·A, computed in fp32 or better, one at a time."""
 
-    def __init__(self, config: Config, read: Read) -> None:
+    def __init__(self, config: ResolvedConfig, read: Read) -> None:
         self._config, self._read = config, read
         self._found = find(Path(str(config.model.init_from)), config.model)
         self._sizes = shapes(config.model)

@@ -27,7 +27,8 @@ from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.safetensors_headers import INDEX, WIDTH, Shapes
 from nanoscale.config.hf.shape import UnsupportedError, write_shape
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.models.hf_model import PREFIX
 
@@ -56,7 +57,7 @@ class Exported:
 
 def export(
     stored: StoredCheckpoint,
-    config: Config,
+    config: ResolvedConfig,
     out: Path,
     dtype: str,
     largest: int,
@@ -213,7 +214,9 @@ def _write_json(file: Path, document: dict[str, Any]) -> None:
 class _Source:
     """The Hugging Face tensors, made from those of a checkpoint one after another."""
 
-    def __init__(self, path: Path, config: Config, tensors: Tensors, kind: str, note: Note) -> None:
+    def __init__(
+        self, path: Path, config: ResolvedConfig, tensors: Tensors, kind: str, note: Note
+    ) -> None:
         self.kind = kind
         self._note = note
         self._reader = Reader(path)

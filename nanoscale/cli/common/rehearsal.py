@@ -9,7 +9,7 @@ from nanoscale.cli.common.output import saying
 from nanoscale.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
-    from nanoscale.config.schema import Config
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.launch.request import Request
 
 STEPS = 2
@@ -52,17 +52,16 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
 
 def rehearsal_lines(request: Request) -> list[str]:
     """Return whether a job of several ranks was rehearsed, in a line to show; nothing for one rank."""
-    from nanoscale.config.derive import derive
     from nanoscale.view.rehearsal.text import verdict
 
-    if derive(request.config).world_size == 1 or request.config.backend.name == "deepspeed":
+    if request.config.world_size == 1 or request.config.backend.name == "deepspeed":
         return []
     if request.program is None:
         return ["not rehearsed: --rehearse plays every kind of rank before the launch"]
     return [f"rehearsed: {verdict(request.program)}"]
 
 
-def rehearsed(config: Config, ranks: str, steps: int) -> dict[str, Any]:
+def rehearsed(config: ResolvedConfig, ranks: str, steps: int) -> dict[str, Any]:
     """Return the result of a rehearsal, from the cache if the same code has played it before.
 
     Args:
@@ -89,7 +88,7 @@ def rehearsed(config: Config, ranks: str, steps: int) -> dict[str, Any]:
     return result
 
 
-def device_of(config: Config) -> tuple[dict[str, Any] | None, int]:
+def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
     """Return the description of the job's GPUs, and the bytes of each that are not PyTorch's; None for CPUs."""
     from nanoscale.config.hardware.data_sheets import described
 
@@ -117,7 +116,7 @@ _CAPABILITIES = {
 """CUDA's compute capability of devices that are not of Hopper's generation."""
 
 
-def _refuse_deepspeed(config: Config) -> None:
+def _refuse_deepspeed(config: ResolvedConfig) -> None:
     if config.backend.name == "deepspeed":
         what = (
             "DeepSpeed's own extensions need the devices, so only the native backend is rehearsed"
@@ -126,16 +125,15 @@ def _refuse_deepspeed(config: Config) -> None:
         raise UserError("config", what, [wrong])
 
 
-def _played_ranks(config: Config, asked: str) -> dict[int, int]:
+def _played_ranks(config: ResolvedConfig, asked: str) -> dict[int, int]:
     """Return the ranks to play, and how many each stands for.
 
     Raises:
         UserError: there are no such ranks.
     """
-    from nanoscale.config.derive import derive
     from nanoscale.rehearse.kinds import distinct_ranks
 
-    world = derive(config).world_size
+    world = config.world_size
     if asked == "distinct":
         return distinct_ranks(config)
     if asked == "all":

@@ -11,6 +11,7 @@ from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.common.errors import Violation
+    from nanoscale.config.schema import Config
     from nanoscale.config.values.composed import Composed
 
 
@@ -31,7 +32,7 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     from nanoscale.runs.trust import executed, is_signed
 
     try:
-        config = load(file)
+        config: Config = load(file)
     except UserError:  # it is not a configuration of a run, and may choose groups like a recipe
         config = compose().config
     values = executed(config)

@@ -18,7 +18,7 @@ from nanoscale.common.units import byte_size
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.schema import Config
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="Show, verify and export the checkpoints of a run.")
@@ -197,7 +197,7 @@ def export_checkpoint(
         display.show("  without a tokenizer: data.tokenizer is not set for the tokens of this run")
 
 
-def _with_base(config: Config, base: Path | None) -> Config:
+def _with_base(config: ResolvedConfig, base: Path | None) -> ResolvedConfig:
     from dataclasses import replace
 
     from nanoscale.common.errors import UserError

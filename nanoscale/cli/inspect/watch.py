@@ -77,7 +77,6 @@ def _follow(run: RunDirectory, view: LiveView) -> Job | None:
 def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
     """Show a launcher's events until it releases the run."""
     from nanoscale.config.composing.frozen import load
-    from nanoscale.config.derive import derive
     from nanoscale.runs import lock
 
     shown = 0
@@ -85,7 +84,7 @@ def _follow_launcher(run: RunDirectory, owner: Owner, view: LiveView) -> None:
         plan = _current_plan(run)
         if plan is not None and plan.attempt != shown:
             shown = plan.attempt
-            view.join(plan, derive(load(run.config)).steps)
+            view.join(plan, load(run.config).train.steps)
         if shown:
             view.poll()
         time.sleep(_LOOK_S)

@@ -15,7 +15,6 @@ from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration
-from nanoscale.config.derive import derive
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED, Outcome
@@ -128,15 +127,14 @@ def show_plan(
     from nanoscale.view.run.launch_text import document, print_plan
 
     config = request.config
-    derived = derive(config)
-    plan = plan_launch(config, run, number, derived.world_size, request.hosts)
+    plan = plan_launch(config, run, number, config.world_size, request.hosts)
     size = parameters(config.model)
     saving = saving_of(request)
     if as_json:
-        shown = document(plan, config, derived, size, run, request.plan, saving)
+        shown = document(plan, config, size, run, request.plan, saving)
         print_json({**shown, "rehearsed": request.program is not None, **refusals.document()})
     else:
-        print_plan(console(), plan, config, derived, size, run, request.plan, saving)
+        print_plan(console(), plan, config, size, run, request.plan, saving)
         for line in rehearsal_lines(request):
             display.show(line)
     return refusals.show()

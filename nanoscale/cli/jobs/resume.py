@@ -14,7 +14,7 @@ from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.schema import Config
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.request import Request
     from nanoscale.runs.directory import RunDirectory
@@ -184,7 +184,7 @@ def _require_recorded(
         raise UserError("checkpoint", message, violations)
 
 
-def _restored(stored: StoredCheckpoint | None, new: Config) -> set[str]:
+def _restored(stored: StoredCheckpoint | None, new: ResolvedConfig) -> set[str]:
     """Return the keys that have the value of the checkpoint."""
     from nanoscale.checkpoint.configuration import IN_MANIFEST, values
 
@@ -192,7 +192,7 @@ def _restored(stored: StoredCheckpoint | None, new: Config) -> set[str]:
     return {key for key, value in values(new).items() if key in recorded and recorded[key] == value}
 
 
-def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+def differences(old: ResolvedConfig, new: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
     """Return the keys whose values differ, with the old and the new one."""
     from dataclasses import asdict
 
@@ -212,7 +212,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _say_what_differs(old: Config, new: Config) -> None:
+def _say_what_differs(old: ResolvedConfig, new: ResolvedConfig) -> None:
     from nanoscale.config.violations import shown
 
     for key, (was, now) in differences(old, new).items():
@@ -252,30 +252,27 @@ def _say_where_from(run: RunDirectory) -> None:
     display.note("there is no checkpoint yet: starting from the beginning")
 
 
-def _is_complete(run: RunDirectory, previous: Config, config: Config) -> bool:
-    from nanoscale.config.derive import derive
+def _is_complete(run: RunDirectory, previous: ResolvedConfig, config: ResolvedConfig) -> bool:
     from nanoscale.runs import status
 
     if status.read(run).state != "completed":
         return False
     if _ended_early(run, previous) and config.train.stop_when != previous.train.stop_when:
         return False
-    return derive(config).steps <= derive(previous).steps
+    return config.train.steps <= previous.train.steps
 
 
-def _ended_early(run: RunDirectory, config: Config) -> int | None:
+def _ended_early(run: RunDirectory, config: ResolvedConfig) -> int | None:
     """Return the last step of a completed run that `train.stop_when` ended; None if it trained all steps."""
-    from nanoscale.config.derive import derive
     from nanoscale.runs import metrics
 
     last = metrics.last(run)
-    return last["step"] if last and last["step"] < derive(config).steps else None
+    return last["step"] if last and last["step"] < config.train.steps else None
 
 
-def _complete(run: RunDirectory, config: Config) -> str:
-    from nanoscale.config.derive import derive
+def _complete(run: RunDirectory, config: ResolvedConfig) -> str:
 
-    steps = derive(config).steps
+    steps = config.train.steps
     if step := _ended_early(run, config):
         off = "train.stop_when.patience=0 train.stop_when.eval_loss=null"
         return (
@@ -288,7 +285,7 @@ def _complete(run: RunDirectory, config: Config) -> str:
     )
 
 
-def _say_complete(run: RunDirectory, config: Config, as_json: bool) -> None:
+def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> None:
     from nanoscale.cli.jobs.attempt import document
     from nanoscale.launch.lifecycle.attempt import Outcome
 

@@ -230,27 +230,25 @@ def _show(batch: BatchJob, variants: list[Variant], refusals: Refusals, as_json:
     import shutil
 
     from nanoscale.cli.common.request import saving_lines, saving_of
-    from nanoscale.config.derive import derive
     from nanoscale.config.model_math import parameters
     from nanoscale.config.rules.resolution import counted
     from nanoscale.view.run.launch_text import derived_values, settings
 
     config, nodes = batch.requests[0].config, batch.requests[0].hosts
-    derived = derive(config)
     if as_json:
         document = {
-            "world_size": derived.world_size,
+            "world_size": config.world_size,
             "nodes": config.launcher.nodes or 1,
             "devices": config.launcher.devices,
             "settings": settings(config),
-            "derived": derived_values(derived, parameters(config.model)),
+            "derived": derived_values(config, parameters(config.model)),
             "text": batch.script,
             "checkpoints": saving_of(batch.requests[0]).document(),
         }
         print_json({**document, **_document(batch, variants), **refusals.document()})
         return
     display.content(batch.script)
-    worlds = {derive(one.config).world_size for one in batch.requests}
+    worlds = {one.config.world_size for one in batch.requests}
     ranks = " or ".join(map(str, sorted(worlds)))
     display.note(f"{ranks} ranks on {counted(len(nodes), 'node')}")
     if batch.is_array:

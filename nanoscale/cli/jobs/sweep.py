@@ -317,14 +317,13 @@ def _slots(requests: Sequence[Request], at_once: int | None) -> tuple[int, list[
         UserError: this machine has no devices for that many.
     """
     from nanoscale.common.errors import UserError
-    from nanoscale.config.derive import derive
 
     if not requests:
         return at_once or 1, []
     config = requests[0].config
     if config.launcher.name != "local" or config.launcher.device != "cuda":
         return at_once or 1, []
-    ranks = max(derive(one.config).world_size for one in requests)
+    ranks = max(one.config.world_size for one in requests)
     room = max(1, requests[0].devices.count // ranks)
     if at_once is not None and at_once > room:
         raise UserError(
@@ -348,19 +347,16 @@ def _say_plan(
 ) -> None:
     """Say how many trials are left, and how long they take by the plan."""
     from nanoscale.common.units import duration
-    from nanoscale.config.derive import derive
 
     count = len(trials) if settings.sampler == "grid" else settings.trials or 0
     text = f"sweep {sweep.name}: {count} trials, {slots} at once"
     seconds = [
-        one.plan["step_time_s"] * derive(one.config).steps
-        for one in requests
-        if one.plan is not None
+        one.plan["step_time_s"] * one.config.train.steps for one in requests if one.plan is not None
     ]
     if seconds:
         left = len(requests) if settings.sampler == "grid" else count
         mean = sum(seconds) / len(seconds)
-        ranks = max(derive(one.config).world_size for one in requests)
+        ranks = max(one.config.world_size for one in requests)
         text += (
             f"; the plan expects {duration(mean)} each, {duration(mean * left / slots)} for "
             f"{left} of them, {mean * left * ranks / 3600:.3g} device hours"

@@ -15,7 +15,7 @@ from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
-    from nanoscale.config.schema import Config
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.composed import Composed
 
 _RECORDED = 3
@@ -93,7 +93,7 @@ def _refuse_profile(composed: Composed) -> None:
         )
 
 
-def _measured(config: Config, steps: int) -> Config:
+def _measured(config: ResolvedConfig, steps: int) -> ResolvedConfig:
     """Return the ranks' configuration: random weights take as long, and the schedule fits all steps."""
     assert config.train.steps is not None
     train = replace(config.train, steps=max(config.train.steps, steps), sample_tokens=0)

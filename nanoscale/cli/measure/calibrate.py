@@ -16,7 +16,8 @@ from nanoscale.common.units import GIB
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.hardware.data_sheets import CPU, recognise
-from nanoscale.config.schema import Cluster, Config
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Cluster
 from nanoscale.config.violations import override
 from nanoscale.plan.calibration import KNOBS, Calibration, Observation, calibrate, predicted
 from nanoscale.plan.hardware.hardware import hardware_of
@@ -146,7 +147,7 @@ def _read(run: RunDirectory, cluster: Cluster | None) -> _Run:
     return _Run(device, told, Observation(run.reference, config, hardware_of(config), told.seconds))
 
 
-def _device(run: RunDirectory, config: Config, cluster: Cluster | None) -> str:
+def _device(run: RunDirectory, config: ResolvedConfig, cluster: Cluster | None) -> str:
     """Return the table's name of a run's device; for unlisted devices, that of the command line."""
     if config.launcher.device == "cpu":
         return CPU

@@ -19,8 +19,8 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
+    from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.rules import Host
-    from nanoscale.config.schema import Config
 
 
 def eval(
@@ -146,7 +146,7 @@ def _loss(
 
 def _of_run(
     name: str, line: CommandLine, step: int | None
-) -> tuple[Config, tuple[Host, ...], StoredCheckpoint]:
+) -> tuple[ResolvedConfig, tuple[Host, ...], StoredCheckpoint]:
     """Return the run's configuration with the changes, checked against the machines, and the checkpoint."""
     from nanoscale.checkpoint.configuration import require_model
     from nanoscale.checkpoint.store import find_checkpoint
@@ -169,7 +169,7 @@ def _of_run(
     return replace(config, model=replace(config.model, init_from=None)), hosts, stored
 
 
-def _of_folder(folder: Path, line: CommandLine) -> tuple[Config, tuple[Host, ...]]:
+def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[Host, ...]]:
     """Return a configuration that starts from the weights of a Hugging Face folder."""
     from nanoscale.config.violations import override
     from nanoscale.launch.preflight.pretrained import with_weights
@@ -182,9 +182,10 @@ def _of_folder(folder: Path, line: CommandLine) -> tuple[Config, tuple[Host, ...
     return with_weights(checked.composed, checked.config, fetch=True), checked.hosts
 
 
-def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+def _document(
+    config: ResolvedConfig, task: dict[str, Any], figures: dict[str, Any]
+) -> dict[str, Any]:
     """Return the document of `eval --json`. Values that are not finite are null."""
-    from nanoscale.config.derive import derive
 
     parts = [_part(part) for part in figures["parts"]]
     shares = [part["share"] for part in figures["parts"]]
@@ -199,7 +200,7 @@ def _document(config: Config, task: dict[str, Any], figures: dict[str, Any]) -> 
         **{name: sum(part[name] for part in parts) for name in ("samples", "tokens", "seconds")},
         "bytes": alone and alone["bytes"],
         "sources": [] if alone else [part | {"loss": _finite(part["loss"])} for part in parts],
-        "world_size": derive(config).world_size,
+        "world_size": config.world_size,
         "data": figures["data"],
     }
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from nanoscale.common.errors import Violation
 from nanoscale.config import reference
 from nanoscale.config.composing.interpolation import escape, escaped, unescaped
-from nanoscale.config.composing.reopen import resolved, unknown_names
+from nanoscale.config.composing.reopen import requested_values, unknown_names
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config
 from nanoscale.config.values.convert import to_config, unknown_key
 from nanoscale.config.values.yaml_file import read, to_yaml
@@ -36,12 +37,12 @@ def dump(config: Config, requested: Config | None = None) -> str:
     """
     final = asdict(config)
     text = HEADER + to_yaml(escaped(final))
-    opened = resolved(asdict(requested), final) if requested is not None else {}
+    opened = requested_values(asdict(requested), final) if requested is not None else {}
     opened = {key: escape(key, value) for key, value in opened.items()}
     return text + (RESOLVED + to_yaml({"resolved": opened}) if opened else "")
 
 
-def load(path: Path) -> Config:
+def load(path: Path) -> ResolvedConfig:
     """Read a frozen configuration.
 
     Raises:
@@ -57,4 +58,4 @@ def load(path: Path) -> Config:
         sources = {name: document.source(f"resolved.{name}") for name in unknown}
         refuse([unknown_key(name, value, sources[name]) for name, value in unknown.items()])
     content = {name: value for name, value in document.content.items() if name != "resolved"}
-    return to_config(unescaped(content), document.source)
+    return resolved(to_config(unescaped(content), document.source))

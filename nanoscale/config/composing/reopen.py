@@ -56,7 +56,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""
 
 
-def resolved(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str, Any]:
+def requested_values(requested: Mapping[str, Any], final: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that check() resolved, with their requested values."""
     return {
         f"{section}.{name}": requested[section][name]

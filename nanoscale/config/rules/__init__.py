@@ -11,6 +11,7 @@ from typing import Literal, NoReturn
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.machines import Host
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.rules import (
     any_model,
     backends,
@@ -64,7 +65,7 @@ def check(
     devices: Devices,
     hosts: tuple[Host, ...] = (),
     searched: frozenset[str] = frozenset(),
-) -> Config:
+) -> ResolvedConfig:
     """Apply every rule to the configuration and resolve keys that were left open.
 
     Args:
@@ -113,7 +114,7 @@ def check(
     if resolution.violations:
         _refuse(resolution)
     parallel = resolution.config.parallel
-    return replace(
+    final = replace(
         resolution.config,
         run=run,
         parallel=replace(parallel, virtual_stages=virtual_stages(parallel)),
@@ -123,6 +124,7 @@ def check(
         scheduler=scheduler,
         data=data,
     )
+    return resolved(final)
 
 
 def _compile(config: Config, device: Literal["cpu", "cuda"]) -> Literal["on", "off"]:

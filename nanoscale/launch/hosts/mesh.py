@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 
 from nanoscale.config.layout import coordinates
-from nanoscale.config.schema import Parallel
+from nanoscale.config.resolved import ResolvedParallel
 
 AXES = ("pp", "dp", "cp", "tp")
 """The axes, the slowest first."""
@@ -46,7 +46,7 @@ class Mesh:
         return " × ".join(f"{axis} {self.axes[axis]}" for axis in self.used) or "one rank"
 
 
-def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: Parallel) -> Mesh:
+def arrange(hosts: Iterable[tuple[str, tuple[int, ...]]], parallel: ResolvedParallel) -> Mesh:
     """Return the mesh of a resolved layout; `hosts` lists each with its ranks."""
     places = [
         Place(rank, host, local, **asdict(coordinates(rank, parallel)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Parallel
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
@@ -111,11 +112,14 @@ def _plan(members: Sequence[Member], config: Config) -> LaunchPlan:
     return plan_launch(_laid_out(config, world), NO_RUN, 1, world, hosts, port)
 
 
-def _laid_out(config: Config, world: int) -> Config:
-    return replace(config, parallel=Parallel(dp=world))
+def _laid_out(config: Config, world: int) -> ResolvedConfig:
+    """Return a configuration of replicas, which trains nothing."""
+    layout = Parallel(dp=world, virtual_stages=1)
+    train = replace(config.train, micro_batch=1, steps=1)
+    return resolved(replace(config, parallel=layout, train=train))
 
 
-def _ranks_config(config: Config, world: int) -> Config:
+def _ranks_config(config: Config, world: int) -> ResolvedConfig:
     launcher = replace(config.launcher, collective_timeout_s=time_limit_s(world) / 2)
     return _laid_out(replace(config, launcher=launcher), world)
 

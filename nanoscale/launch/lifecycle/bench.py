@@ -13,11 +13,10 @@ from typing import Any
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.derive import derive
 from nanoscale.config.hardware.data_sheets import kind, peak_of
 from nanoscale.config.hf.any_model import has_experts
 from nanoscale.config.model_math import parameters, trained_flops_per_token
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.fleet.signals import unwinding
 from nanoscale.runs import fence, metrics
 from nanoscale.runs.directory import RunDirectory
@@ -40,7 +39,7 @@ _MEASURE = "nanoscale bench"
 
 
 @contextmanager
-def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
+def room_for_checkpoint(config: ResolvedConfig) -> Iterator[Path | None]:
     """Provide a folder beside the runs for the checkpoint to measure; None if none is requested.
 
     The folder of runs is where checkpoints are written, and all hosts share it.
@@ -63,16 +62,16 @@ def room_for_checkpoint(config: Config) -> Iterator[Path | None]:
                 path.rmdir()
 
 
-def document(config: Config, measured: Document, plan: Document | None) -> Document:
+def document(config: ResolvedConfig, measured: Document, plan: Document | None) -> Document:
     """Return the document of `bench --json`, from the ranks' measurements.
 
     Args:
         plan: the prediction; None if there is none.
     """
-    sizes, layout, times = derive(config), config.parallel, measured["times_s"]
+    layout, times = config.parallel, measured["times_s"]
     seconds = median(times)
-    speed = sizes.tokens_per_step / fmean(times)
-    each = speed / sizes.world_size
+    speed = config.tokens_per_step / fmean(times)
+    each = speed / config.world_size
     checkpoint = measured["checkpoint"]
     if checkpoint and "stall_s" in checkpoint:
         between = config.checkpoint.every * seconds
@@ -91,13 +90,13 @@ def document(config: Config, measured: Document, plan: Document | None) -> Docum
         },
         "compile": config.backend.compile,
         "activation_checkpointing": layout.activation_checkpointing,
-        "world_size": sizes.world_size,
+        "world_size": config.world_size,
         "device": measured["device"],
-        "global_batch": sizes.global_batch,
-        "micro_batch": sizes.micro_batch,
-        "accumulation": sizes.accumulation,
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch,
+        "accumulation": config.accumulation,
         "seq_len": config.train.seq_len,
-        "tokens_per_step": sizes.tokens_per_step,
+        "tokens_per_step": config.tokens_per_step,
         "steps": len(times),
         "step_time_s": seconds,
         "step_time_mean_s": fmean(times),
@@ -117,7 +116,9 @@ def document(config: Config, measured: Document, plan: Document | None) -> Docum
     }
 
 
-def _use(config: Config, measured: Document, each: float, plan: Document | None) -> Document:
+def _use(
+    config: ResolvedConfig, measured: Document, each: float, plan: Document | None
+) -> Document:
     """Return the utilisation of the device: of its peak, and of its measured rate of large products."""
     name = None if measured["device"] == "cpu" else measured["device"]
     peak, rate = peak_of(config, name), measured["matmul_flops"]
@@ -139,7 +140,7 @@ def _use(config: Config, measured: Document, each: float, plan: Document | None)
     }
 
 
-def _computed_again(config: Config, plan: Document | None) -> float | None:
+def _computed_again(config: ResolvedConfig, plan: Document | None) -> float | None:
     """Return all FLOPs over the model's, which do not depend on the speed; None if unknown."""
     if config.parallel.activation_checkpointing == "none":
         return 1.0
@@ -185,8 +186,7 @@ def _of_run(run: RunDirectory) -> Document:
             "run",
             f"--compare {run.reference}: it has logged no steps after the first {WARM_UP}",
         )
-    sizes = derive(config)
-    speed = sizes.tokens_per_step / told.seconds
+    speed = config.tokens_per_step / told.seconds
     last = metrics.last(run) or {}
     scale = last.get("mfu") and last["mfu"] / last["tokens_per_s"]
     return {
@@ -194,7 +194,7 @@ def _of_run(run: RunDirectory) -> Document:
         **dict.fromkeys(COMPARED),
         "step_time_s": told.seconds,
         "tokens_per_s": speed,
-        "tokens_per_s_per_device": speed / sizes.world_size,
+        "tokens_per_s_per_device": speed / config.world_size,
         "mfu": scale and scale * speed,
         "memory_gib": told.memory_gib,
     }

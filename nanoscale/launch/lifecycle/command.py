@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanoscale.config.machines import Host
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Config
 from nanoscale.launch.hosts.mesh import Mesh, Place, arrange
 from nanoscale.launch.transport.transport import transport_of
@@ -114,7 +115,7 @@ def _tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan_launch(
-    config: Config,
+    config: ResolvedConfig,
     run: RunDirectory,
     attempt: int,
     world_size: int,

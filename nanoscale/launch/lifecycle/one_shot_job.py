@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.config.composing.frozen import dump
-from nanoscale.config.derive import derive
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Host
-from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.lifecycle.command import LaunchPlan, here, passed_on, plan_launch
@@ -32,7 +31,7 @@ class OneShotJobError(Exception):
 
 def run_one_shot_job(
     job: str,
-    config: Config,
+    config: ResolvedConfig,
     hosts: tuple[Host, ...],
     task: dict[str, Any],
     on_line: Callable[[str], None],
@@ -51,7 +50,7 @@ def run_one_shot_job(
         OneShotJobError: it failed otherwise.
     """
     hosts = hosts or (here(config),)
-    world = derive(config).world_size
+    world = config.world_size
     with Fleet(config, hosts, Path(config.run.root).absolute()) as fleet:
         fleet.prepare(passed_on(config, world, os.environ), will_launch=True, job=job)
         fleet.gather()
@@ -67,7 +66,7 @@ def execute(
     fleet: Fleet,
     members: Sequence[Member],
     plan: LaunchPlan,
-    config: Config,
+    config: ResolvedConfig,
     job: str,
     task: dict[str, Any] | None = None,
     on_line: Callable[[str], None] = lambda _: None,

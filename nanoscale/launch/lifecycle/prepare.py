@@ -20,8 +20,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.composing.interpolation import variables
 from nanoscale.config.deepspeed import deepspeed_settings
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.rules import Devices
-from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
 from nanoscale.launch.request import Request
@@ -50,7 +50,7 @@ _PACKAGES = (
 )
 
 
-def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
+def name_run(composed: Composed, config: ResolvedConfig, *, repeats: bool) -> ResolvedConfig:
     """Name the run: the requested name, or an unused one.
 
     Args:
@@ -66,7 +66,7 @@ def name_run(composed: Composed, config: Config, *, repeats: bool) -> Config:
     return replace(config, run=replace(config.run, name=name))
 
 
-def check_new_run(config: Config) -> None:
+def check_new_run(config: ResolvedConfig) -> None:
     """Check that a named run can be created. Writes nothing.
 
     Raises:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.nodes import elastic, node_range
-from nanoscale.config.derive import derive
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check
 from nanoscale.config.rules.resolution import counted
@@ -84,7 +83,7 @@ class Supervisor:
         members = self._members(number)
         self._plan = plan = self._make_plan(number, members)
         self._begin(plan)
-        self.view.begin(plan, derive(self.request.config).steps)
+        self.view.begin(plan, self.request.config.train.steps)
         return Attempt(
             lock=self.lock,
             plan=plan,
@@ -130,7 +129,7 @@ class Supervisor:
             config,
             self.run,
             number,
-            derive(config).world_size,
+            config.world_size,
             self.request.hosts,
             facts["port"] if facts else None,
         )
@@ -219,6 +218,6 @@ def prepare(
 ) -> None:
     """Let the hosts prepare and send their facts, until all have answered or are lost, or a signal comes."""
     config = request.config
-    environment = passed_on(config, derive(config).world_size, os.environ)
+    environment = passed_on(config, config.world_size, os.environ)
     fleet.prepare(environment, will_launch=True)
     fleet.gather(limit_s, lambda: signals.first is not None)

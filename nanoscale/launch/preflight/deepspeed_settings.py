@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 from nanoscale.common.errors import Violation
 from nanoscale.config.deepspeed import OWNED, deepspeed_settings
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override, refuse
 
 
-def check_extra(composed: Composed, config: Config) -> None:
+def check_extra(composed: Composed, config: ResolvedConfig) -> None:
     """Check `backend.extra` with DeepSpeed's own class; it takes seconds, and runs only if the key is set.
 
     Raises:

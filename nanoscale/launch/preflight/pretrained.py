@@ -15,12 +15,12 @@ from nanoscale.config.hf import any_model
 from nanoscale.config.hf.pretrained import KEY, NoSuchModelError, is_folder, locate, refuse_model
 from nanoscale.config.hf.safetensors_headers import BadFileError
 from nanoscale.config.hf.shape import HEAD, has_own_head
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import refuse
 
 
-def with_weights(composed: Composed, config: Config, *, fetch: bool) -> Config:
+def with_weights(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration with the folder of `model.init_from`, whose files hold what the model needs.
 
     Headers are read, not the weights. With `fetch`, a name's files are downloaded from the hub; else they are
@@ -55,7 +55,7 @@ def _refuse_tied(composed: Composed, folder: Path) -> NoReturn:
     refuse([found], kind="model")
 
 
-def _with_foreign(composed: Composed, config: Config, *, fetch: bool) -> Config:
+def _with_foreign(composed: Composed, config: ResolvedConfig, *, fetch: bool) -> ResolvedConfig:
     """Return the configuration of a transformers model, with the number of its parameters.
 
     Only transformers can check it, in a process that takes seconds.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.nodes import elastic
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.transport.transport import source_path
 from nanoscale.runs.directory import RunDirectory
 
@@ -76,7 +76,7 @@ run=${{runs[$SLURM_ARRAY_TASK_ID]}}
 """
 
 
-def batch_script(config: Config, run: RunDirectory) -> str:
+def batch_script(config: ResolvedConfig, run: RunDirectory) -> str:
     """Return the script of one run.
 
     Args:
@@ -91,7 +91,7 @@ def batch_script(config: Config, run: RunDirectory) -> str:
 
 
 def array_script(
-    config: Config, folder: Path, name: str, count: int, at_once: int | None = None
+    config: ResolvedConfig, folder: Path, name: str, count: int, at_once: int | None = None
 ) -> str:
     """Return one script for several runs with the same request to SLURM; `folder` holds it and the list of
     runs.
@@ -116,7 +116,7 @@ Option = tuple[str, str | None]
 """Name and value of an option of sbatch; None: it takes no value."""
 
 
-def _script(config: Config, options: list[Option], choose: str, run: str) -> str:
+def _script(config: ResolvedConfig, options: list[Option], choose: str, run: str) -> str:
     wanted = config.launcher.slurm
     # Anybody who can change the run's config.yaml can change this script as well.
     call = f"{shlex.join(_launcher(config))} resume --trust {run} &\n"
@@ -133,17 +133,17 @@ def _script(config: Config, options: list[Option], choose: str, run: str) -> str
     return "\n".join(part for part in parts if part)
 
 
-def _launcher(config: Config) -> list[str]:
+def _launcher(config: ResolvedConfig) -> list[str]:
     return [config.cluster.python or sys.executable, "-P", "-m", "nanoscale"]
 
 
-def _exports(config: Config) -> Iterator[tuple[str, str]]:
+def _exports(config: ResolvedConfig) -> Iterator[tuple[str, str]]:
     path = source_path({})
     if config.cluster.python is None and path is not None:
         yield "PYTHONPATH", shlex.quote(path) + "${PYTHONPATH:+:$PYTHONPATH}"
 
 
-def _options(config: Config, name: str, output: str) -> list[Option]:
+def _options(config: ResolvedConfig, name: str, output: str) -> list[Option]:
     """Return the options for SLURM, in the order of the script."""
     launcher, wanted = config.launcher, config.launcher.slurm
     assert isinstance(launcher.devices, int)

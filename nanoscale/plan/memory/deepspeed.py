@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanoscale.common.units import byte_size
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.memory.in_flight_activations import InFlightActivations, fly_all
 from nanoscale.plan.memory.loss import LOGITS_AT_ONCE
 from nanoscale.plan.memory.phases import Phase, RankPhases
@@ -191,7 +191,7 @@ def _taken_apart(
     return phases, host
 
 
-def _overlaps(config: Config) -> bool:
+def _overlaps(config: ResolvedConfig) -> bool:
     asked = config.backend.overlap_comm
     return config.zero.stage == 3 if asked == "auto" else asked == "on"
 

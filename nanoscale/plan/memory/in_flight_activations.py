@@ -58,7 +58,6 @@ def fly_all(
     keeps = [_kept(setting, *pair) for pair in zip(stages, edges, strict=True)]
     if setting.pp == 1 or setting.flat or layout.schedule not in SPLIT_BACKWARD:
         return [_fly(setting, keeps, in_flight, None)]
-    assert isinstance(layout.virtual_stages, int)
     found = moments(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches, rank)
     return [_fly(setting, keeps, moment.held, moment) for moment in found]
 
@@ -157,7 +156,6 @@ def _edges(setting: MemorySetting, stages: Sequence[Stage]) -> Sequence[KeptBoun
     layout = setting.config.parallel
     if setting.pp == 1 or setting.flat:
         return [NONE if stage.last else IN_FLIGHT for stage in stages]
-    assert isinstance(layout.virtual_stages, int)
     ranks = boundaries(layout.schedule, setting.pp, layout.virtual_stages, setting.micro_batches)
     return ranks[_rank(setting, stages)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanoscale.common.units import byte_size
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.deepspeed import deepspeed_phases
 from nanoscale.plan.memory.memory_part import MemoryPart
@@ -83,7 +83,7 @@ class RankMemory:
 
 
 def rank_memory(
-    config: Config,
+    config: ResolvedConfig,
     in_flight: Sequence[Sequence[int]] | None = None,
     *,
     software: Software = NANOSCALE,

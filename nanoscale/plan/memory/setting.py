@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nanoscale.config.derive import derive
 from nanoscale.config.layout import is_replicated
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import shape_of
 from nanoscale.plan.memory.shape import Execution, Shape
@@ -17,7 +16,7 @@ from nanoscale.plan.memory.states import BYTES, BytesPerParameter, bytes_per_par
 class MemorySetting:
     """A job on its ranks. Other software differs from ours in the fields that say so."""
 
-    config: Config
+    config: ResolvedConfig
     states: BytesPerParameter
     shape: Shape
     run: Execution
@@ -58,13 +57,12 @@ class MemorySetting:
     pass begins; None: the logits are never complete."""
 
 
-def setting_of(config: Config, software: Software = NANOSCALE) -> MemorySetting:
+def setting_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MemorySetting:
     """Return the setting of a configuration that `rules.check` has resolved."""
     layout, precision = config.parallel, config.precision
-    sizes = derive(config)
     deepspeed = config.backend.name == "deepspeed"
     compute, params = BYTES[precision.compute], BYTES[precision.params]
-    single = not deepspeed and (sizes.world_size == 1 or is_replicated(config))
+    single = not deepspeed and (config.world_size == 1 or is_replicated(config))
     autocast = compute < params and deepspeed and config.zero.stage == 0
     gpu, compiled = config.launcher.device != "cpu", config.backend.compile == "on"
     run = Execution(
@@ -87,18 +85,18 @@ def setting_of(config: Config, software: Software = NANOSCALE) -> MemorySetting:
     setting = MemorySetting(
         config=config,
         states=bytes_per_parameter(precision, config.optimizer),
-        shape=shape_of(config.model, layout, sizes.micro_batch, config.train.seq_len),
+        shape=shape_of(config.model, layout, config.train.micro_batch, config.train.seq_len),
         run=run,
         compute=compute,
         reduce=BYTES[precision.reduce],
         flat=deepspeed,
         whole_ends=deepspeed,
         single=single,
-        shards=sizes.dp * layout.cp // layout.dp_replicate if stage else 1,
-        peers=sizes.dp * layout.cp,
+        shards=config.parallel.dp * layout.cp // layout.dp_replicate if stage else 1,
+        peers=config.parallel.dp * layout.cp,
         stage=stage,
         pp=layout.pp,
-        micro_batches=sizes.accumulation,
+        micro_batches=config.accumulation,
         gpu=gpu,
         vocabulary=config.model.vocab // (layout.tp if divided else 1),
         vocabulary_parallel=divided,
@@ -145,13 +143,13 @@ def _distributed_optimizer(setting: MemorySetting) -> MemorySetting:
     )
 
 
-def _one_kernel(config: Config) -> bool:
+def _one_kernel(config: ResolvedConfig) -> bool:
     """True if one kernel computes all experts (`models.moe.run_experts`)."""
     ffn = config.model.ffn // config.parallel.tp
     return config.precision.compute == "bf16" and config.model.hidden % 8 == ffn % 8 == 0
 
 
-def _unfused(config: Config, compute: int) -> bool:
+def _unfused(config: ResolvedConfig, compute: int) -> bool:
     """True if PyTorch has no fused attention for this on a GPU, and writes the scores to memory.
 
     Its memory-efficient kernel, the only one for fp32, supports no grouped heads, and none supports fp64. Our

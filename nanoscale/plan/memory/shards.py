@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.config.stages import stage_layers, stages_of
 
 EXPERT_MATRICES = 3
@@ -124,25 +125,27 @@ class RankParameters:
 
 
 def rank_holdings(
-    config: Config, shards: int, whole_ends: bool | None = None
+    config: ResolvedConfig, shards: int, whole_ends: bool | None = None
 ) -> tuple[RankParameters, ...]:
     """Return the parameters of every pipeline rank if `shards` ranks share the weights; `whole_ends` as in
     `rank_stages`."""
     return _rank_holdings(_key(config, whole_ends), shards)
 
 
-def kinds_of_ranks(config: Config, shards: int) -> tuple[RankParameters, ...]:
+def kinds_of_ranks(config: ResolvedConfig, shards: int) -> tuple[RankParameters, ...]:
     """Return one rank of each kind: all ranks of a kind compute equally much."""
     return _kinds(_key(config, None), shards)
 
 
-def all_stages(config: Config) -> list[Stage]:
+def all_stages(config: ResolvedConfig) -> list[Stage]:
     """Return the stages in the model's order."""
     stages = [stage for rank in rank_stages(config) for stage in rank]
     return sorted(stages, key=lambda stage: stage.number)
 
 
-def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[Stage, ...], ...]:
+def rank_stages(
+    config: ResolvedConfig, whole_ends: bool | None = None
+) -> tuple[tuple[Stage, ...], ...]:
     """Return the stages of every pipeline rank, in the order in which tokens pass through them.
 
     `whole_ends`: True if tp leaves embedding and head whole; None: as in the backend.
@@ -153,9 +156,8 @@ def rank_stages(config: Config, whole_ends: bool | None = None) -> tuple[tuple[S
 _Key = tuple[Model, int, int, int, int, str, tuple[int, ...] | None, bool]
 
 
-def _key(config: Config, whole_ends: bool | None) -> _Key:
+def _key(config: ResolvedConfig, whole_ends: bool | None) -> _Key:
     layout = config.parallel
-    assert isinstance(layout.virtual_stages, int), "rules.check has resolved it"
     return (
         config.model,
         layout.tp,

@@ -14,10 +14,11 @@ from itertools import islice
 from typing import Literal, TypeVar
 
 from nanoscale.config import rules
+from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import data_parallel, expert_ranks
 from nanoscale.config.rules.resolution import Rule, divisors
-from nanoscale.config.schema import Config, Parallel
+from nanoscale.config.schema import Parallel
 from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ USUAL: Schedule = "1f1b"
 class SearchSpace:
     """The space of layouts to search."""
 
-    base: Config
+    base: ResolvedConfig
     """Resolved; everything but the layout comes from it."""
     world: int
     island: int
@@ -53,7 +54,7 @@ class SearchSpace:
     """True if compilation may be disabled for a schedule that forbids it."""
 
 
-def shapes(space: SearchSpace) -> Iterator[Config]:
+def shapes(space: SearchSpace) -> Iterator[ResolvedConfig]:
     """Yield degrees and ZeRO stages, with one stage a rank, accumulation still open and no recomputation
     yet."""
     for config in _degrees(space):
@@ -65,8 +66,8 @@ def shapes(space: SearchSpace) -> Iterator[Config]:
 
 
 def _legal(
-    configs: Iterable[Config], changed: Set[str], open_keys: Set[str] = frozenset()
-) -> Iterator[Config]:
+    configs: Iterable[ResolvedConfig], changed: Set[str], open_keys: Set[str] = frozenset()
+) -> Iterator[ResolvedConfig]:
     """Yield the configurations that the rules of the layout allow.
 
     Args:
@@ -82,7 +83,7 @@ def _legal(
             yield config
 
 
-def _compiled(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _compiled(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration compiled as requested, or if that is open, compiled if it can be."""
     backend = config.backend
     modes = [space.base.backend.compile]
@@ -109,7 +110,7 @@ def _due(
     )
 
 
-def micro_batches(space: SearchSpace, config: Config) -> Iterator[Config]:
+def micro_batches(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with micro batches of rising size."""
     train, dp = config.train, data_parallel(config)
     samples = train.global_batch // dp
@@ -120,14 +121,14 @@ def micro_batches(space: SearchSpace, config: Config) -> Iterator[Config]:
     return _legal(batched, {_MICRO_BATCH})
 
 
-def recomputations(space: SearchSpace, config: Config) -> Iterator[Config]:
+def recomputations(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with more and more recomputation."""
     modes = _choices(space, "activation_checkpointing", RECOMPUTATION)
     changed = (_recomputing(config, mode, keep_options=True) for mode in modes)
     return _legal(changed, _RECOMPUTED, {_MICRO_BATCH})
 
 
-def last_resorts(space: SearchSpace, config: Config) -> Iterator[Config]:
+def last_resorts(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with the last options if all else is too large: the recomputation that keeps
     least between the passes, then host memory, which only DeepSpeed offers."""
     if "parallel.activation_checkpointing" not in space.held:
@@ -141,7 +142,9 @@ def last_resorts(space: SearchSpace, config: Config) -> Iterator[Config]:
         yield from _legal([config], _OFFLOADED, {_MICRO_BATCH})
 
 
-def _recomputing(config: Config, mode: Recomputation, *, keep_options: bool = False) -> Config:
+def _recomputing(
+    config: ResolvedConfig, mode: Recomputation, *, keep_options: bool = False
+) -> ResolvedConfig:
     """Return the configuration with a mode, and with its options reset unless they are kept."""
     layout, plain = config.parallel, Parallel()
     every = keep_options and mode == "full"
@@ -155,7 +158,7 @@ def _recomputing(config: Config, mode: Recomputation, *, keep_options: bool = Fa
     return config if changed == layout else replace(config, parallel=changed)
 
 
-def expert_degrees(space: SearchSpace, config: Config) -> Iterator[Config]:
+def expert_degrees(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with each degree of ep, the largest first, which needs least memory.
 
     Degrees stay within an island, unless the key is held. Dense models are unchanged.
@@ -170,7 +173,7 @@ def expert_degrees(space: SearchSpace, config: Config) -> Iterator[Config]:
     return _legal(shared, {"parallel.ep"}, _AFTER_EXPERTS)
 
 
-def schedules(space: SearchSpace, config: Config) -> Iterator[Config]:
+def schedules(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield the configuration with every other schedule."""
     layout = config.parallel
     if layout.pp == 1:
@@ -196,7 +199,7 @@ _SCHEDULES: tuple[Schedule, ...] = (
 )
 
 
-def _degrees(space: SearchSpace) -> Iterator[Config]:
+def _degrees(space: SearchSpace) -> Iterator[ResolvedConfig]:
     """Yield the degrees of tp, pp, cp and the dp that uses all devices."""
     base = replace(space.base, parallel=_plain(space))
     for tensor in _tensor(space, base):
@@ -208,12 +211,12 @@ def _degrees(space: SearchSpace) -> Iterator[Config]:
                     yield from _legal([resolved], {"parallel.dp"}, _AFTER_DP)
 
 
-def _plain(space: SearchSpace) -> Parallel:
+def _plain(space: SearchSpace) -> ResolvedParallel:
     """Return the layout from which the degrees grow: one stage a rank."""
     return replace(space.base.parallel, virtual_stages=1, layers_per_stage=None)
 
 
-def _tensor(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _tensor(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     for tp in _choices(space, "tp", divisors(space.world)):
         if tp <= space.island:
             layouts = (
@@ -224,7 +227,7 @@ def _tensor(space: SearchSpace, config: Config) -> Iterator[Config]:
             yield from islice(_legal(tensor, _TENSOR, _AFTER_TENSOR), 1)
 
 
-def _pipeline(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _pipeline(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     base = space.base.parallel
     for pp in _choices(space, "pp", divisors(space.world // config.parallel.tp)):
         if pp <= LONGEST_PIPELINE:
@@ -237,7 +240,7 @@ def _pipeline(space: SearchSpace, config: Config) -> Iterator[Config]:
             yield replace(config, parallel=layout)
 
 
-def _context(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _context(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     layout, length = config.parallel, config.train.seq_len
     most = max(1, length // SHORTEST_PIECE)
     for cp in _choices(space, "cp", divisors(space.world // (layout.tp * layout.pp))):
@@ -247,7 +250,7 @@ def _context(space: SearchSpace, config: Config) -> Iterator[Config]:
                 yield replace(config, parallel=replace(layout, cp=cp, cp_method=method))
 
 
-def _stages(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _stages(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield ZeRO stages; in a pipeline FSDP2 gathers once a step, with stage 2 as with stage 3."""
     layout, zero = config.parallel, config.zero
     every: tuple[Stage, ...] = (0, 1, 2) if layout.pp > 1 else (0, 1, 2, 3)
@@ -258,7 +261,7 @@ def _stages(space: SearchSpace, config: Config) -> Iterator[Config]:
     return (replace(config, zero=replace(zero, stage=stage)) for stage in every)
 
 
-def _replicas(space: SearchSpace, config: Config) -> Iterator[Config]:
+def _replicas(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedConfig]:
     """Yield one sharded model, or one in each island."""
     layout, dp = config.parallel, data_parallel(config)
     within = space.island // (layout.tp * layout.cp)

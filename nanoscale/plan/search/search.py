@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.predict import (
@@ -139,16 +139,16 @@ class _Tried:
         self.fitting: list[Prediction] = []
         self.considered = 0
         self._least = sys.maxsize
-        self._nearest: tuple[Config, Memory] | None = None
+        self._nearest: tuple[ResolvedConfig, Memory] | None = None
 
-    def add_all(self, space: SearchSpace, shape: Config) -> None:
+    def add_all(self, space: SearchSpace, shape: ResolvedConfig) -> None:
         """Add a shape with each kind of recomputation; if nothing fits, with the last resorts."""
         fits = [self._add(space, config) for config in recomputations(space, shape)]
         if not any(fits):
             for config in last_resorts(space, shape):
                 self._add(space, config)
 
-    def _add(self, space: SearchSpace, recomputed: Config) -> bool:
+    def _add(self, space: SearchSpace, recomputed: ResolvedConfig) -> bool:
         """Add micro batches up to the first that is too large or no faster; True if any fits."""
         fastest = math.inf
         for config in micro_batches(space, recomputed):
@@ -166,7 +166,7 @@ class _Tried:
             fastest = plan.time.seconds
         return fastest < math.inf
 
-    def _note_nearest(self, config: Config, memory: Memory, needed: int) -> None:
+    def _note_nearest(self, config: ResolvedConfig, memory: Memory, needed: int) -> None:
         if needed < self._least:
             self._least, self._nearest = needed, (config, memory)
 

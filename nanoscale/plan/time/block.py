@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.time import collectives, moe, operations
@@ -58,9 +59,8 @@ CUDNN_HEAD_DIM = 128
 """The widest heads for which PyTorch gives attention to cuDNN, backward too."""
 
 
-def slice_of(config: Config, software: Software = NANOSCALE) -> MicroBatchShape:
+def slice_of(config: ResolvedConfig, software: Software = NANOSCALE) -> MicroBatchShape:
     layout, train, precision = config.parallel, config.train, config.precision
-    assert isinstance(train.micro_batch, int)
     mode = layout.activation_checkpointing
     return MicroBatchShape(
         model=config.model,
@@ -82,7 +82,7 @@ def slice_of(config: Config, software: Software = NANOSCALE) -> MicroBatchShape:
     )
 
 
-def attention_kernel(config: Config, software: Software = NANOSCALE) -> str:
+def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> str:
     """Return the kernel whose rate attention has: cudnn where it is asked for, or PyTorch would choose it.
 
     On devices for which PyTorch never chooses it, both have one rate. Single operations (math) are planned at
@@ -461,7 +461,7 @@ def head(hardware: Hardware, part: MicroBatchShape) -> Passes:
     return passes(forward, backward)
 
 
-def recomputed_share(config: Config) -> float:
+def recomputed_share(config: ResolvedConfig) -> float:
     """Return the recomputed share of a stage's blocks."""
     layout = config.parallel
     if layout.activation_checkpointing == "full":

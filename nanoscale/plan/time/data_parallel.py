@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import DTENSOR_S, NANOSCALE, Software
 from nanoscale.plan.memory.shards import RankParameters
@@ -57,10 +57,9 @@ class Plan:
     """The same for the sum over replicas."""
 
 
-def shards(config: Config) -> int:
+def shards(config: ResolvedConfig) -> int:
     """Return the ranks that share the optimizer states of a parameter."""
     layout = config.parallel
-    assert isinstance(layout.dp, int)
     if config.zero.stage == 0:
         return 1
     return layout.dp * layout.cp // layout.dp_replicate
@@ -87,7 +86,7 @@ def rank_parameters(model: Model, tp: int, holding: RankParameters, ep: int = 1)
     return holding.blocks * block_parameters(model, tp, ep) + ends * table
 
 
-def own_parameters(config: Config, holding: RankParameters) -> float:
+def own_parameters(config: ResolvedConfig, holding: RankParameters) -> float:
     """Return the parameters that a rank updates: ep ranks have different experts before ZeRO."""
     model, layout, ranks = config.model, config.parallel, shards(config)
     experts = holding.blocks * expert_parameters(model, layout.tp, layout.ep)
@@ -96,11 +95,10 @@ def own_parameters(config: Config, holding: RankParameters) -> float:
 
 
 def plan(
-    config: Config, hardware: Hardware, micro_batches: int, software: Software = NANOSCALE
+    config: ResolvedConfig, hardware: Hardware, micro_batches: int, software: Software = NANOSCALE
 ) -> Plan:
     """Return the plan for a block of either backend."""
     layout, zero = config.parallel, config.zero
-    assert isinstance(layout.dp, int)
     wide, narrow = (
         operations.WIDTH[config.precision.compute],
         operations.WIDTH[config.precision.reduce],
@@ -136,7 +134,7 @@ def plan(
 
 
 def _travel(
-    config: Config, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
+    config: ResolvedConfig, hardware: Hardware, ep: int, size: int, wide: int, narrow: int
 ) -> tuple[float, float, float]:
     """Return the seconds of a gather, of a reduction and of its remainder over replicas.
 
@@ -151,21 +149,20 @@ def _travel(
     )
 
 
-def _near(config: Config, hardware: Hardware, ep: int) -> collectives.AxisRanks:
+def _near(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
     """Return the ranks that share the states of a parameter, of those that every ep-th rank has."""
     return collectives.group(hardware, max(1, shards(config) // ep), config.parallel.tp * ep)
 
 
-def _far(config: Config, hardware: Hardware, ep: int) -> collectives.AxisRanks:
+def _far(config: ResolvedConfig, hardware: Hardware, ep: int) -> collectives.AxisRanks:
     """Return the ranks that have the same shard of these, one in each replica."""
     layout, shard = config.parallel, max(1, shards(config) // ep)
-    assert isinstance(layout.dp, int)
     replicas = layout.dp * layout.cp // ep // shard
     return collectives.group(hardware, replicas, layout.tp * ep * shard)
 
 
 def _deepspeed(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     micro_batches: int,
     size: int,
@@ -283,7 +280,7 @@ def _block(part: MicroBatchShape) -> int:
 
 
 def update(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     parameters: float,
     blocks: int,
@@ -302,7 +299,7 @@ def update(
         passes += 3
     if config.zero.offload_optimizer == "none":
         moved = operations.elementwise(hardware, passes * wide * parameters)
-        if not software.dtensor or derive(config).world_size == 1:
+        if not software.dtensor or config.world_size == 1:
             return moved
         tensors = blocks * (len(linears(config.model, 1)) + 2)
         return max(moved, _PER_TENSOR * DTENSOR_S * tensors)

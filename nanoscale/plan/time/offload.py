@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.memory.shards import RankParameters
 from nanoscale.plan.time import data_parallel, operations
 from nanoscale.plan.time.micro_batch_shape import MicroBatchShape
 
 
-def offloaded(config: Config) -> str:
+def offloaded(config: ResolvedConfig) -> str:
     """Return the names of offloaded states: `none`, `optimizer` or `optimizer, parameters`."""
     zero = config.zero
     there = {"optimizer": zero.offload_optimizer, "parameters": zero.offload_param}
@@ -17,7 +17,7 @@ def offloaded(config: Config) -> str:
 
 
 def waiting(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     part: MicroBatchShape,
     holding: RankParameters,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import itemgetter
 
-from nanoscale.config.derive import Derived, derive
 from nanoscale.config.model_math import flops_per_token, flops_per_token_causal
-from nanoscale.config.schema import Config, Model
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Model
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import RankParameters, all_stages, kinds_of_ranks
@@ -96,7 +96,7 @@ class TrainingEstimate:
 
 
 def step_time(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     makespan: float | None = None,
     software: Software = NANOSCALE,
@@ -106,10 +106,10 @@ def step_time(
     Args:
         makespan: seconds of the pipeline's part of the step, if it was simulated; None: in closed form.
     """
-    sizes, layout = derive(config), config.parallel
+    layout = config.parallel
     part = blocks.slice_of(config, software)
     one, ends = blocks.block(hardware, part), _ends(hardware, part)
-    share, count = blocks.recomputed_share(config), sizes.accumulation
+    share, count = blocks.recomputed_share(config), config.accumulation
     forward = one.seconds[0]
     backward = one.seconds[1] + share * one.seconds[2]
     shards = data_parallel.shards(config)
@@ -143,7 +143,7 @@ def step_time(
         data=8.0 * part.tokens * count / hardware.host_bandwidth,
         jitter=0.0,
     )
-    hosts = max(1.0, sizes.world_size / hardware.devices_per_host)
+    hosts = max(1.0, config.world_size / hardware.devices_per_host)
     # The largest of n normal numbers lies about √(2 ln n) deviations above their mean.
     late_hosts = hardware.efficiency.jitter * math.sqrt(2 * math.log(hosts))
     parts = replace(parts, jitter=late_hosts * parts.seconds)
@@ -152,30 +152,29 @@ def step_time(
         * config.model.layers
         * one.recomputed_flops
         * count
-        * sizes.dp
+        * config.parallel.dp
         * layout.cp
         * layout.tp
     )
-    return _assemble(config, hardware, sizes, parts, parts.seconds, again)
+    return _assemble(config, hardware, parts, parts.seconds, again)
 
 
 def _assemble(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
-    sizes: Derived,
     parts: StepBreakdown,
     seconds: float,
     again: float,
 ) -> StepTime:
-    tokens = sizes.tokens_per_step / seconds
+    tokens = config.tokens_per_step / seconds
     whole, causal = _flops(config.model, config.train.seq_len)
-    peak = hardware.peak(config.precision) * sizes.world_size
+    peak = hardware.peak(config.precision) * config.world_size
     mfu = tokens * whole / peak
     return StepTime(
         seconds=seconds,
         parts=parts,
         tokens_per_s=tokens,
-        tokens_per_s_per_gpu=tokens / sizes.world_size,
+        tokens_per_s_per_gpu=tokens / config.world_size,
         mfu=mfu,
         mfu_causal=tokens * causal / peak,
         hfu=mfu + again / seconds / peak,
@@ -188,7 +187,7 @@ def _flops(model: Model, seq_len: int) -> tuple[int, int]:
 
 
 def stage_costs(
-    config: Config, hardware: Hardware, software: Software = NANOSCALE
+    config: ResolvedConfig, hardware: Hardware, software: Software = NANOSCALE
 ) -> list[StageCost]:
     """Return the costs of every stage in the model's order, for one micro batch."""
     part = blocks.slice_of(config, software)
@@ -206,14 +205,13 @@ def stage_costs(
     return found
 
 
-def training(config: Config, hardware: Hardware, step: StepTime) -> TrainingEstimate:
+def training(config: ResolvedConfig, hardware: Hardware, step: StepTime) -> TrainingEstimate:
     """Return the duration and cost of `train.steps`, or of the steps of `train.tokens`."""
-    sizes = derive(config)
-    hours = sizes.steps * step.seconds / 3600
-    device_hours = hours * sizes.world_size
+    hours = config.train.steps * step.seconds / 3600
+    device_hours = hours * config.world_size
     price = hardware.price
     return TrainingEstimate(
-        sizes.steps, hours, device_hours, None if price is None else price * device_hours
+        config.train.steps, hours, device_hours, None if price is None else price * device_hours
     )
 
 
@@ -247,12 +245,11 @@ def _busy(holding: RankParameters, one: Passes, ends: tuple[Passes, Passes]) -> 
     )
 
 
-def _send(config: Config, hardware: Hardware, part: MicroBatchShape) -> float:
+def _send(config: ResolvedConfig, hardware: Hardware, part: MicroBatchShape) -> float:
     """Return the seconds to send the residual stream from a stage to the next."""
     layout = config.parallel
     if layout.pp == 1:
         return 0.0
-    assert isinstance(layout.dp, int)
     ranks = collectives.group(hardware, layout.pp, layout.tp * layout.cp * layout.dp)
     return collectives.send(
         hardware, ranks, part.stream * part.model.hidden * operations.WIDTH[part.wide]
@@ -260,7 +257,7 @@ def _send(config: Config, hardware: Hardware, part: MicroBatchShape) -> float:
 
 
 def _waiting(
-    config: Config,
+    config: ResolvedConfig,
     hardware: Hardware,
     part: MicroBatchShape,
     one: Passes,
@@ -270,7 +267,6 @@ def _waiting(
     layout, layers, virtual = config.parallel, config.model.layers, config.parallel.virtual_stages
     if layout.pp == 1:
         return 0.0, 0.0
-    assert isinstance(virtual, int)
     stages = layout.pp * virtual
     again = blocks.recomputed_share(config) * one.seconds[2]
     forward = (layers * one.seconds[0] + ends[0].seconds[0] + ends[1].seconds[0]) / stages
@@ -278,7 +274,7 @@ def _waiting(
         layers * (one.seconds[1] + again) + ends[0].seconds[1] + ends[1].seconds[1]
     ) / stages
     weights = _weights(layers * one.backward.matmul + ends[1].backward.matmul) / stages
-    count, times = derive(config).accumulation, (forward, backward - weights, weights)
+    count, times = config.accumulation, (forward, backward - weights, weights)
     idle = bubble(layout.schedule, layout.pp, virtual, count, *times, 0.0)
     send = _send(config, hardware, part)
     return idle, bubble(layout.schedule, layout.pp, virtual, count, *times, send) - idle

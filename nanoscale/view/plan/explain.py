@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nanoscale.common.units import duration
-from nanoscale.config.derive import derive
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.hardware import Hardware
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.shards import rank_holdings
@@ -14,10 +13,10 @@ from nanoscale.plan.time.step import StepTime
 
 
 def how(
-    config: Config, hardware: Hardware, step: StepTime, software: Software = NANOSCALE
+    config: ResolvedConfig, hardware: Hardware, step: StepTime, software: Software = NANOSCALE
 ) -> dict[str, str]:
     """Explain each part of the step that takes any time, in one or more lines, by the part's name."""
-    part, count = block.slice_of(config, software), derive(config).accumulation
+    part, count = block.slice_of(config, software), config.accumulation
     texts = {
         "matmul": _matmul(hardware, part, count),
         "attention": _attention(hardware, part),
@@ -95,7 +94,7 @@ def _elementwise(hardware: Hardware) -> str:
     return f"norms, rotations, activations, sums, the loss: their bytes over {share:.0%} of {bandwidth:g} GB/s"
 
 
-def _recomputed(config: Config) -> str:
+def _recomputed(config: ResolvedConfig) -> str:
     layout = config.parallel
     kept = (
         f", keeping {layout.selective_keep}"
@@ -135,7 +134,7 @@ def _ep(hardware: Hardware, part: MicroBatchShape) -> str:
     )
 
 
-def _dp(config: Config, hardware: Hardware, count: int, software: Software) -> str:
+def _dp(config: ResolvedConfig, hardware: Hardware, count: int, software: Software) -> str:
     plan = data_parallel.plan(config, hardware, count, software)
     return (
         f"a block's parameters are gathered in {duration(plan.gather)}, {plan.gathers} times forward and "
@@ -146,8 +145,8 @@ def _dp(config: Config, hardware: Hardware, count: int, software: Software) -> s
     )
 
 
-def _bubble(config: Config) -> str:
-    layout, count = config.parallel, derive(config).accumulation
+def _bubble(config: ResolvedConfig) -> str:
+    layout, count = config.parallel, config.accumulation
     return (
         f"schedule {layout.schedule} with p = {layout.pp}, v = {layout.virtual_stages}, m = {count}: "
         "a rank waits for p - 1 stages, about (p - 1)/(v·m) of the work (arXiv:2104.04473, section 2.2), less "
@@ -155,7 +154,7 @@ def _bubble(config: Config) -> str:
     )
 
 
-def _optimizer(config: Config, hardware: Hardware) -> str:
+def _optimizer(config: ResolvedConfig, hardware: Hardware) -> str:
     shards = data_parallel.shards(config)
     most = max(data_parallel.own_parameters(config, held) for held in rank_holdings(config, shards))
     return (

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoscale.common.units import byte_size, duration, share, three_digits
-from nanoscale.config.derive import derive
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.plan.hardware.software import NANOSCALE
@@ -56,11 +55,11 @@ def print_prediction(console: Console, plan: Prediction, *, explain: bool = Fals
 def head(plan: Prediction) -> list[str]:
     """Describe the planned job in three lines."""
     config, hardware = plan.config, plan.hardware
-    sizes, layout, model = derive(config), config.parallel, config.model
-    hosts = -(-sizes.world_size // hardware.devices_per_host)
-    count = f"{sizes.world_size} × {hardware.device}"
+    layout, train, model = config.parallel, config.train, config.model
+    hosts = -(-config.world_size // hardware.devices_per_host)
+    count = f"{config.world_size} × {hardware.device}"
     on = f"on {hosts} hosts" if hosts > 1 else "on one host"
-    degrees = [f"dp {sizes.dp}", f"tp {layout.tp}", f"pp {layout.pp}", f"cp {layout.cp}"]
+    degrees = [f"dp {layout.dp}", f"tp {layout.tp}", f"pp {layout.pp}", f"cp {layout.cp}"]
     if model.experts:
         degrees.append(f"ep {layout.ep}")
     if layout.dp_replicate > 1:
@@ -81,8 +80,8 @@ def head(plan: Prediction) -> list[str]:
     return [
         f"{model.name}, {size}, {kind(config.precision)}, {engine}, {count} {on}",
         " · ".join(degrees),
-        f"global batch {sizes.global_batch} = micro batch {sizes.micro_batch} · dp {sizes.dp} · accumulation "
-        f"{sizes.accumulation}, {config.train.seq_len:,} tokens each",
+        f"global batch {train.global_batch} = micro batch {train.micro_batch} · dp {layout.dp} · accumulation "
+        f"{config.accumulation}, {train.seq_len:,} tokens each",
     ]
 
 

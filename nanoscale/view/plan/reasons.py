@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from nanoscale.common.units import GIB, byte_size, duration
-from nanoscale.config.derive import derive
 from nanoscale.config.model_math import parameters
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.search import SearchResult
@@ -95,7 +94,7 @@ def advice(best: Prediction) -> list[str]:
     torchtitan (Liang et al. 2024, arXiv:2410.06511).
     """
     config, size = best.config, parameters(best.config.model)
-    layout, world = config.parallel, derive(config).world_size
+    layout, world = config.parallel, config.world_size
     long = config.train.seq_len > _LONG
     divided = layout.tp * layout.pp * (1 if long else layout.cp) > 1
     small = world <= 128 and size <= 1e9

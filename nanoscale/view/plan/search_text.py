@@ -152,7 +152,6 @@ def _table(plans: Sequence[Prediction], front: Sequence[Prediction]) -> Any:
 def _row(plan: Prediction, on_front: bool) -> list[str]:
     config, time = plan.config, plan.time
     layout, cost = config.parallel, plan.training.cost
-    assert isinstance(layout.dp, int)
     dp = str(layout.dp)
     if layout.dp_replicate > 1:
         dp = f"{layout.dp_replicate}×{layout.dp // layout.dp_replicate}"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from nanoscale.common.devices import Devices
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import share
-from nanoscale.config.derive import derive
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import Prediction
 from nanoscale.plan.search.request import search_space, to_type
@@ -37,7 +36,7 @@ def require_fit(composed: Composed, plan: Prediction, devices: Devices) -> None:
 
 def nearest(composed: Composed, plan: Prediction, devices: Devices) -> list[Prediction]:
     """Return fitting layouts, those with the fewest changes first, then the fastest."""
-    world = derive(plan.config).world_size
+    world = plan.config.world_size
     free = replace(
         search_space(composed, _enough(devices, world), plan.hardware, world), held=frozenset()
     )

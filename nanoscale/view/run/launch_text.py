@@ -8,10 +8,10 @@ from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import GIB, duration, share
-from nanoscale.config.derive import Derived
 from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.model_math import describe_adapters
-from nanoscale.config.schema import Config, Precision, Zero
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.schema import Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.plan.saving import SavingPlan
@@ -27,8 +27,7 @@ _MOST_RANKS = 64
 
 def document(
     plan: LaunchPlan,
-    config: Config,
-    derived: Derived,
+    config: ResolvedConfig,
     parameters: int,
     run: RunDirectory,
     predicted: dict[str, Any] | None,
@@ -52,21 +51,27 @@ def document(
         "environment": plan.environment,
         "mesh": asdict(plan.mesh),
         "settings": settings(config),
-        "derived": derived_values(derived, parameters),
+        "derived": derived_values(config, parameters),
         "run_dir": str(run.path),
         "plan": predicted,
         "checkpoints": saving.document(),
     }
 
 
-def derived_values(derived: Derived, parameters: int) -> dict[str, int]:
+def derived_values(config: ResolvedConfig, parameters: int) -> dict[str, int]:
     """Return the numbers that follow from the configuration."""
-    values = asdict(derived)
-    del values["world_size"], values["every_token_counts"]
-    return {**values, "parameters": parameters}
+    return {
+        "dp": config.parallel.dp,
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch,
+        "accumulation": config.accumulation,
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.train.steps,
+        "parameters": parameters,
+    }
 
 
-def settings(config: Config) -> dict[str, str]:
+def settings(config: ResolvedConfig) -> dict[str, str]:
     """Describe the most important settings in words, by topic."""
     layout, launcher = config.parallel, config.launcher
     words = {
@@ -80,12 +85,10 @@ def settings(config: Config) -> dict[str, str]:
     if config.backend.extra:
         words["DeepSpeed's own"] = json.dumps(config.backend.extra)
     if layout.pp > 1:
-        assert isinstance(layout.virtual_stages, int)
         stages = layout.pp * layout.virtual_stages
         blocks = stage_layers(config.model, stages, layout.layers_per_stage)
         words["pipeline"] = f"{layout.schedule}, {stages} stages of {_several(blocks)} blocks"
     if layout.dp_replicate > 1:
-        assert isinstance(layout.dp, int)
         shards = layout.dp // layout.dp_replicate * layout.cp
         words["copies"] = f"{layout.dp_replicate}, each sharded over {shards} ranks"
     if layout.cp > 1:
@@ -125,7 +128,7 @@ def _threads(threads: int | str) -> str:
     return f"{threads} thread{'s' if threads != 1 else ''} a rank"
 
 
-def _data(config: Config) -> str:
+def _data(config: ResolvedConfig) -> str:
     data = config.data
     where = ", ".join(data.mixture) if data.mixture else data.path
     source = data.source if where is None else f"{data.source} {where}"
@@ -146,7 +149,7 @@ def describe_precision(precision: Precision) -> str:
     return ", ".join(words)
 
 
-def _zero(config: Config) -> str:
+def _zero(config: ResolvedConfig) -> str:
     """Describe the backend's meaning of the ZeRO stage."""
     stage, pipeline = config.zero.stage, config.parallel.pp > 1
     kept = ("nothing is", "optimizer states are", "gradients too are", "parameters too are")[stage]
@@ -178,8 +181,7 @@ def _several(numbers: list[int]) -> str:
 def print_plan(
     console: Console,
     plan: LaunchPlan,
-    config: Config,
-    derived: Derived,
+    config: ResolvedConfig,
     parameters: int,
     run: RunDirectory,
     predicted: dict[str, Any] | None,
@@ -197,7 +199,7 @@ def print_plan(
         "tokens_per_step": "tokens",
         "steps": "",
     }
-    numbers = derived_values(derived, parameters)
+    numbers = derived_values(config, parameters)
     for name, unit in units.items():
         values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
     values.add_row("mesh", str(plan.mesh))

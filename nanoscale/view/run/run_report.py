@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.config.composing.frozen import load
-from nanoscale.config.derive import derive
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import parameters
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.lifecycle.command import read_plan
 from nanoscale.runs import events, failure, metrics, status
 from nanoscale.runs.directory import RunDirectory
@@ -41,7 +40,7 @@ def document(run: RunDirectory) -> Document:
         "attempts": list(_attempts(happened)),
         "failure": failure.document(cause) if cause else None,
         "step": max((int(record["step"]) for record in records), default=0),
-        "steps": derive(config).steps,
+        "steps": config.train.steps,
         "first": records[0] if records else None,
         "last": records[-1] if records else None,
         "against_plan": against_plan(run, config, steady(run)),
@@ -50,33 +49,33 @@ def document(run: RunDirectory) -> Document:
     }
 
 
-def what(config: Config) -> Document:
+def what(config: ResolvedConfig) -> Document:
     """Describe the job in a few values."""
-    sizes, layout = derive(config), config.parallel
+    layout = config.parallel
     return {
         "model": config.model.name,
         "parameters": parameters(config.model),
         "precision": kind(config.precision),
         "backend": config.backend.name,
         "device": config.launcher.device,
-        "world_size": sizes.world_size,
+        "world_size": config.world_size,
         "layout": {
             name: getattr(layout, name) for name in ("dp", "dp_replicate", "tp", "pp", "cp", "ep")
         },
         "schedule": layout.schedule if layout.pp > 1 else None,
         "zero_stage": config.zero.stage,
         "recompute": layout.activation_checkpointing,
-        "global_batch": sizes.global_batch,
-        "micro_batch": sizes.micro_batch,
-        "accumulation": sizes.accumulation,
+        "global_batch": config.train.global_batch,
+        "micro_batch": config.train.micro_batch,
+        "accumulation": config.accumulation,
         "seq_len": config.train.seq_len,
-        "tokens_per_step": sizes.tokens_per_step,
+        "tokens_per_step": config.tokens_per_step,
         "data": config.data.source,
         "optimizer": config.optimizer.name,
     }
 
 
-def against_plan(run: RunDirectory, config: Config, seen: Steady) -> list[Document]:
+def against_plan(run: RunDirectory, config: ResolvedConfig, seen: Steady) -> list[Document]:
     """Compare prediction and measurement of steady steps; empty if this layout was not planned."""
     plan = prediction(run)
     if plan is None:
@@ -124,8 +123,8 @@ def prediction(run: RunDirectory) -> Document | None:
         return None
 
 
-def _per_second(config: Config, seen: Steady) -> float | None:
-    return derive(config).tokens_per_step / seen.seconds if seen.seconds else None
+def _per_second(config: ResolvedConfig, seen: Steady) -> float | None:
+    return config.tokens_per_step / seen.seconds if seen.seconds else None
 
 
 def _mfu(run: RunDirectory) -> float | None:

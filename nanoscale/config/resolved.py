@@ -1,0 +1,82 @@
+"""A resolved configuration: its degrees, batch and steps are integers, and the sizes that follow from them are
+attributes.
+
+`rules.check` makes it of a request, and `composing.frozen.load` of a run's config.yaml.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from typing import Any
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.schema import Config, Parallel, Train
+from nanoscale.config.violations import shown
+
+_OPEN = ("parallel.dp", "parallel.virtual_stages", "train.micro_batch", "train.steps")
+"""The keys that a request may leave open."""
+
+
+@dataclass(frozen=True)
+class ResolvedParallel(Parallel):
+    """The layout, with every degree known."""
+
+    dp: int = field(kw_only=True)
+    virtual_stages: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ResolvedTrain(Train):
+    """The training, with its micro batch and its length known."""
+
+    micro_batch: int = field(kw_only=True)
+    steps: int = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class ResolvedConfig(Config):
+    """A whole job with nothing left open that decides its layout, its batch or its length."""
+
+    parallel: ResolvedParallel = field(kw_only=True)
+    train: ResolvedTrain = field(kw_only=True)
+
+    @property
+    def world_size(self) -> int:
+        layout = self.parallel
+        return layout.dp * layout.tp * layout.pp * layout.cp
+
+    @property
+    def accumulation(self) -> int:
+        """A rank's forward passes in an optimizer step."""
+        return self.train.global_batch // (self.train.micro_batch * self.parallel.dp)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.global_batch * self.train.seq_len
+
+    @property
+    def every_token_counts(self) -> bool:
+        """True if each token of a step has a loss."""
+        return not self.data.document_mask and self.data.loss_on != "answers"
+
+
+def resolved(config: Config) -> ResolvedConfig:
+    """Return the configuration as a resolved one.
+
+    Raises:
+        UserError: the configuration is not one that `rules.check` has resolved: a run's file was changed.
+    """
+    for key in _OPEN:
+        value = reduce(getattr, key.split("."), config)
+        if not isinstance(value, int):
+            why = "is not resolved, and the configuration of a run needs a number"
+            raise UserError("run", f"{key}={shown(value)} {why}", [Violation(key, value, "", why)])
+    sections = _values(config)
+    sections["parallel"] = ResolvedParallel(**_values(config.parallel))
+    sections["train"] = ResolvedTrain(**_values(config.train))
+    return ResolvedConfig(**sections)
+
+
+def _values(section: Config | Parallel | Train) -> dict[str, Any]:
+    return {each.name: getattr(section, each.name) for each in fields(section)}
