@@ -16,24 +16,26 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from nanoscale.checkpoint import sharded, store
-from nanoscale.metrics.sinks import Sink
-from nanoscale.parallel import process_group
+from nanoscale.checkpoint import store
 from nanoscale.runs.fence import FencedError
 from nanoscale.runs.rank_context import RankContext
-from nanoscale.train.job import noter, sinks_of
 
-STATE = {"weights": torch.arange(1e4), "moments": torch.ones(100, 7)}
 WAITS_AT = 3
 STEP_S = 0.05
 
 
 def job(context: RankContext) -> str:
+    import torch  # the launcher and the agents, which import this file too, do without
+
+    from nanoscale.checkpoint import sharded
+    from nanoscale.parallel import process_group
+    from nanoscale.train.job import noter, sinks_of
+
+    state = {"weights": torch.arange(1e4), "moments": torch.ones(100, 7)}
     process_group.join(context.world_size, torch.device("cpu"), 600.0)
-    loaded = sharded.load_newest(context.workspace, STATE)
+    loaded = sharded.load_newest(context.workspace, state)
     step = loaded["step"] if loaded else 0
     sinks = sinks_of(context, step)
     note = noter(context)
@@ -42,7 +44,7 @@ def job(context: RankContext) -> str:
         step += 1 if context.attempt == 1 else 10
         if (context.attempt, context.rank, step) == (1, 0, WAITS_AT):
             _be_late(context, sinks, note)
-        sharded.save(context.workspace, STATE, {"step": step, "attempt": context.attempt})
+        sharded.save(context.workspace, state, {"step": step, "attempt": context.attempt})
         for sink in sinks:
             sink.write({"step": step, "loss": 1.0, "step_time_s": STEP_S, **_FIGURES})
         time.sleep(STEP_S)
@@ -53,7 +55,7 @@ def job(context: RankContext) -> str:
 _FIGURES = {"lr": 0.0, "grad_norm": 0.0, "tokens_per_s": 1.0, "memory_gib": 0.0, "time": 0.0}
 
 
-def _be_late(context: RankContext, sinks: list[Sink], note: Callable[..., None]) -> None:
+def _be_late(context: RankContext, sinks: list[Any], note: Callable[..., None]) -> None:
     """Wait before the next checkpoint is published, then try that and all else that changes a run."""
     publish = store.publish
     folder = context.run.path
