@@ -90,6 +90,7 @@ def measured() -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "bound"), ROWS, ids=[layout for layout, _ in ROWS])
 def test_the_plan_knows_what_the_engine_takes(
     layout: str, bound: float, measured: dict[str, int]

@@ -190,8 +190,13 @@ def _without(arguments: list[str], names: set[str]) -> Iterator[str]:
             yield word
 
 
+def marked(line: str) -> Any:
+    """DeepSpeed itself judges its settings, in a process that takes seconds to load it."""
+    return pytest.param(line, marks=[pytest.mark.slow] if f"{DEEPSPEED} " in line else [])
+
+
 @pytest.mark.usefixtures("_here")
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [marked(line) for line in LINES])
 def test_what_an_error_advises_is_accepted(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = shlex.split(line)
     if DEEPSPEED in line and find_spec("deepspeed") is None:

@@ -205,6 +205,7 @@ def test_a_poisoned_step_is_not_kept_even_where_it_was_not_logged(
     assert steps_kept(run) == [] and records(run) == []
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None:
     """The data are noise, so the evaluation loss of a small model rises again; a resume changes nothing."""
     write_tokens(tmp_path, samples=SPLIT["samples"])
@@ -226,6 +227,7 @@ def test_the_best_checkpoints_are_kept_beside_the_newest(tmp_path: Path) -> None
     assert again[10]["best"] == stored[10]["best"]
 
 
+@pytest.mark.slow
 def test_a_training_ends_when_its_evaluations_say_so(tmp_path: Path) -> None:
     write_tokens(tmp_path, samples=SPLIT["samples"])
     config = config_for(tmp_path, every={"eval_every": 2}, checkpoint=Checkpoint(at_end=True))

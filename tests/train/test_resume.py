@@ -95,6 +95,7 @@ def test_resumed_twice_is_resumed_once(tmp_path: Path) -> None:
     assert_same_weights(run, twin)
 
 
+@pytest.mark.slow
 def test_killed_between_two_logged_steps(tmp_path: Path) -> None:
     """Steps after the last checkpoint are logged again, and no others."""
     write_tokens(tmp_path, samples=100)

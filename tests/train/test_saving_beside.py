@@ -166,6 +166,7 @@ class Full(StopFlag):
         return False
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     write_tokens(tmp_path)
     config = config_for(tmp_path, 6, dp=2, stage=2)

@@ -105,6 +105,7 @@ def test_it_can_be_turned_off(tmp_path: Path, minutes: float | None) -> None:
     assert saved(tmp_path, minutes=minutes) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "expected"), [(7, [5, 7, 12, 14, 19]), (4, [4, 8, 12, 16, 20])], ids=str
 )
