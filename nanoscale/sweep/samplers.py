@@ -97,8 +97,12 @@ class Study:
 
     def best(self) -> str | None:
         """Return the name of the best trial so far."""
-        done = [one for one in self._study.get_trials(deepcopy=False) if one.value is not None]
-        return min(done, key=lambda one: one.value).user_attrs["run"] if done else None  # type: ignore[arg-type,return-value]
+        done: list[tuple[float, str]] = [
+            (one.value, one.user_attrs["run"])
+            for one in self._study.get_trials(deepcopy=False)
+            if one.value is not None
+        ]
+        return min(done)[1] if done else None
 
     def _find(self, trial: Trial) -> Any:
         """Return Optuna's trial that has not ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,6 +67,44 @@ def explain(
         return
     for index, document in enumerate(explained):
         _print_explained(document, first=index == 0)
+
+
+@app.command("from-deepspeed")
+def from_deepspeed(
+    file: Annotated[Path, typer.Argument(help="Read this DeepSpeed JSON", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECIPE", help="Write a recipe, which must not exist yet", show_default=False
+        ),
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Use this data-parallel degree", show_default=False),
+    ] = None,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Translate a DeepSpeed JSON into a recipe, and show what became of each setting."""
+    from nanoscale.common.errors import UserError
+    from nanoscale.config.from_deepspeed import read_deepspeed, recipe, translate
+    from nanoscale.config.values.yaml_file import to_yaml
+
+    translation = translate(read_deepspeed(file), dp)
+    text = f"# {file.name}, translated for nanoscale.\n{to_yaml(recipe(translation))}"
+    if out is not None:
+        try:
+            with out.open("x", encoding="utf-8") as recipe_file:
+                recipe_file.write(text)
+        except OSError as error:
+            raise UserError("usage", f"--out {out}: {error.strerror}") from error
+    if as_json:
+        became = [{"setting": path, "became": text} for path, text in translation.became]
+        print_json({"values": translation.values, "became": became})
+        return
+    if out is None:
+        print_yaml(text)
+    for path, what in translation.became:
+        display.note(f"{path}  →  {what}")
 
 
 @app.command("backends")
