@@ -255,7 +255,9 @@ def _scheduler(scheduler: Mapping[str, Any], result: Translation) -> None:
             result.set(path, "scheduler.min_ratio", value)
         elif param in ("warmup_min_lr", "warmup_min_ratio"):
             if value not in (0, 0.0, "auto"):
-                result.refuse(path, value, "is above 0, where the warm-up begins here", "set it to 0")
+                result.refuse(
+                    path, value, "is above 0, where the warm-up begins here", "set it to 0"
+                )
             else:
                 result.leave(path, "the warm-up begins at 0")
         elif param == "warmup_type" and value == "linear":
