@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 
 _REDUCTIONS = {"sum", "avg", "max", "min", "product"}
 _MESSAGES = {"send", "recv_", "recv_any_source_"}
+_NO_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 NAMESPACES = ("c10d", "_c10d_functional")
 
 
@@ -29,7 +30,7 @@ class Collective(NamedTuple):
 def described(func: Any, args: Any) -> Collective | None:
     """Return what an operation of one of NAMESPACES communicates; None if nothing, as a wait."""
     kind = func.__name__.partition(".")[0]
-    if kind == "wait_tensor":
+    if kind in _NO_COLLECTIVES:
         return None
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
     group: dist.ProcessGroup | None
@@ -102,7 +103,7 @@ def _copy_to_all(outputs: Any, inputs: Any) -> None:
 
 def _functional_answer(kind: str, args: Any) -> Any:
     x = args[0]
-    if kind == "wait_tensor" or kind.endswith("_"):
+    if kind in _NO_COLLECTIVES or kind.endswith("_"):
         return x
     if kind in ("all_reduce", "broadcast"):
         return torch.empty_like(x)

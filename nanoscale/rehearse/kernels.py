@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +20,11 @@ def use_fused_kernels(patches: Patches) -> None:
     patches.wrap(F, "scaled_dot_product_attention", _attention)
     patches.wrap(F, "rms_norm", _rms_norm)
     patches.wrap(F, "softmax", _softmax)
-    with suppress(ImportError):  # compiled, the update of 8-bit AdamW works in place
-        patches.replace(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
+
+
+def update_in_place(patches: Patches) -> None:
+    """Let the update of 8-bit AdamW allocate nothing, as when it is compiled."""
+    patches.replace(import_module("torchao.optim.adam"), "single_param_adam", lambda *_: None)
 
 
 def show_ring(patches: Patches) -> None:

@@ -19,7 +19,7 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel.kernel_choice import set_kernels
-from nanoscale.rehearse import findings
+from nanoscale.rehearse import findings, kernels
 from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.record import RankRecord
 from nanoscale.rehearse.world import World, identity, played
@@ -52,6 +52,8 @@ def world_of(config: ResolvedConfig, rank: int, gpu: Gpu | None) -> Iterator[Wor
     experts = (at.dp * parallel.cp + at.cp) % parallel.ep, parallel.ep
     with identity(rank, config.world_size, devices), played(device, gpu, experts) as world:
         set_kernels(config)
+        if config.optimizer.name == "adamw8bit" and gpu is not None:
+            kernels.update_in_place(world.patches)
         yield world
 
 

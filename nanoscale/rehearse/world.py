@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import _device_constructors
 
 from nanoscale.parallel import activation
 from nanoscale.rehearse import collectives, cuda, kernels
@@ -41,6 +43,8 @@ _DEVICE_OF = torch.ops.prim.device.default
 _PLAIN = (FakeTensor, Tensor, torch.nn.Parameter)
 _SCALAR = aten._local_scalar_dense.default
 _WAITING = {_SCALAR: "item", aten.nonzero.default: "nonzero", aten.equal.default: "equal"}
+_COPIES = {True: "copy to the host", False: "copy from the host"}
+"""The name of a blocking copy, by whether its source is on the device."""
 _OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
 _FACTORIES = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
 _PACKAGE = str(Path(__file__).parents[1])
@@ -66,6 +70,8 @@ class World(LiveMemory):
         super().__init__()
         self.device, self.mode = device, mode
         self.on_gpu = device.type == "cuda"
+        self.patches = Patches()
+        """The replacements of this world, which end with it."""
         self.built = False
         """True once the model has memory; until then its parameters are on the meta device."""
         self.section = "build"
@@ -90,6 +96,10 @@ class World(LiveMemory):
         self._kind: dict[int, int] = {}
         self._hosted: set[int] = set()
         self._new_on_host = False
+        self._aliases: set[int] = set()
+        """Storages that stand for real ones of the host."""
+        self._host_device: Callable[[Any], torch.device] = lambda storage: storage.device
+        """PyTorch's own device of a storage."""
         self._weak: dict[int, StorageWeakRef] = {}
         """Storages to which weak references of C++ exist, which keep their Python objects."""
         self._among_host = 0
@@ -141,11 +151,10 @@ class World(LiveMemory):
         if not fakes and self._is_of_the_host(tensors, kwargs.get("device")):
             with unset_fake_temporarily():
                 result = func(*args, **kwargs)
-            if not self.on_gpu:
-                self._see_all(result)
+            self._see_all(result)
             return result
         if self.on_gpu:
-            self._note_wait(func, tensors, kwargs)
+            self._note_wait(func, tensors, args, kwargs)
         if func is _SCALAR:
             return torch.zeros((), dtype=tensors[0].dtype).item() if not fakes else 1
         if fakes < len(tensors):
@@ -154,6 +163,8 @@ class World(LiveMemory):
             kwargs = {name: _mapped(self._fake, value) for name, value in kwargs.items()}
         # The cache of FakeTensorMode keeps an operation's arguments: these would be storages.
         self.mode.cache_enabled = func not in _OF_STORAGES
+        if func in _OF_STORAGES and not self.on_gpu:
+            args = (args[0], self._alias(args[1]), *args[2:])
         result = func(*args, **kwargs)
         self._see_all(result)
         return result
@@ -201,7 +212,8 @@ class World(LiveMemory):
             self._new_on_host = self.on_gpu and tensor.fake_device.type == "cpu"
             if tensor.fake_device.type != "meta":
                 self.see_storage(tensor.untyped_storage())
-        elif not self.on_gpu and type(tensor) in _PLAIN and not tensor.is_meta:
+        elif type(tensor) in _PLAIN and not tensor.is_meta:
+            self._new_on_host = self.on_gpu
             self.see_storage(tensor.untyped_storage())
 
     def watch_weak_references(self, patches: Patches) -> None:
@@ -325,7 +337,9 @@ class World(LiveMemory):
         """Note that the host waits for the device."""
         self.waits[self.section, what, _line()] += self.repeat
 
-    def _note_wait(self, func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> None:
+    def _note_wait(
+        self, func: Any, tensors: list[Tensor], args: Any, kwargs: dict[str, Any]
+    ) -> None:
         if func in _WAITING:
             if _is_on_gpu(tensors[0]):
                 self.wait(_WAITING[func])
@@ -333,7 +347,31 @@ class World(LiveMemory):
             device = kwargs.get("device")
             moves = device is not None and torch.device(device).type != tensors[0].device.type
             if moves and not kwargs.get("non_blocking") and not tensors[0].is_meta:
-                self.wait("copy to the host" if _is_on_gpu(tensors[0]) else "copy from the host")
+                self.wait(_COPIES[_is_on_gpu(tensors[0])])
+        elif func is aten.copy_.default and len(tensors) == 2:
+            blocks = not (args[2:] or [kwargs.get("non_blocking")])[0]
+            if blocks and _is_on_gpu(tensors[0]) != _is_on_gpu(tensors[1]):
+                self.wait(_COPIES[_is_on_gpu(tensors[1])])
+
+    def _alias(self, storage: Any) -> Any:
+        """Return a storage without numbers in place of a real one of the host, which is counted already."""
+        if self._host_device(storage).type == "meta":
+            return storage
+        alias = torch.UntypedStorage(storage.nbytes(), device="meta")
+        self._aliases.add(alias._cdata)
+        weakref.finalize(alias, self._aliases.discard, alias._cdata)
+        return alias
+
+    def see_storage(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._aliases:
+            super().see_storage(storage)
+
+    def device_of(self, storage: Any, usual: torch.device) -> torch.device:
+        """Return the device of a storage: those of tensors without numbers are on `meta`."""
+        key = storage._cdata
+        if usual.type != "meta" or key not in self._held:
+            return usual
+        return torch.device("cpu") if key in self._hosted else self.device
 
     def recorded_waits(self) -> list[Wait]:
         return [Wait(*place, count) for place, count in self.waits.items()]
@@ -403,7 +441,12 @@ def played(
             world.streams.patch(patches, device.index)
             kernels.use_fused_kernels(patches)
         world.watch_weak_references(patches)
+        usual: Any = torch.UntypedStorage.device
+        world._host_device = usual.__get__
+        device_of = property(lambda it: world.device_of(it, usual.__get__(it)))
+        patches.replace(torch.UntypedStorage, "device", device_of)
         _make_host_tensors_real(patches, world)
+        world.patches = patches
         with mode, world:
             yield world
 
@@ -431,6 +474,7 @@ def _make_host_tensors_real(patches: Patches, world: World) -> None:
 
         return factory
 
+    _device_constructors()  # `with torch.device(…)` keeps the functions that it finds at first
     for name in _FACTORIES:
         patches.wrap(torch, name, host_factory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -98,9 +99,8 @@ def _played(number: int, config: ResolvedConfig, ranks: list[int]) -> RankRecord
 
 
 def sequence_of(record: RankRecord) -> Program:
-    """Return a record's collectives in the form of `Measured.sequence`."""
-    return [
-        (record.groups[call.group], call.signature)
-        for call in record.calls
-        for _ in range(call.repeat)
-    ]
+    """Return a record's collectives in the form of `Measured.sequence`; equal micro batches several times."""
+    found: Program = []
+    for repeat, calls in groupby(record.calls, key=lambda call: call.repeat):
+        found += [(record.groups[call.group], call.signature) for call in calls] * repeat
+    return found

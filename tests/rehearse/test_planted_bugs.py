@@ -1,0 +1,271 @@
+"""Bugs that are planted into nanoscale's code, each of which a rehearsal must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanoscale.backends import gradients, native
+from nanoscale.backends.native import NativeEngine
+from nanoscale.config.schema import Config
+from nanoscale.models import transformer
+from nanoscale.parallel import ring
+from nanoscale.parallel.attention_kernels import KERNELS
+from nanoscale.rehearse.compare import mismatches
+from nanoscale.rehearse.cuda import Gpu
+from nanoscale.rehearse.kinds import distinct_ranks
+from nanoscale.rehearse.life import play
+from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.record import RankRecord
+from tests.support.measured_memory import SHAPE, Row, config_of
+from tests.support.ranks import run_ranks
+
+H200 = Gpu("NVIDIA H200", 140 << 30, 8)
+TINY = replace(SHAPE, layers=2, hidden=64, head_dim=8, ffn=96)
+STAGES: dict[str, Any] = {"pp": 2, "tp": 2}
+SHARDED: dict[str, Any] = {"dp": 2}
+RING: dict[str, Any] = {"cp": 2}
+
+Plant = Callable[[Patches, int], None]
+"""A function that plants a bug into the code that rank N runs."""
+
+
+def after(owner: Any, name: str, act: Callable[..., Any]) -> Plant:
+    """Call `act(rank, result, *args)` after a function, whose result it replaces."""
+
+    def plant(patches: Patches, rank: int) -> None:
+        plain = getattr(owner, name)
+
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            return act(rank, plain(*args, **kwargs), *args)
+
+        patches.replace(owner, name, changed)
+
+    return plant
+
+
+def instead(owner: Any, name: str, act: Callable[..., Any]) -> Plant:
+    """Call `act(rank, plain, *args)` in place of a function."""
+
+    def plant(patches: Patches, rank: int) -> None:
+        plain = getattr(owner, name)
+        patches.replace(owner, name, lambda *args, **kw: act(rank, plain, *args, **kw))
+
+    return plant
+
+
+def in_norm(act: Callable[[int, torch.Tensor], Any]) -> Plant:
+    """Act on a scalar of the device before every gradient norm."""
+
+    def norm(rank: int, plain: Any, grads: Any) -> Any:
+        act(rank, torch.zeros(2, device="cuda"))
+        return plain(grads)
+
+    return instead(gradients, "global_norm", norm)
+
+
+def in_step(act: Callable[[int, NativeEngine, Any], Any]) -> Plant:
+    """Act at the end of every step: rank, engine and result."""
+
+    def step(rank: int, result: Any, engine: NativeEngine, *_: Any) -> Any:
+        act(rank, engine, result)
+        return result
+
+    return after(NativeEngine, "train_step", step)
+
+
+def in_block(act: Callable[[int, torch.Tensor], torch.Tensor]) -> Plant:
+    """Change the result of every block."""
+    return after(transformer.Block, "forward", lambda rank, hidden, *_: act(rank, hidden))
+
+
+def reduce_in_other_order(rank: int, x: torch.Tensor) -> None:
+    small, large = x[:1].clone(), x.clone()
+    for tensor in (small, large) if rank == 0 else (large, small):
+        dist.all_reduce(tensor)
+
+
+def gather_once_more(rank: int, engine: NativeEngine, _: Any) -> None:
+    if rank > 0:
+        (part,) = engine.parts.values()
+        block: Any = part.layers["0"]
+        block.unshard()
+        block.reshard()
+
+
+def of_half(rank: int, plain: Any, grads: Any) -> Any:
+    square = gradients.square_norm(grads)
+    wide = square.double() if rank > 0 else square
+    dist.all_reduce(wide)
+    return wide.to(square.dtype).sqrt()
+
+
+kept: list[Any] = []
+
+
+def sends(shape: tuple[int, int]) -> Plant:
+    """Send a tensor of the first shape along the pipeline, of which one of the second is awaited."""
+
+    def act(rank: int, engine: NativeEngine, _: Any) -> None:
+        group = engine.layout.pipeline
+        if rank == 0:
+            dist.send(torch.zeros(shape[0], device="cuda"), group=group, group_dst=1)
+        elif shape[1]:
+            dist.recv(torch.zeros(shape[1], device="cuda"), group=group, group_src=0)
+
+    return in_step(act)
+
+
+@dataclass
+class Bug:
+    """A bug, and how it shows."""
+
+    plant: Plant
+    text: str
+    """A part of what the rehearsal reports."""
+    degrees: dict[str, Any] = field(default_factory=lambda: STAGES)
+    stage: int = 0
+
+
+BUGS = {
+    "a wrong group": Bug(
+        instead(
+            gradients,
+            "global_norm",
+            lambda rank, plain, grads: plain(grads) if rank == 0 else _norm_over_two(grads),
+        ),
+        "ranks 0 and 2 share differs",
+    ),
+    "swapped collectives": Bug(in_norm(reduce_in_other_order), "ranks 0 and 2 share differs"),
+    "a rank that skips a collective": Bug(
+        in_norm(lambda rank, x: dist.all_reduce(x) if rank == 0 else None),
+        "ranks 0 and 2 share differs",
+    ),
+    "a rank with another size": Bug(
+        in_norm(lambda rank, x: dist.all_reduce(x if rank == 0 else x[:1].clone())),
+        "ranks 0 and 2 share differs",
+    ),
+    "a rank with another dtype": Bug(
+        instead(gradients, "global_norm", of_half), "ranks 0 and 2 share differs"
+    ),
+    "another root of a broadcast": Bug(
+        in_norm(lambda rank, x: dist.broadcast(x, rank)), "ranks 0 and 2 share differs"
+    ),
+    "parameters gathered once more by one rank": Bug(
+        in_step(gather_once_more),
+        "ranks 0 and 1 share differs",
+        {"cp": 2},
+        3,
+    ),
+    "a message that nobody awaits": Bug(
+        sends((8, 0)), "sends 11 messages to rank 2, which awaits 9"
+    ),
+    "a message of another size": Bug(sends((8, 4)), "32 B float32 are sent and 16 B"),
+    "a missing hop of the ring": Bug(
+        instead(
+            ring,
+            "pass_keys",
+            lambda rank, plain, q, k, v, *rest: (
+                plain(q, k, v, *rest)
+                if rank == 0
+                else KERNELS["portable"].forward(q, k, v, True, 1.0)
+            ),
+        ),
+        "messages to rank",
+        RING,
+    ),
+    "a tensor on the wrong device": Bug(
+        in_block(lambda _, hidden: hidden + torch.ones(hidden.shape[-1])), "device"
+    ),
+    "a wrong shape on one stage": Bug(
+        in_block(lambda rank, hidden: hidden if rank == 0 else hidden.view(-1, 7)), "view"
+    ),
+    "an item() in the step": Bug(
+        in_step(lambda *given: given[2].loss_sum.item()), "item at", SHARDED
+    ),
+    "a copy to the host in the step": Bug(
+        in_step(lambda *given: given[2].loss_sum.cpu()), "copy to the host at", SHARDED
+    ),
+    "a copy from pageable memory in the step": Bug(
+        in_step(lambda *_: torch.ones(4).to("cuda")), "copy from the host at", SHARDED
+    ),
+    "a synchronize in the step": Bug(
+        in_step(lambda *_: torch.cuda.synchronize()), "torch.cuda.synchronize at", SHARDED
+    ),
+    "memory that grows with every step": Bug(
+        in_step(lambda *_: kept.append(torch.zeros(1000, device="cuda"))), "memory leaks", SHARDED
+    ),
+    "a parameter in no optimizer": Bug(
+        after(native, "make_optimizer", lambda _, optimizer, *__: _without_last(optimizer)),
+        "no optimizer updates",
+        SHARDED,
+    ),
+    "gradients kept over the step": Bug(
+        instead(torch.optim.Optimizer, "zero_grad", lambda *_, **__: None),
+        "gradients are kept after the step",
+        SHARDED,
+    ),
+    "an uneven shard": Bug(lambda *_: None, "uneven shards", {"dp": 3}, 3),
+    "an error in the state of a checkpoint": Bug(
+        instead(NativeEngine, "state", lambda *_: {}["model"]), "KeyError", SHARDED
+    ),
+}
+
+
+def _norm_over_two(grads: Any) -> torch.Tensor:
+    square = gradients.square_norm(grads)
+    dist.all_reduce(square, group=_pair())
+    return square.sqrt()
+
+
+def _pair() -> Any:
+    """Return a group of tp, in place of all ranks."""
+    return next(group for group in dist.distributed_c10d._world.pg_map if group.size() == 2)
+
+
+def _without_last(optimizer: Any) -> Any:
+    optimizer.param_groups[0]["params"].pop()
+    return optimizer
+
+
+def config(degrees: dict[str, Any], stage: int) -> Config:
+    micro_batch = 2
+    batch = micro_batch * degrees.get("dp", 1) * 4
+    row = Row("", degrees, stage, micro_batch, "bf16", TINY, global_batch=batch)
+    return config_of(row)
+
+
+def rehearse(number: int, bug: str, config: Config, ranks: list[int]) -> RankRecord:
+    with Patches() as patches:
+        if bug:
+            BUGS[bug].plant(patches, ranks[number])
+        return play(config, ranks[number], 2, H200)
+
+
+def reports(bug: str, config: Config) -> str:
+    """Return all that a rehearsal reports as wrong or noteworthy."""
+    ranks = list(distinct_ranks(config))
+    records = run_ranks(rehearse, len(ranks), bug, config, ranks)
+    lines = mismatches(records)
+    for record in records:
+        lines += [record.error, *record.findings, *record.notes]
+        lines += [f"{wait.what} at" for wait in record.waits if wait.phase == "step 2"]
+    return "\n".join(line for line in lines if line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    found = reports(bug, config(BUGS[bug].degrees, BUGS[bug].stage))
+    assert BUGS[bug].text in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [STAGES, SHARDED, RING], ids=["stages", "sharded", "ring"])
+def test_nothing_is_found_without_a_bug(degrees: dict[str, Any]) -> None:
+    assert reports("", config(degrees, 0)) == ""
