@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from nanoscale.backends import gradients, native
 from nanoscale.backends.native import NativeEngine
-from nanoscale.config.schema import Config
+from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.models import transformer
 from nanoscale.parallel import ring
 from nanoscale.parallel.attention_kernels import KERNELS
@@ -233,21 +233,21 @@ def _without_last(optimizer: Any) -> Any:
     return optimizer
 
 
-def config(degrees: dict[str, Any], stage: int) -> Config:
+def config(degrees: dict[str, Any], stage: int) -> ResolvedConfig:
     micro_batch = 2
     batch = micro_batch * degrees.get("dp", 1) * 4
     row = Row("", degrees, stage, micro_batch, "bf16", TINY, global_batch=batch)
     return config_of(row)
 
 
-def rehearse(number: int, bug: str, config: Config, ranks: list[int]) -> RankRecord:
+def rehearse(number: int, bug: str, config: ResolvedConfig, ranks: list[int]) -> RankRecord:
     with Patches() as patches:
         if bug:
             BUGS[bug].plant(patches, ranks[number])
         return play(config, ranks[number], 2, H200)
 
 
-def reports(bug: str, config: Config) -> str:
+def reports(bug: str, config: ResolvedConfig) -> str:
     """Return all that a rehearsal reports as wrong or noteworthy."""
     ranks = list(distinct_ranks(config))
     records = run_ranks(rehearse, len(ranks), bug, config, ranks)
