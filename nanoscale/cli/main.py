@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import re
 import shlex
 import sys
@@ -14,6 +15,8 @@ from typing import Annotated
 import typer
 
 from nanoscale import __version__
+from nanoscale.cli.common import completion
+from nanoscale.cli.common.examples import epilog
 from nanoscale.cli.common.output import (
     DONE,
     FAILED,
@@ -41,6 +44,7 @@ VERBS = {
     "checkpoints": "inspect",
     "config": "inspect",
     "recipes": "inspect",
+    "help": "inspect",
 }
 """The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""
 
@@ -111,16 +115,25 @@ def run(arguments: list[str]) -> int:
 
 def build(arguments: Sequence[str]) -> typer.Typer:
     """Return the application, with the requested verb, or with all of them."""
-    app = typer.Typer(
-        add_completion=False, no_args_is_help=False, rich_markup_mode=None, callback=_options
-    )
+    if completion.VARIABLE in os.environ:
+        arguments = completion.previous_words()
     asked = [verb for verb in arguments[:1] if verb in VERBS]
+    completes = not asked or completion.VARIABLE in os.environ
+    app = typer.Typer(
+        add_completion=completes,
+        no_args_is_help=False,
+        rich_markup_mode=None,
+        callback=_options,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     for verb in asked or VERBS:
         module = import_module(f"nanoscale.cli.{VERBS[verb]}.{verb}")
         if hasattr(module, "app"):
+            for command in module.app.registered_commands:
+                command.epilog = epilog(f"{verb} {command.name}")
             app.add_typer(module.app, name=verb)
         else:
-            app.command(verb)(getattr(module, verb))
+            app.command(verb, epilog=epilog(verb))(getattr(module, verb))
     return app
 
 
@@ -179,7 +192,7 @@ def _with_value(option: str, value: str | None, context: typer.Context | None) -
     flags = {name for it in parameters if getattr(it, "is_flag", False) for name in it.opts}
     return (
         option
-        if value is None or option in {*flags, "--help"}
+        if value is None or option in {*flags, "-h", "--help"}
         else f"{option} {shlex.quote(value)}"
     )
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 import pytest
 import typer
 
-from nanoscale.cli.main import VERBS, build
+from nanoscale.cli.common.examples import EXAMPLES
+from nanoscale.cli.inspect.help import TOPICS
+from nanoscale.cli.main import VERBS, build, run
+from nanoscale.config.composing.library import Library
+from nanoscale.config.composing.overrides import read_words
 
 FIRST_WORDS = {
     "Resume",
@@ -25,10 +30,19 @@ FIRST_WORDS = {
 def parameters(command, name: str) -> Iterator[tuple[str, str]]:
     """Yield the name and the help text of each option and argument, sub-commands included."""
     for parameter in command.params:
-        if parameter.name != "help":
+        if parameter.name not in ("help", "install_completion", "show_completion"):
             yield f"{name} {parameter.name}", parameter.help or ""
     for word, inner in getattr(command, "commands", {}).items():
         yield from parameters(inner, f"{name} {word}")
+
+
+def commands(command, name: str) -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    """Yield every command that is not a group, by its words."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield name, command
+    for word, each in (inner or {}).items():
+        yield from commands(each, f"{name} {word}".strip())
 
 
 HELP = dict(parameters(typer.main.get_command(build([])), "nanoscale"))
@@ -45,3 +59,61 @@ def test_a_help_text_is_one_line_that_starts_with_a_verb(name: str) -> None:
     assert len(text) <= 80
     assert "\n" not in text
     assert not text.endswith(".")
+
+
+COMMANDS = dict(commands(typer.main.get_command(build([])), ""))
+
+
+def test_every_command_has_examples_and_no_other_has() -> None:
+    assert COMMANDS.keys() == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_stand_under_the_help_and_are_accepted(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*name.split(), "-h"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    for line in EXAMPLES[name]:
+        assert f"    {line}" in shown
+        assert len(line) <= 80
+        words = shlex.split(line)[1:]
+        assert " ".join(words[: len(name.split())]) == name
+        context = COMMANDS[name].make_context(name, words[len(name.split()) :])
+        overrides = context.params.get("overrides")
+        if overrides and name not in ("sweep", "submit"):
+            assert not read_words(overrides, Library()).violations
+
+
+def test_short_and_long_help_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("", "train", "runs", "runs show"):
+        assert run([*command.split(), "-h"]) == 0
+        short = capsys.readouterr().out
+        assert run([*command.split(), "--help"]) == 0
+        assert capsys.readouterr().out == short
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_topics_fit_a_terminal(topic: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["help", topic]) == 0
+    assert capsys.readouterr().out == TOPICS[topic] + "\n"
+    assert all(len(line) <= 80 for line in TOPICS[topic].splitlines())
+
+
+def test_help_of_a_command_and_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--help"]) == 0
+    expected = capsys.readouterr().out
+    assert run(["help", "plan"]) == 0
+    assert capsys.readouterr().out == expected
+    assert run(["help"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"nanoscale help {topic}" for topic in TOPICS]
+
+
+def test_an_unknown_topic_is_refused_and_the_advice_works(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["help", "layuots"]) == 2
+    error = capsys.readouterr().err
+    assert "unknown topic" in error
+    advice = error.partition("type instead: ")[2].strip()
+    assert run(shlex.split(advice)[1:]) == 0

@@ -24,6 +24,7 @@ TYPED_BACK = {
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
     "cli/inspect/config.py": "cli/test_advice.py",
+    "cli/inspect/help.py": "cli/test_help.py",
     "cli/jobs/data.py": "cli/test_advice_on_files.py",
     "cli/common/files.py": "cli/test_advice_on_files.py",
     "cli/jobs/generate.py": "cli/test_advice_on_files.py",

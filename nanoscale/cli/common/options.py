@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale.cli.common import completion
+
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
 
@@ -19,6 +21,7 @@ Overrides = Annotated[
         metavar="OVERRIDES",
         help="Set recipe=NAME, GROUP=OPTION, KEY=VALUE (Hydra)",
         show_default=False,
+        autocompletion=completion.overrides,
     ),
 ]
 ConfigDir = Annotated[
@@ -107,10 +110,17 @@ DryRun = Annotated[
 
 # --- what is read ---------------------------------------------------------------------------------
 
-Run = Annotated[str, typer.Argument(help="Name the run in runs/, or its directory")]
+Run = Annotated[
+    str,
+    typer.Argument(help="Name the run in runs/, or its directory", autocompletion=completion.runs),
+]
 Model = Annotated[
     str,
-    typer.Argument(metavar="RUN|DIR", help="Name a run, its directory, or a Hugging Face folder"),
+    typer.Argument(
+        metavar="RUN|DIR",
+        help="Name a run, its directory, or a Hugging Face folder",
+        autocompletion=completion.runs,
+    ),
 ]
 Step = Annotated[
     int | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import console, print_json, print_yaml
 from nanoscale.common import display
@@ -49,7 +50,13 @@ def show(
 
 @app.command("explain")
 def explain(
-    key: Annotated[str, typer.Argument(help="Name a key, or a section to explain all of its keys")],
+    key: Annotated[
+        str,
+        typer.Argument(
+            help="Name a key, or a section to explain all of its keys",
+            autocompletion=completion.keys,
+        ),
+    ],
     overrides: opt.Overrides = None,
     config_dir: opt.ConfigDir = None,
     config: opt.ConfigFile = None,
@@ -129,7 +136,11 @@ def backends(as_json: opt.AsJson = False) -> None:
 def list_groups(
     group: Annotated[
         str | None,
-        typer.Argument(help="Name a group; without it, all groups are listed", show_default=False),
+        typer.Argument(
+            help="Name a group; without it, all groups are listed",
+            show_default=False,
+            autocompletion=completion.groups,
+        ),
     ] = None,
     config_dir: opt.ConfigDir = None,
     as_json: opt.AsJson = False,

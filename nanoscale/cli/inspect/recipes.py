@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import console, print_json, print_yaml
 from nanoscale.common import display
@@ -19,7 +20,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="List, show and copy recipes.")
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name a recipe that `recipes ls` lists")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Name a recipe that `recipes ls` lists",
+        autocompletion=completion.recipes,
+    ),
+]
 
 
 @app.command("ls")
