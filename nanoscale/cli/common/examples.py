@@ -48,6 +48,7 @@ EXAMPLES = {
     "config show": ("nanoscale config show recipe=llama-8b parallel.tp=8",),
     "config explain": ("nanoscale config explain zero.stage recipe=llama-8b",),
     "config backends": ("nanoscale config backends",),
+    "config from-deepspeed": ("nanoscale config from-deepspeed ds_config.json",),
     "config ls": ("nanoscale config ls", "nanoscale config ls precision"),
     "recipes ls": ("nanoscale recipes ls",),
     "recipes show": ("nanoscale recipes show llama-8b",),
