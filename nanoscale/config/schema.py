@@ -378,10 +378,10 @@ class Scheduler:
 class Data:
     """The training data and its tokenizer."""
 
-    source: Literal["stdlib", "megatron", "datatrove"] = key(
+    source: Literal["stdlib", "megatron", "datatrove", "random"] = key(
         "stdlib",
         "stdlib: the running Python's own source code · megatron: a .bin/.idx, or a folder of "
-        "`nanoscale data prepare` · datatrove: a .ds",
+        "`nanoscale data prepare` · datatrove: a .ds · random: tokens drawn from train.seed, without files",
     )
     path: str | None = key(
         None,

@@ -15,6 +15,7 @@ from nanoscale.data.datatrove import DatatroveTokens
 from nanoscale.data.indexed import IndexedTokens
 from nanoscale.data.loader import Form, Loader, outside_vocabulary, split_tokens, too_small
 from nanoscale.data.mixture import Mixture
+from nanoscale.data.random_samples import ENDLESS, HELD_OUT, RandomSamples
 from nanoscale.data.samples import Split, TokenFile, open_answers
 from nanoscale.data.tokenizer import ByteTokenizer, Tokenizer, load
 
@@ -37,7 +38,7 @@ class Dataset:
     """The data of a run."""
 
     tokenizer: Tokenizer | None
-    """None if the tokens come from a file and their tokenizer is not known."""
+    """None if the tokens have no tokenizer, or come from a file and theirs is not known."""
     train: Loader | Mixture
     valid: tuple[Validation, ...]
     """Empty if data.valid_fraction is 0, or too small for a sample and never evaluated."""
@@ -55,6 +56,8 @@ def open_data(data: Data, train: Train, vocab: int) -> Dataset:
     """
     if data.source == "stdlib":
         return _open_stdlib(data, train, vocab)
+    if data.source == "random":
+        return _open_random(train, vocab)
     return _open_files(data, train, vocab)
 
 
@@ -70,6 +73,17 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
     tokens = IndexedTokens(prepared.prefix)
     opened = _opened(data, train, vocab, MixtureSource(None), tokens, None, name)
     return _dataset(data, train, [opened], tokenizer, prepared.fingerprint)
+
+
+def _open_random(train: Train, vocab: int) -> Dataset:
+    loaders = [
+        Loader(RandomSamples(split, count, train.seq_len, train.seed, vocab), train.seed)
+        for split, count in ((0, ENDLESS), (1, HELD_OUT))
+    ]
+    valid = (Validation("", 1.0, loaders[1]),)
+    words = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
+    fingerprint = hashlib.sha256(words.encode()).hexdigest()
+    return Dataset(None, loaders[0], valid, fingerprint, words)
 
 
 def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
@@ -140,7 +154,7 @@ def _opened(
     if apart is not None:
         held_out = Split(0, len(apart.tokens))
     form = _form(data, source.path, tokens)
-    loader = Loader(tokens, training, train.seq_len, train.seed, vocab, form)
+    loader = Loader.of_file(tokens, training, train.seq_len, train.seed, vocab, form)
     held_form = _form(data, source.valid_path, apart) if apart is not None else form
     valid = _valid_loader(data, train, vocab, source, apart or tokens, held_out, held_form)
     words = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
@@ -215,7 +229,7 @@ def _valid_loader(
     form: Form,
 ) -> Loader | None:
     if len(split) > (train.seq_len if data.packing == "stream" else 1):
-        return Loader(tokens, split, train.seq_len, train.seed, vocab, form)
+        return Loader.of_file(tokens, split, train.seq_len, train.seed, vocab, form)
     if train.eval_every == 0:
         return None
     error = too_small(tokens, split, train.seq_len)

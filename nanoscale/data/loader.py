@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -84,47 +84,52 @@ class Form:
 class Loader:
     """The samples of one split, in a new order in every epoch."""
 
-    def __init__(
-        self,
+    def __init__(self, samples: Samples, seed: int) -> None:
+        self._samples = samples
+        self._seed = seed
+        self._ahead = Ahead(self.order)
+
+    @classmethod
+    def of_file(
+        cls,
         tokens: TokenFile,
         split: Split,
         seq_len: int,
         seed: int,
         vocab: int,
         form: Form = Form(),
-    ) -> None:
-        self._samples: Samples
+    ) -> Self:
+        """Load a split of a token file; raises UserError if it is smaller than one sample.
+
+        Reading raises UserError for a token outside the model's vocabulary.
+        """
+
+        def check(found: np.ndarray) -> None:
+            # viewed as unsigned, a negative id is a large one
+            if found.size and found.view(np.uint64).max() >= vocab:
+                raise outside_vocabulary(tokens, found, vocab)
+
+        samples: Samples
         if form.packing == "whole":
-            self._samples = Packed(tokens, split, seq_len, form.answers, self._check)
+            samples = Packed(tokens, split, seq_len, form.answers, check)
         else:
             mask, answers = form.document_mask, form.answers
-            self._samples = TokenStream(tokens, split, seq_len, mask, answers, self._check)
-        if len(self._samples) < 1:
+            samples = TokenStream(tokens, split, seq_len, mask, answers, check)
+        if len(samples) < 1:
             raise too_small(tokens, split, seq_len if form.packing == "stream" else 1)
-        self._file = tokens
-        self._seed = seed
-        self._vocab = vocab
-        self._ahead = Ahead(self.order)
+        return cls(samples, seed)
 
     def __len__(self) -> int:
         """Return the number of samples in the split, which is one epoch."""
         return len(self._samples)
 
     def batch(self, indices: Any) -> Batch:
-        """Return samples by number, a row each.
-
-        Raises UserError if a token lies outside the model's vocabulary.
-        """
+        """Return samples by number, a row each."""
         numbers = np.asarray(indices).tolist()
         for number in numbers:
             if not 0 <= number < len(self):
                 raise IndexError(number)
         return self._samples.batch(numbers)
-
-    def _check(self, found: np.ndarray) -> None:
-        # viewed as unsigned, a negative id is a large one
-        if found.size and found.view(np.uint64).max() >= self._vocab:
-            raise outside_vocabulary(self._file, found, self._vocab)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int

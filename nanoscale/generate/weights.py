@@ -120,7 +120,7 @@ def _open_run(
     tokenizer = _named(said) if said else vocabulary.known(config)
     if tokenizer is None:
         raise _no_tokenizer(
-            f"{run.path}: its tokens came from a file, and data.tokenizer is null",
+            f"{run.path}: data.source={config.data.source} names none",
             config.model.vocab,
         )
     model = _empty(config.model, device, dtype)

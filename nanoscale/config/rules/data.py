@@ -23,12 +23,15 @@ BYTE_VOCAB = 257
 def resolve_data(resolution: Resolution) -> Data:
     """Return the data with absolute paths; a prepared folder is replaced by its files."""
     data = resolution.config.data
-    if data.source == "stdlib":
+    if data.source in ("stdlib", "random"):
         for key in ("path", "valid_path", "mixture"):
             if getattr(data, key):
                 message = "is read with data.source=megatron or datatrove only"
                 resolution.refuse("data", f"data.{key}", message, "data=megatron")
+    if data.source == "stdlib":
         _tokenizer(resolution, data)
+    elif data.source == "random":
+        _random(resolution)
     elif data.mixture:
         data = resolve_mixture(resolution)
         if all(source.valid_path for source in sources_of(data)):
@@ -47,6 +50,15 @@ def resolve_data(resolution: Resolution) -> Data:
         else str(absolute(data.tokenizer)),
         cache_dir=absolute(data.cache_dir),
     )
+
+
+def _random(resolution: Resolution) -> None:
+    """Refuse what needs text or documents, which random tokens do not have."""
+    for key in ("tokenizer", "packing", "document_mask"):
+        resolution.refuse_idle("data", f"data.{key}", "data.source=random", "data=megatron")
+    if resolution.config.train.sample_tokens:
+        message = "needs a tokenizer to write a text, and data.source=random has none"
+        resolution.refuse("data", "train.sample_tokens", message, "train.sample_tokens=0")
 
 
 def _one_source(resolution: Resolution, data: Data) -> Data:
