@@ -10,7 +10,7 @@ from nanoscale.config.schema import Backend, Launcher, Zero
 from nanoscale.plan.hardware.hardware import Efficiency
 from nanoscale.plan.hardware.software import DTENSOR_S, MEGATRON, NANOSCALE, TORCH, Software
 from nanoscale.plan.memory.peak import rank_memory
-from nanoscale.plan.time import block, collectives
+from nanoscale.plan.time import block, collectives, moe
 from nanoscale.plan.time.step import StepBreakdown, step_time
 from tests.plan.machines import BF16, changed, job, machine
 
@@ -138,3 +138,23 @@ def test_a_norm_of_single_operations_keeps_its_steps_in_fp32_until_it_is_compile
     # the cast input and the normalised one of two norms, in place of two inputs in bf16
     assert eager[1] - eager[0] > 32 * (4 * 4 - 2 * 2) * 8192 * 4096 * 0.9
     assert compiled[0] == compiled[1]
+
+
+def test_a_token_travels_once_to_each_host_and_rank_of_its_experts():
+    """Eight choices of 128 experts on 64 ranks of 8 hosts reach 5.25 hosts, and 7.56 ranks."""
+    layout = {"dp": 64, "ep": 64, "global_batch": 64, "seq_len": 4096}
+    part = block.slice_of(job("qwen3-30b-a3b", **layout), MEGATRON)
+    hardware = machine()
+    once, _ = moe.exchange(hardware, part)
+    copies, _ = moe.exchange(hardware, replace(part, software=NANOSCALE))
+    hosts = 8 * (1 - (7 / 8) ** 8)
+    assert hosts == pytest.approx(5.25, abs=0.01)
+    assert once / copies == pytest.approx(hosts / 8, rel=0.02)
+
+
+def test_permutations_of_one_kernel_move_less():
+    part = block.slice_of(job("qwen3-30b-a3b", dp=8, ep=8), MEGATRON)
+    fused, single = (
+        moe.traffic(replace(part, software=software)) for software in (MEGATRON, NANOSCALE)
+    )
+    assert fused[0] < single[0] and fused[1] < 0.6 * single[1]

@@ -36,6 +36,9 @@ class Software:
     """Bytes per number that is cast to 8 bits: it is read for its largest, read again, and laid out twice.
     Transformer Engine knows the largest from earlier steps, and fuses half of its casts into the operations
     before them."""
+    one_copy: bool = False
+    """True if a token travels once to each host, and there once to each rank, that has any of its experts
+    (DeepEP, arXiv:2412.19437, section 3.2.2)."""
     flat: bool = False
     """True for Megatron-LM's distributed optimizer: weights in the compute dtype and gradients in fp32 are
     whole, master weights and moments are sharded."""
@@ -66,6 +69,7 @@ MEGATRON = Software(
     "megatron",
     "Megatron-LM or NeMo with Transformer Engine: what the hardware has been shown to reach",
     fused=True,
+    one_copy=True,
     sums_in_products=True,
     hidden_tp="both",
     narrow_gathers=True,

@@ -92,10 +92,15 @@ def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     """Return the seconds until every rank has sent an n-th of its `size` bytes to every other."""
     if ranks.size == 1:
         return 0.0
+    near, across = ((ranks.inside - 1) / ranks.size, (ranks.size - ranks.inside) / ranks.size)
+    return exchange(hardware, ranks, size * near, size * across)
+
+
+def exchange(hardware: Hardware, ranks: Group, near: float, across: float) -> float:
+    """Return the seconds until every rank has sent `near` bytes over its fast links and `across` over the
+    network."""
     efficiency = hardware.efficiency
-    near = hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES
-    seconds = size * (ranks.inside - 1) / ranks.size / near
-    across = size * (ranks.size - ranks.inside) / ranks.size
+    seconds = near / (hardware.intra_bandwidth * efficiency.intra_host * _MESSAGES)
     seconds = max(seconds, across / (hardware.inter_bandwidth * efficiency.inter_host))
     # Every peer's message is set up separately.
     peers = (ranks.inside - 1) * hardware.intra_latency
