@@ -44,6 +44,8 @@ def doctor(
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     config, hosts = _machines(CommandLine(overrides, config_dir=config_dir, options=options))
     verdicts, measured = _examine(config, hosts, quick=quick)
+    if not quick and config.launcher.device == "cpu":
+        _measure_cpu()
     names = list(dict.fromkeys(verdict.host for verdict in verdicts))
     if as_json:
         print_json(_document(names, verdicts, measured))
@@ -92,6 +94,36 @@ def _examine(
             say(f"measuring the bandwidth of {counted(len(able), 'host')} …")
             measured = measure(fleet, able, config) if able else Measured(None)
     return verdicts, measured
+
+
+def _measure_cpu() -> None:
+    """Measure a step of `recipe=tiny` here, unless other processes use the CPU, and keep the speed."""
+    import os
+    import subprocess
+    import sys
+    from contextlib import suppress
+    from tempfile import TemporaryDirectory
+
+    from nanoscale.common.devices import cores, detect
+    from nanoscale.config.composing.frozen import dump
+    from nanoscale.config.hardware.this_cpu import keep_speed, known_speed
+    from nanoscale.config.rules import check
+    from nanoscale.plan.predict import predict
+
+    if os.getloadavg()[0] >= cores():
+        return
+    composed = CommandLine(["recipe=tiny", "launcher.device=cpu"]).compose()
+    config = check(composed, detect())
+    with saying() as say, TemporaryDirectory() as folder:
+        say("measuring this CPU …")
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump(config), encoding="utf-8")
+        command = [sys.executable, "-m", "nanoscale.measure.this_cpu", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        planned, measured = predict(config).time.seconds, float(done.stdout)
+        with suppress(OSError, RuntimeError):  # without a cache, plans stay rough
+            keep_speed((known_speed() or 1.0) * planned / measured)
 
 
 def _document(

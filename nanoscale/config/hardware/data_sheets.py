@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from nanoscale.common.devices import detect
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.library import packaged
+from nanoscale.config.hardware.this_cpu import known_speed
 from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import to_config
@@ -70,7 +71,9 @@ def described(config: Config) -> Cluster:
             f"cluster=h100-sxm; known are {known_overrides()}",
         )
     if config.launcher.device == "cpu" or here.kind == "cpu":
-        return _this_cpu(_filled(cluster, _known(CPU)), config)
+        cpu = _known(CPU)
+        assert cpu is not None
+        return _this_cpu(_filled(cluster, _measured(cpu)), config)
     names = sorted(set(here.names))
     known = {name: recognise(name) for name in names}
     if len(set(known.values())) != 1 or None in known.values():
@@ -136,6 +139,24 @@ def _filled(own: _Section, table: _Section | None) -> _Section:
         elif mine is None or mine == [] or mine == {}:
             values[field.name] = theirs
     return replace(own, **values)
+
+
+def _measured(cluster: Cluster) -> Cluster:
+    """Return the CPU with the speed that `nanoscale doctor` measured, as a factor on the assumed one."""
+    speed = known_speed()
+    if speed is None:
+        return cluster
+    peaks = {
+        field.name: value * speed
+        for field in fields(cluster.peaks)
+        if (value := getattr(cluster.peaks, field.name)) is not None
+    }
+    memory = cluster.memory_gbs
+    return replace(
+        cluster,
+        peaks=replace(cluster.peaks, **peaks),
+        memory_gbs=memory * speed if memory is not None else None,
+    )
 
 
 def _this_cpu(cluster: Cluster, config: Config) -> Cluster:

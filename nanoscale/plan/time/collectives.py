@@ -96,7 +96,7 @@ def all_to_all(hardware: Hardware, ranks: AxisRanks, size: float) -> float:
     return exchange(hardware, ranks, size * near, size * across)
 
 
-def exchange(hardware: Hardware, ranks: Group, near: float, across: float) -> float:
+def exchange(hardware: Hardware, ranks: AxisRanks, near: float, across: float) -> float:
     """Return the seconds until every rank has sent `near` bytes over its fast links and `across` over the
     network."""
     efficiency = hardware.efficiency

@@ -113,15 +113,16 @@ def plan(
         more = _travel(config, hardware, layout.ep, experts, wide, narrow)
         gather, reduce, all_reduce = gather + more[0], reduce + more[1], all_reduce + more[2]
     every = zero.stage == 3 and layout.pp == 1
+    # One rank whose weights have the type of its products computes with the weights themselves.
+    same_type = config.precision.compute == config.precision.params
+    in_place = software.flat or (copies == 1 and same_type)
     return Plan(
         gather=gather,
         gather_again=gather,
         reduce=reduce,
         all_reduce=all_reduce,
-        copies_gather=0.0 if software.flat else operations.elementwise(hardware, 2.0 * wide * size),
-        copies_reduce=0.0
-        if software.flat
-        else operations.elementwise(hardware, (wide + narrow) * size),
+        copies_gather=0.0 if in_place else operations.elementwise(hardware, 2.0 * wide * size),
+        copies_reduce=0.0 if in_place else operations.elementwise(hardware, (wide + narrow) * size),
         accumulate=operations.elementwise(hardware, (wide + 2 * narrow) * size),
         gathers=micro_batches if every else 1,
         gathers_again=micro_batches if every else 0,

@@ -46,7 +46,8 @@ def product(hardware: Hardware, kind: str, m: int, n: int, k: int, groups: int =
     efficiency = hardware.efficiency
     share = efficiency.matmul_fp8 if kind == "fp8" else efficiency.matmul
     arithmetic = 2.0 * groups * m * n * k / (hardware.peaks[kind] * share)
-    arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
+    if hardware.multiprocessors > 1:  # a CPU divides its work otherwise
+        arithmetic *= waves(hardware.multiprocessors, m, n, groups) * (1 + _PROLOGUE / max(k, 1))
     result = 2 if kind == "fp8" else WIDTH[kind]
     traffic = groups * (WIDTH[kind] * (m + n) * k + result * m * n)
     return max(arithmetic, traffic / (hardware.memory_bandwidth * efficiency.memory)) + FILL
@@ -86,6 +87,9 @@ def attention(
     heads of a short sequence do not fill a device (Dao 2023, arXiv:2307.08691, section 3.2).
     """
     efficiency = hardware.efficiency
+    if hardware.multiprocessors == 1:  # a CPU has no such tiles
+        pairs = batch * heads * queries * keys / (2 if causal else 1)
+        return 4.0 * head_dim * pairs / (hardware.peaks[kind] * efficiency.attention) + FILL
     # Narrow heads leave less time to hide the exponentials behind products; wide ones fill the registers.
     narrow: float = min(1.0, head_dim / 128) ** _NARROW
     usual = keys / 2 if causal else keys

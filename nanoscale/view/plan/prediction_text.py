@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoscale.common.units import byte_size, duration, share, three_digits
-from nanoscale.config.hardware.data_sheets import kind
+from nanoscale.config.hardware.data_sheets import CPU, kind
+from nanoscale.config.hardware.this_cpu import known_speed
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
@@ -106,8 +107,10 @@ def outcome(plan: Prediction) -> list[str]:
     device_hours = f"{three_digits(run.device_hours)} device hours"
     length = f"{run.steps:,} steps in {duration(3600 * run.hours)}, {device_hours}{cost}"
     saving = plan_saving(plan.config, time.seconds)
+    rough = plan.hardware.device == CPU and known_speed() is None
     return [
         speed,
+        *(["rough: this CPU's speed is assumed; `nanoscale doctor` measures it"] if rough else []),
         shares,
         *([advice] if advice else []),
         length,
