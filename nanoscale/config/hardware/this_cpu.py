@@ -6,7 +6,7 @@ import json
 import platform
 from pathlib import Path
 
-from nanoscale.common.cache import cache_path
+from nanoscale.common.cache_folder import cache_path
 
 
 def cpu_name() -> str:
