@@ -47,6 +47,7 @@ SHAPE = Model(
 TINY = "defaults:\n  - debug\n  - _self_\ntrain:\n  steps: 40\n  global_batch: 480\n"
 RECIPES = ("tiny", "llama-1b", "llama-8b")
 EXCUSED = {
+    "nanoscale sweep --resume rates": "needs an interrupted sweep: tests/sweep/test_sweep.py",
     "nanoscale bench recipe=tiny": "measures with real ranks: tests/cli/test_bench.py",
     "nanoscale bench recipe=llama-1b": "measures with real ranks: tests/cli/test_bench.py",
     "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
@@ -274,7 +275,7 @@ def _type(
     if refused:  # nothing is started or written
         assert nanoscale(arguments) in (2, 3), line
         return
-    if arguments[0] in ("train", "submit", "resume") and "--dry-run" not in arguments:
+    if arguments[0] in ("train", "submit", "resume", "sweep") and "--dry-run" not in arguments:
         if launch(arguments):
             return
         arguments.append("--dry-run")
