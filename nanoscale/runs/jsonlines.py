@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from nanoscale.runs.documents import damaged
 
 Object = dict[str, Any]
 
-_END_BYTES = 1 << 16
+_END_BYTES = (1 << 16, 1 << 22)
+"""The bytes at the end of a file that are searched, the second if the first lack the key."""
 
 
 def append(path: Path, value: Object) -> None:
@@ -48,25 +49,38 @@ def read(path: Path) -> list[Object]:
         return []
     except OSError as error:
         raise damaged(path, f"cannot be read: {error.strerror}") from error
-    return _only_objects(path, content.split(b"\n"))
-
-
-def read_end(path: Path) -> list[Object]:
-    """Return the last few lines of a file that may be long. Raises UserError like `read`."""
-    try:
-        content = tail.read_end(path, _END_BYTES)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise damaged(path, f"cannot be read: {error.strerror}") from error
-    return _only_objects(path, content.split(b"\n"))
-
-
-def _only_objects(path: Path, lines: list[bytes]) -> list[Object]:
-    """Return the objects of lines; a torn one begins like an object, and a crash may leave zeros."""
-    if any(line.strip(b"\0 \t\r")[:1] not in (b"{", b"") for line in lines):
-        raise damaged(path, "is not one JSON object per line")
+    lines = content.split(b"\n")
+    _require_objects(path, lines)
     return list(_objects(lines[:-1]))
+
+
+def last(path: Path, name: str | None = None) -> Object | None:
+    """Return the newest complete object, or the newest one with a key; a long file is read from its end.
+
+    Raises UserError like `read`.
+    """
+    key = b"" if name is None else json.dumps(name).encode()
+    for limit in _END_BYTES if name is not None else _END_BYTES[:1]:
+        try:
+            content = tail.read_end(path, limit)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise damaged(path, f"cannot be read: {error.strerror}") from error
+        lines = content.split(b"\n")
+        _require_objects(path, lines)
+        newest_first = _objects(line for line in reversed(lines[:-1]) if key in line)
+        value = next((it for it in newest_first if name is None or name in it), None)
+        if value is not None or len(content) < limit // 2:
+            return value
+    return None
+
+
+def _require_objects(path: Path, lines: list[bytes]) -> None:
+    """Raise a UserError unless all lines are objects; a torn one begins like an object, and a crash may leave
+    zeros."""
+    if any(line[:1] != b"{" and line.strip(b"\0 \t\r")[:1] not in (b"{", b"") for line in lines):
+        raise damaged(path, "is not one JSON object per line")
 
 
 class Tail:
@@ -80,7 +94,7 @@ class Tail:
         return list(_objects(self._lines.poll()))
 
 
-def _objects(lines: list[bytes]) -> Iterator[Object]:
+def _objects(lines: Iterable[bytes]) -> Iterator[Object]:
     for line in lines:
         try:
             value = json.loads(line)

@@ -7,6 +7,12 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.documents import damaged
 from nanoscale.runs.jsonlines import Object, Tail
 
+NAMES = (
+    "step", "time", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "mfu", "memory_gib",
+    "eval_loss", "loss_scale", "skipped_steps", "moe_imbalance",
+)  # fmt: skip
+"""The metrics that any run may have; evaluations of several data sets add `eval_loss/NAME`."""
+
 
 def read(run: RunDirectory) -> list[Object]:
     """Return every complete line so far, without a torn last line.
@@ -22,10 +28,10 @@ def follow(run: RunDirectory) -> Tail:
     return Tail(run.metrics)
 
 
-def last(run: RunDirectory) -> Object | None:
-    """Return the newest logged step."""
-    records = jsonlines.read_end(run.metrics)
-    return _checked(run, records[-1]) if records else None
+def last(run: RunDirectory, name: str | None = None) -> Object | None:
+    """Return the newest logged step, or the newest that has a metric."""
+    record = jsonlines.last(run.metrics, name)
+    return None if record is None else _checked(run, record)
 
 
 def _checked(run: RunDirectory, record: Object) -> Object:

@@ -57,7 +57,17 @@ def test_the_last_record_of_a_long_file(tmp_path):
             file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
         file.write('{"step": 20000, "lo')
     assert metrics.last(run) == {"step": 19_999, "loss": 1.0}
-    assert len(jsonlines.read_end(run.metrics)) < 5_000
+
+
+def test_the_last_record_with_a_metric_is_found_far_from_the_end(tmp_path):
+    run = RunDirectory.create(tmp_path, "x")
+    with run.metrics.open("w") as file:
+        for step in range(20_000):
+            evaluated = {"eval_loss": float(step)} if step in (3, 9) else {}
+            file.write(json.dumps({"step": step, "loss": 1.0, **evaluated}) + "\n")
+    assert metrics.last(run, "eval_loss") == {"step": 9, "loss": 1.0, "eval_loss": 9.0}
+    assert metrics.last(run, "loss") == {"step": 19_999, "loss": 1.0}
+    assert metrics.last(run, "step_time_s") is None
 
 
 def test_text_without_an_end_is_given_when_asked_for(tmp_path):

@@ -35,7 +35,10 @@ EXAMPLES = {
     ),
     "eval": ("nanoscale eval first", "nanoscale eval first --tasks hellaswag --limit 100"),
     "bench": ("nanoscale bench recipe=llama-1b --steps 20",),
-    "runs ls": ("nanoscale runs ls",),
+    "runs ls": (
+        "nanoscale runs ls",
+        "nanoscale runs ls --columns lr,eval_loss --where state=completed --sort loss",
+    ),
     "runs show": ("nanoscale runs show first",),
     "runs logs": ("nanoscale runs logs first --rank 0 --follow",),
     "runs watch": ("nanoscale runs watch first",),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.common.output import print_json
+from nanoscale.cli.inspect.list_runs import list_runs
 from nanoscale.cli.inspect.report import report_run
 from nanoscale.cli.inspect.watch import watch_run
 from nanoscale.cli.jobs.stop import stop_run
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="List, show, follow, report and stop runs.")
+app.command("ls")(list_runs)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)
 app.command("report")(report_run)
@@ -28,35 +30,17 @@ app.command("report")(report_run)
 _LOOK_S = 0.1
 
 
-@app.command("ls")
-def list_runs(
-    root: Annotated[Path, typer.Option(help="List the runs in this folder")] = Path("runs"),
-    as_json: opt.AsJson = False,
-) -> None:
-    """List the runs, the oldest first."""
-    from nanoscale.cli.common.slurm_jobs import jobs_of
-    from nanoscale.runs.directory import RunDirectory
-
-    runs = RunDirectory.all(root)
-    jobs = jobs_of(runs)
-    summaries = [_summary_or_problem(run, jobs.get(run)) for run in runs]
-    if as_json:
-        print_json(summaries)
-        return
-    if not summaries:
-        display.show(f"no runs in {root.absolute()}")
-        return
-    _print_table(summaries)
-
-
 @app.command("show")
 def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
     from nanoscale.cli.common.slurm_jobs import job_of
+    from nanoscale.cli.inspect.list_runs import summary
+    from nanoscale.config.composing.frozen import load
     from nanoscale.runs import events, failure, metrics
     from nanoscale.runs.directory import RunDirectory
 
     directory = RunDirectory.open(run)
+    load(directory.config)  # refuses a damaged one
     cause = failure.read(directory)
     job = job_of(directory)
     document = {
@@ -130,72 +114,6 @@ class _GoingOn:
             job = job_of(self._run)
             self._asked, self._queued = time.monotonic(), job is not None and job.is_there
         return self._queued
-
-
-def _summary_or_problem(run: RunDirectory, job: Job | None) -> dict[str, Any]:
-    """Return the summary, or the problem of a damaged file: the other runs are listed anyway."""
-    from nanoscale.common.errors import UserError
-
-    try:
-        return summary(run, job)
-    except UserError as error:
-        unknown = dict.fromkeys(_UNKNOWN)
-        return {"name": run.name, "path": str(run.path), "said": f"damaged: {error}", **unknown}
-
-
-_UNKNOWN = (
-    "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
-    "started", "ended",
-)  # fmt: skip
-"""The unknown keys in the summary of a run with a damaged file."""
-
-
-def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
-    """Summarise one run in a few values."""
-    from nanoscale.cli.common.slurm_jobs import in_words
-    from nanoscale.config.composing.frozen import load
-    from nanoscale.runs import lock, metrics, status
-
-    now, last, config = status.require(run), metrics.last(run), load(run.config)
-    going_on = lock.owner(run) is not None
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        "state": now.state,
-        "going_on": going_on,
-        "said": in_words(now.state, going_on, job),
-        "job": job.document() if job else None,
-        "attempt": now.attempt,
-        "exit_code": now.exit_code,
-        "step": last["step"] if last else 0,
-        "steps": config.train.steps,
-        "model": config.model.name,
-        "loss": last.get("loss") if last else None,
-        "created": now.created,
-        "started": now.started,
-        "ended": now.ended,
-    }
-
-
-def _print_table(summaries: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    from nanoscale.cli.common.slurm_jobs import clock
-
-    table = Table("run", "state", "step", "loss", "model", "attempt", "created", box=None)
-    for entry in summaries:
-        loss = "" if entry["loss"] is None else f"{entry['loss']:.4f}"
-        steps = "?" if entry["steps"] is None else entry["steps"]
-        table.add_row(
-            entry["name"],
-            entry["said"],
-            f"{'?' if entry['step'] is None else entry['step']}/{steps}",
-            loss,
-            entry["model"] or "?",
-            "?" if entry["attempt"] is None else str(entry["attempt"]),
-            clock(entry["created"]),
-        )
-    display.print_table(console(), table)
 
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:

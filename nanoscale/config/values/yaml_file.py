@@ -45,6 +45,11 @@ def read(path: Path, name: str | None = None) -> YamlDocument:
         UserError: it is not a readable UTF-8 file holding one plain mapping; the line is named.
     """
     name = name or str(path)
+    return parse(read_text(path, name), name)
+
+
+def read_text(path: Path, name: str) -> str:
+    """Return the text of a YAML file that is not parsed yet. Raises UserError like `read`."""
     if path.is_dir():
         _refuse(name, "is a folder; a YAML file is needed")
     try:
@@ -54,10 +59,9 @@ def read(path: Path, name: str | None = None) -> YamlDocument:
     if len(raw) > LARGEST_FILE:
         _refuse(name, f"has {len(raw)} bytes; a configuration has at most {LARGEST_FILE}")
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         _refuse(name, "is not UTF-8 text", raw.count(b"\n", 0, error.start) + 1)
-    return parse(text, name)
 
 
 def parse(text: str, name: str) -> YamlDocument:

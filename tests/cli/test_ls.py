@@ -1,0 +1,166 @@
+"""`nanoscale runs ls`: columns, conditions, order and limit, and the advice on mistyped ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.config import reference
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.composing.frozen import dump, load, read_values
+from nanoscale.config.rules import Devices, check
+from nanoscale.runs import metrics, status
+from nanoscale.runs.directory import RunDirectory
+
+MISTYPED = {
+    ("--columns", "lrr,loss"): "lr,loss",
+    ("--columns", "stps"): "steps",
+    ("--columns", "source"): "data.source",
+    ("--columns", "optimzer.lr"): "optimizer.lr",
+    ("--columns", "loss,,lr"): None,
+    ("--sort", "lrr"): "lr",
+    ("--sort", "-lrr"): "-lr",
+    ("--where", "lrr<3"): "lr<3",
+    ("--where", "stat=failed"): "state=failed",
+    ("--where", "failed"): "state=failed",
+    ("--where", "=failed"): "state=failed",
+    ("--limit", "0"): None,
+    ("--limit", "x"): None,
+}
+"""Option and value → the value that is advised, if any."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: losses 3, 1 and 2; the second was evaluated and then logged more, the third failed."""
+    root = tmp_path_factory.mktemp("ls") / "runs"
+    for number, loss in enumerate((3.0, 1.0, 2.0)):
+        composed = compose(["recipe=debug", f"optimizer.lr={(number + 1) * 1e-3}"])
+        run, config = RunDirectory.create(root, f"r{number}"), check(composed, Devices("cpu", 2))
+        run.config.write_text(dump(config, composed.config))
+        end = ("failed", 1) if number == 2 else ("completed", 0)
+        begun = status.Status("prepared", 0, 100.0 + number).starting(1)
+        status.write(run, begun.ending(*end))
+        lines: list[dict[str, Any]] = [{"step": 6, "loss": 9.0, "eval_loss": 4.5}] * (number == 1)
+        lines.append({"step": 7, "loss": loss, "lr": 1e-5 * loss, "mfu": None})
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _here(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(whole, tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+
+
+def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert nanoscale(["runs", "ls", *words, "--json"]) == 0
+    listed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return listed
+
+
+def names(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    return [row["name"] for row in rows(capsys, *words)]
+
+
+def test_columns_are_metrics_keys_and_states(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = "lr,eval_loss,optimizer.lr,mlp,exit_code"
+    (row,) = rows(capsys, "--columns", wanted, "--where", "name=r1")
+    assert [row[name] for name in wanted.split(",")] == [1e-5, 4.5, 0.002, "swiglu", 0]
+    assert nanoscale(["runs", "ls", "--columns", wanted]) == 0
+    head, *lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert head == ["run", "state", *wanted.split(",")]
+    assert lines[1] == ["r1", "completed", "1e-05", "4.5", "0.002", "swiglu", "0"]
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        (["state=failed"], ["r2"]),
+        (["state!=failed"], ["r0", "r1"]),
+        (["loss<2"], ["r1"]),
+        (["loss<=2"], ["r1", "r2"]),
+        (["loss>1.5", "state=completed"], ["r0"]),
+        (["loss>=2", "optimizer.lr!=3e-3"], ["r0"]),
+        (["eval_loss>0"], ["r1"]),
+        (["eval_loss=4.50"], ["r1"]),
+        (["mfu<1"], []),
+        (["tokens=null"], ["r0", "r1", "r2"]),
+        (["sliding_window=null"], ["r0", "r1", "r2"]),
+        (["sequence_parallel=true"], ["r0", "r1", "r2"]),
+        (["model.name > a"], ["r0", "r1", "r2"]),
+        (["created<1971"], ["r0", "r1", "r2"]),
+    ],
+)
+def test_conditions(
+    conditions: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for condition in conditions for word in ("--where", condition)]
+    assert names(capsys, *words) == expected
+
+
+def test_order_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert names(capsys, "--sort", "loss") == ["r1", "r2", "r0"]
+    assert names(capsys, "--sort", "-loss") == ["r0", "r2", "r1"]
+    assert names(capsys, "--sort", "eval_loss", "--limit", "1") == ["r1"]
+    assert names(capsys, "--sort", "-eval_loss", "--limit", "1") == ["r1"]
+    assert names(capsys, "--limit", "2") == ["r1", "r2"]
+
+
+def test_no_run_fulfils_the_conditions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["runs", "ls", "--where", "loss>100"]) == 0
+    assert capsys.readouterr().out.startswith("no such runs in ")
+
+
+def test_a_damaged_run_is_listed_and_last(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/r1/config.yaml").write_text("optimizer: [")
+    assert names(capsys, "--columns", "optimizer.lr", "--sort", "optimizer.lr") == [
+        "r0",
+        "r2",
+        "r1",
+    ]
+    assert names(capsys, "--where", "optimizer.lr>0") == ["r0", "r2"]
+
+
+@pytest.mark.parametrize(("option", "value"), MISTYPED)
+def test_a_mistake_is_one_line_and_its_advice_is_accepted(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nanoscale(["runs", "ls", option, value]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("error:") == 1
+    expected = MISTYPED[option, value]
+    advice = [shlex.split(it) for it in re.split(" or |\n", err.partition("instead: ")[2]) if it]
+    assert expected is None or [option, expected] in advice
+    for words in advice:
+        assert nanoscale(["runs", "ls", *words]) == 0, words
+
+
+def test_values_of_a_frozen_file_are_those_of_the_whole_configuration() -> None:
+    path = Path("runs/r1/config.yaml").absolute()
+    path.write_text(path.read_text().replace("  project: nanoscale", r"  project: 'a: \${b}'"))
+    config = load(path)
+    for name, value in read_values(path, reference.declared()).items():
+        whole: Any = config
+        for part in name.split("."):
+            whole = getattr(whole, part, None)
+        assert value == whole, name
+    assert read_values(path, ["logger.project"]) == {"logger.project": "a: ${b}"}
+
+
+def test_the_documented_metrics_are_columns() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "run-directory.md").read_text()
+    table = page.partition("## Metrics")[2].partition("## ")[0]
+    documented = {
+        name
+        for line in re.findall(r"^\| (`.*?) \|", table, re.M)
+        for name in re.findall("`(.*?)`", line)
+    }
+    assert documented == set(metrics.NAMES)
