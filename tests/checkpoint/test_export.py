@@ -215,7 +215,7 @@ def test_whole_or_absent(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already exists"):
         export(stored, config, tmp_path / "there", "fp32", 20_000, quiet)
     odd = replace(config, model=replace(GPT2, norm="rmsnorm"))
-    with pytest.raises(UserError, match=r"model\.norm is not as there"):
+    with pytest.raises(UserError, match=r"model\.norm differs from it"):
         export(stored, odd, tmp_path / "out", "fp32", 20_000, quiet)
     assert sorted(tmp_path.iterdir()) == before
 

@@ -82,7 +82,7 @@ def test_truncated_missing_and_foreign_files_are_found(folder: Path) -> None:
     damage = store.find_damage(path)
     assert damage == [
         "__9_0.distcp: not in the manifest",
-        "__0_0.distcp: 255 bytes, instead of the written 256",
+        "__0_0.distcp: 255 bytes instead of the written 256",
         "__1_0.distcp: missing",
     ]
 
