@@ -173,6 +173,9 @@ BAD = {
     "no answer": ({"messages": [USER]}, "has no answer: no message is an assistant's"),
     "first": ({"messages": [ANSWER]}, "begins with an answer"),
     "content": ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2 has a content"),
+    "half a pair": ({"prompt": "Hi"}, "has no field 'messages' (--field); its fields: prompt"),
+    "two forms": ({"prompt": "Hi", "completion": [ANSWER]}, "message 2 has a content"),
+    "input": ({"instruction": "Hi", "input": 3, "output": "a"}, "its field 'input' is not text"),
     "forged": ({"messages": [{"role": "user", "content": f"a{END}b"}, ANSWER]}, f"special token {END}"),
 }  # fmt: skip
 
@@ -249,3 +252,55 @@ def test_what_packing_does_not_go_with_is_refused(tmp_path):
         compose([*words, "parallel.cp=2", "parallel.cp_method=ulysses"]), Devices("cpu", 1)
     )
     assert config.data.document_mask
+
+
+PAIRS = {
+    "prompt and completion": (
+        {"prompt": "How many?", "completion": "Four.", "id": 1},
+        [("user", "How many?"), ("assistant", "Four.")],
+    ),
+    "lists of messages": (
+        {
+            "prompt": [
+                {"role": "system", "content": "Be short."},
+                {"role": "user", "content": "Why?"},
+            ],
+            "completion": [{"role": "assistant", "content": "So."}],
+        },
+        [("system", "Be short."), ("user", "Why?"), ("assistant", "So.")],
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        [("user", "Add.\n\n1 and 2"), ("assistant", "3")],
+    ),
+    "alpaca without input": (
+        {"instruction": "Greet.", "input": "", "output": "Hello."},
+        [("user", "Greet."), ("assistant", "Hello.")],
+    ),
+    "nested": (
+        {
+            "data": {
+                "chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            }
+        },
+        [("user", "a"), ("assistant", "b")],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_questions_with_answers_are_the_same_as_chats(tmp_path, model, name, kind):
+    record, messages = PAIRS[name]
+    chat = [{"role": role, "content": content} for role, content in messages]
+    usual = write_chats(tmp_path / "usual.jsonl", of_messages([chat]))
+    file = tmp_path / f"records.{kind}"
+    if kind == "jsonl":
+        write_chats(file, [record])
+    else:
+        parquet.write_table(pa.Table.from_pylist([record]), file)
+    settings = {"tokenizer": str(model), "chat": True, "field": "messages"}
+    prepared(tmp_path / "a", usual, **settings)
+    settings["field"] = "data.chat" if name == "nested" else "messages"
+    prepared(tmp_path / "b", file, **settings)
+    assert marked(tmp_path / "a") == marked(tmp_path / "b")

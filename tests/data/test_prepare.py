@@ -353,6 +353,23 @@ def test_every_kind_of_text_column_is_read(tmp_path, kind):
     assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
 
 
+def test_a_nested_field_is_read_from_lines_and_tables(tmp_path):
+    documents = texts(30)
+    records = [{"id": n, "a": {"b": {"c": text}, "d": 1}} for n, text in enumerate(documents)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet", row_group_size=7)
+    parquet.write_table(pa.table({"a.b.c": documents}), tmp_path / "plain.parquet")
+    for name in ("a.jsonl", "a.parquet", "plain.parquet"):
+        prepared(tmp_path / f"{name}.out", tmp_path / name, field="a.b.c")
+        assert found(tmp_path / f"{name}.out", "tokens") == pair(as_bytes(documents), code=8)
+
+
+def test_markdown_is_text(tmp_path):
+    (tmp_path / "a.md").write_text("# One\n\nTwo")
+    prepared(tmp_path / "out", f"{tmp_path}/*.md")
+    assert found(tmp_path / "out", "tokens") == pair(as_bytes(["# One\n\nTwo"]), code=8)
+
+
 def test_what_a_dictionary_repeats_goes_in_small_pieces(tmp_path, monkeypatch):
     """128 rows of one long text are a short column, and 128 long texts."""
     monkeypatch.setattr(chunks, "CHUNK", 5000)

@@ -14,7 +14,14 @@ from typing import Any
 
 from nanoscale.common.units import byte_size
 from nanoscale.data.prepare.bad import Bad
-from nanoscale.data.prepare.sources import TextSource, dataset, first_line, problem
+from nanoscale.data.prepare.sources import (
+    TextSource,
+    columns_of,
+    dataset,
+    first_line,
+    inner_names,
+    problem,
+)
 
 CHUNK = 1 << 19
 """The least bytes of text that a worker gets at a time."""
@@ -78,7 +85,7 @@ def read_chunks(
             if source.kind in ("text", "jsonl"):
                 chunks = _text_chunks(source, cursor, separator_of(source, separator))
             else:
-                chunks = _table_chunks(source, cursor, field)
+                chunks = _table_chunks(source, cursor, field, chat)
             for chunk in chunks:
                 last = chunk.after
                 yield chunk
@@ -177,13 +184,11 @@ def _skip(stream: Any, offset: int) -> None:
         offset -= len(stream.read(min(offset, CHUNK)))
 
 
-def _table_chunks(source: TextSource, start: Cursor, field: str) -> Iterator[Chunk]:
-    """Yield cells of a column in chunks of about CHUNK bytes."""
+def _table_chunks(source: TextSource, start: Cursor, field: str, chat: bool) -> Iterator[Chunk]:
+    """Yield records in chunks of about CHUNK bytes."""
     row, cells, size = start.offset, [], 0
-    if source.kind == "parquet":
-        rows, batches = _parquet_batches(source, row, field)
-    else:
-        rows, batches = _dataset_batches(source, row, field)
+    read = _parquet_batches if source.kind == "parquet" else _dataset_batches
+    rows, batches = read(source, row, field, chat)
     for batch in batches:
         found = _bytes_of(batch)
         cells += found
@@ -214,34 +219,58 @@ def _cells(source: TextSource, at: Cursor, cells: list[bytes | None], rows: int)
     return Chunk(at.source, at.record, cells, after, source.bytes * end // rows)
 
 
-def _parquet_batches(source: TextSource, start: int, field: str) -> tuple[int, Iterator[Any]]:
-    """Return the number of rows, and the cells from row `start` on; pages are read one after the other."""
+def _record_column(batch: Any, schema: Any, field: str) -> Any:
+    """Return the records of a batch as one column: that of the field, or objects of all columns."""
+    from pyarrow import compute
+
+    if batch.num_columns > 1:
+        return batch.to_struct_array()
+    column = batch.column(0)
+    for name in inner_names(schema, field):
+        column = compute.struct_field(column, name)
+    return column
+
+
+def _parquet_batches(
+    source: TextSource, start: int, field: str, chat: bool
+) -> tuple[int, Iterator[Any]]:
+    """Return the number of rows, and the records from row `start` on; pages are read one after the other."""
     from pyarrow import parquet
 
     file = parquet.ParquetFile(
         source.name, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True
     )
+    schema = file.schema_arrow
     groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    return sum(groups), _rows_from(file, groups, start, field)
+    batches = _rows_from(file, groups, start, columns_of(schema, field, chat))
+    return sum(groups), (_record_column(batch, schema, field) for batch in batches)
 
 
-def _rows_from(file: Any, groups: list[int], start: int, field: str) -> Iterator[Any]:
+def _rows_from(file: Any, groups: list[int], start: int, columns: list[str]) -> Iterator[Any]:
     first = 0
     while first < len(groups) and start >= groups[first]:
         start -= groups[first]
         first += 1
     with file:
         for batch in file.iter_batches(
-            _ROWS, row_groups=range(first, len(groups)), columns=[field], use_threads=False
+            _ROWS, row_groups=range(first, len(groups)), columns=columns, use_threads=False
         ):
             passed = min(start, len(batch))
             start -= passed
             if passed < len(batch):
-                yield batch.column(0)[passed:]
+                yield batch[passed:]
 
 
-def _dataset_batches(source: TextSource, start: int, field: str) -> tuple[int, Iterator[Any]]:
-    table = dataset(source.name).select_columns([field]).with_format("arrow")
+def _dataset_batches(
+    source: TextSource, start: int, field: str, chat: bool
+) -> tuple[int, Iterator[Any]]:
+    schema = dataset(source.name).data.schema
+    columns = columns_of(schema, field, chat)
+    table = dataset(source.name).select_columns(columns).with_format("arrow")
     rows = len(table)
-    batches = (table[row : row + _ROWS][field] for row in range(start, rows, _ROWS))
-    return rows, (batch.combine_chunks() for batch in batches)
+    batches = (
+        batch
+        for row in range(start, rows, _ROWS)
+        for batch in table[row : row + _ROWS].combine_chunks().to_batches()
+    )
+    return rows, (_record_column(batch, schema, field) for batch in batches)

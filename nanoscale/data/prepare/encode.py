@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 from nanoscale.data.prepare.bad import Bad
 from nanoscale.data.prepare.chat import ChatTokenizer
 from nanoscale.data.prepare.chunks import LONGEST, Chunk, separator_of, too_long
-from nanoscale.data.prepare.render import Chat, RecordError, Template, parsed
+from nanoscale.data.prepare.render import Chat, RecordError, Template, pair_in, parsed, value_at
 from nanoscale.data.prepare.renderer import Outcome, Renderer
 from nanoscale.data.prepare.sources import TextSource
 from nanoscale.data.tokenizer import Tokenizer
@@ -153,12 +153,12 @@ class Documents:
         if not isinstance(found, dict):
             raise RecordError("is JSON, but not an object")
         field = self._reading.field
-        if field not in found:
-            names = ", ".join(list(found)[:8]) or "none"
-            chats = "messages" in found or "conversations" in found
+        try:
+            text = value_at(found, field)
+        except RecordError as error:
+            chats = "messages" in found or "conversations" in found or pair_in(found)
             hint = "; chats are prepared with --chat" if chats else ""
-            raise RecordError(f"has no field {field!r} (--field); its fields: {names}{hint}")
-        text = found[field]
+            raise RecordError(f"{error}{hint}") from error
         if not isinstance(text, str):
             raise RecordError(f"its field {field!r} holds {_name(text)}, not text")
         return text

@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,6 +36,11 @@ _STARTED_WITH = 0
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
+ALPACA = ("instruction", "output")
+INPUT = "input"
+"""The field of an Alpaca record that follows its instruction, after an empty line; may be empty."""
+PAIRS = (("prompt", "completion"), ALPACA)
+"""The fields of a question and its answer: texts, or for the first pair lists of messages."""
 
 
 class RecordError(Exception):
@@ -156,15 +161,10 @@ def parsed(text: str) -> Any:
 def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
     """Return the messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
 
-    ShareGPT's `conversations` of `from` and `value` are accepted too. Raises RecordError.
+    ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
+    Raises RecordError.
     """
-    found = record
-    if isinstance(record, dict):
-        name = next((name for name in (field, "conversations") if name in record), None)
-        if name is None:
-            names = ", ".join(list(record)[:8]) or "none"
-            raise RecordError(f"has no field {field!r} (--field); its fields: {names}")
-        found = record[name]
+    found = _conversation(record, field) if isinstance(record, dict) else record
     if not isinstance(found, list) or not found:
         raise RecordError("has no list of messages, or an empty one")
     messages = [_message(number, one) for number, one in enumerate(found, 1)]
@@ -174,6 +174,47 @@ def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
     if roles[0] == "assistant":
         raise RecordError("begins with an answer: its first message is an assistant's")
     return messages
+
+
+def value_at(record: dict[str, Any], field: str) -> Any:
+    """Return the value of a field: its own name comes before `a.b`, which is `b` in the object `a`.
+
+    Raises RecordError.
+    """
+    if field in record:
+        return record[field]
+    value: Any = record
+    for name in field.split("."):
+        if not isinstance(value, dict) or name not in value:
+            names = ", ".join(list(record)[:8]) or "none"
+            raise RecordError(f"has no field {field!r} (--field); its fields: {names}")
+        value = value[name]
+    return value
+
+
+def pair_in(names: Container[str]) -> tuple[str, str] | None:
+    """Return the fields of the question and the answer; None if there is no such pair."""
+    return next((pair for pair in PAIRS if pair[0] in names and pair[1] in names), None)
+
+
+def _conversation(record: dict[str, Any], field: str) -> Any:
+    try:
+        return value_at(record, field)
+    except RecordError:
+        if "conversations" in record:
+            return record["conversations"]
+        pair = pair_in(record)
+        if pair is None:
+            raise
+    question, answer = (record[name] for name in pair)
+    if isinstance(question, list) and isinstance(answer, list):
+        return question + answer
+    given = record.get(INPUT) if pair == ALPACA else None
+    if not isinstance(given, str | None):
+        raise RecordError(f"its field {INPUT!r} is not text")
+    if given and isinstance(question, str):
+        question = f"{question}\n\n{given}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _message(number: int, one: Any) -> dict[str, Any]:

@@ -18,15 +18,18 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.render import INPUT, pair_in
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
-KINDS: dict[str, Kind] = {".txt": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+KINDS: dict[str, Kind] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+_NAMED_ONLY = {".md"}
+"""Endings that are read if they are named or match a pattern; in a folder they may be descriptions of data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
 
-_KNOWN = ".txt, .jsonl (both also .gz and .zst), .parquet"
+_KNOWN = ".txt, .md, .jsonl (both also .gz and .zst), .parquet"
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,8 @@ def _named(word: str) -> Iterator[TextSource]:
     if path.is_file():
         yield _file(path)
     elif path.is_dir():
-        yield from _several(word, (p for p in path.rglob("*") if _kind(p) is not None))
+        files = (p for p in path.rglob("*") if _kind(p) is not None)
+        yield from _several(word, (p for p in files if not _NAMED_ONLY & set(p.suffixes)))
     elif glob.has_magic(word):
         # Path.glob accepts no absolute pattern.
         matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
@@ -179,7 +183,9 @@ def _named(word: str) -> Iterator[TextSource]:
 def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
-        raise _UnusableError(f"no readable file there; supported are {_KNOWN}")
+        raise _UnusableError(
+            f"no readable file there; supported are {_KNOWN}; of a folder, .md must be named by a pattern"
+        )
     yield from map(_file, files)
 
 
@@ -235,10 +241,13 @@ def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
 def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> Bad | None:
     import pyarrow as pa
 
-    if field not in schema.names:
+    columns = columns_of(schema, field, chat)
+    if not columns:
         names = ", ".join(schema.names)
         return Bad(source.name, f"has no column {field!r} (--field); its columns: {names}")
-    kind = schema.field(field).type
+    if len(columns) > 1:
+        return None  # questions and answers are checked record by record
+    kind = _type_of(schema, field)
     if chat and any(
         is_kind(kind)
         for is_kind in (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view)
@@ -249,6 +258,34 @@ def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> 
             source.name, f"its column {field!r} holds {kind}, not {'messages' if chat else 'text'}"
         )
     return None
+
+
+def columns_of(schema: Any, field: str, chat: bool) -> list[str]:
+    """Return the columns that hold a record: that of `field`, or a question's and its answer's; [] if none."""
+    if _type_of(schema, field) is not None:
+        return [field if field in schema.names else field.split(".")[0]]
+    pair = pair_in(schema.names) if chat else None
+    return [] if pair is None else [*pair, *(name for name in (INPUT,) if name in schema.names)]
+
+
+def inner_names(schema: Any, field: str) -> list[str]:
+    """Return the names within a column of objects that lead to `a.b`; [] if `field` is a column."""
+    return [] if field in schema.names else field.split(".")[1:]
+
+
+def _type_of(schema: Any, field: str) -> Any:
+    """Return the Arrow type of a column, or of `a.b` within the column `a`; None if there is none."""
+    import pyarrow as pa
+
+    if field in schema.names:
+        return schema.field(field).type
+    column, *names = field.split(".")
+    kind = schema.field(column).type if column in schema.names else None
+    for name in names:
+        if kind is None or not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return None
+        kind = kind.field(name).type
+    return kind
 
 
 def _is_text(kind: Any) -> bool:
