@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,8 @@ class Gpu:
     """Bytes."""
     devices: int
     """GPUs of a host."""
-    capability: tuple[int, int] = (9, 0)
+    capability: Sequence[int] = (9, 0)
+    """CUDA's compute capability, major and minor."""
 
 
 class Streams:
@@ -132,7 +133,7 @@ def pretend(patches: Patches, gpu: Gpu, index: int, memory: Any) -> None:
         "set_device": lambda *_: None,
         "device": lambda *_: nullcontext(),
         "get_device_name": lambda *_: gpu.name,
-        "get_device_capability": lambda *_: gpu.capability,
+        "get_device_capability": lambda *_: tuple(gpu.capability),
         "get_device_properties": lambda *_: Properties,
         "is_bf16_supported": lambda *_, **__: True,
         "memory_allocated": lambda *_: memory.live,

@@ -60,7 +60,7 @@ def world_of(config: ResolvedConfig, rank: int, gpu: Gpu | None) -> Iterator[Wor
 def build(config: ResolvedConfig, world: World) -> NativeEngine:
     """Build the engine of the rank, and watch its phases."""
     engine = NativeEngine(config, world.device)
-    world.built = True
+    world.built, world.section = True, "between steps"
     _watch(engine, world)
     return engine
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from nanoscale.rehearse.record import RankRecord
 from tests.support.measured_memory import SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 
-H200 = Gpu("NVIDIA H200", 140 << 30, 8)
+H200 = Gpu(**json.loads(json.dumps(asdict(Gpu("NVIDIA H200", 140 << 30, 8)))))
+"""As the process that plays ranks reads it."""
 TINY = replace(SHAPE, layers=2, hidden=64, head_dim=8, ffn=96)
 STAGES: dict[str, Any] = {"pp": 2, "tp": 2}
 SHARDED: dict[str, Any] = {"dp": 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,14 +45,24 @@ def verdict(result: dict[str, Any]) -> str:
 
 def mistakes(result: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong: errors, differences between ranks, and mistakes of single ranks."""
+    errors: dict[str, list[str]] = defaultdict(list)
+    findings: dict[str, list[str]] = defaultdict(list)
     for rank in result["ranks"]:
         if rank["error"]:
-            yield f"error: rank {rank['rank']} failed:"
-            yield from (f"  {line}" for line in rank["error"].rstrip().splitlines()[-12:])
+            errors[rank["error"]].append(str(rank["rank"]))
         for finding in rank["findings"]:
-            yield f"error: rank {rank['rank']}: {finding}"
+            findings[finding].append(str(rank["rank"]))
+    for error, ranks in errors.items():
+        yield f"error: {_ranks(ranks)} failed:"
+        yield from (f"  {line}" for line in error.rstrip().splitlines()[-12:])
+    for finding, ranks in findings.items():
+        yield f"error: {_ranks(ranks)}: {finding}"
     for mismatch in result["mismatches"]:
         yield f"error: {mismatch}"
+
+
+def _ranks(ranks: list[str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
 def _worst(result: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,120 @@
+"""`nanoscale rehearse`, `train --rehearse`, and what is wrong with a request."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nanoscale.cli.common import rehearsal
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.rehearse import run
+from nanoscale.runs.directory import read_json
+from tests.support.waiting import wait_until
+
+LAYOUT = ("recipe=debug", "model.layers=2", "launcher.device=cpu", "parallel.dp=2", "zero=stage3")
+LIMIT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NANOSCALE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--ranks", "2"), "the job has the ranks 0 to 1"),
+        (("--ranks", "first"), "is neither distinct nor all nor numbers"),
+        (("--steps", "0"), "--steps 0: must be at least 1"),
+        (("parallel.tp=3",), "parallel.tp"),
+        (("--html", "nowhere/page.html"), "cannot be written"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_starts(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nanoscale(["rehearse", *LAYOUT, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and text in captured.err and "Traceback" not in captured.err
+    assert not Path("cache").exists()
+
+
+def test_deepspeed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("deepspeed")
+    words = ["rehearse", "recipe=debug", "launcher.device=cpu", "backend=deepspeed"]
+    assert nanoscale(words) == 2
+    assert "only the native backend is rehearsed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rehearse", *LAYOUT]
+    assert nanoscale([*words, "--json", "--html", "page.html"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["world_size"] == 2 and result["mismatches"] == []
+    assert [rank["rank"] for rank in result["ranks"]] == [0]
+    assert {row["axis"] for row in result["collectives"]} == {"dp"}
+    assert "<svg" in Path("page.html").read_text()
+
+    monkeypatch.setattr(run, "rehearse", None)  # it is not played again
+    assert nanoscale(words) == 0
+    assert "all members of every group agree" in capsys.readouterr().out
+    assert nanoscale(["train", *LAYOUT, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rehearsed"] is True
+    assert nanoscale(["train", *LAYOUT, "train.micro_batch=1", "--dry-run"]) == 0
+    assert "not rehearsed: --rehearse" in capsys.readouterr().out
+
+
+def test_a_job_that_fails_in_the_rehearsal_is_not_launched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = {"mismatches": ["ranks 0 and 1 differ"], "ranks": [], "fits": None}
+    monkeypatch.setattr(rehearsal, "rehearsed", lambda *_: result)
+    assert nanoscale(["train", *LAYOUT, "--rehearse"]) == 1
+    assert "ranks 0 and 1 differ" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nanoscale", "rehearse", *LAYOUT, "train.global_batch=4096"]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = os.environ | {"TMPDIR": str(scratch)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    started: list[psutil.Process] = []
+
+    def plays() -> bool:
+        started[:] = psutil.Process(process.pid).children(recursive=True)
+        return len(started) > 0
+
+    wait_until(plays, LIMIT_S)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    wait_until(lambda: not any(map(_lives, started)), LIMIT_S)
+    assert list(scratch.iterdir()) == []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_the_program_is_in_the_run_directory() -> None:
+    words = ["train", *LAYOUT, "train.steps=1", "train.eval_every=0", "run.name=a"]
+    assert nanoscale([*words, "--rehearse"]) == 0
+    program = read_json(Path("runs/a/program.json"))["program"]["0"]
+    assert "_reduce_scatter_base_" in program["kind"]
