@@ -27,7 +27,7 @@ from tests.support.measured_memory import SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 
 H200 = Gpu(**json.loads(json.dumps(asdict(Gpu("NVIDIA H200", 140 << 30, 8)))))
-"""As the process that plays ranks reads it."""
+"""A GPU in the form in which the process that plays ranks reads it."""
 TINY = replace(SHAPE, layers=2, hidden=64, head_dim=8, ffn=96)
 STAGES: dict[str, Any] = {"pp": 2, "tp": 2}
 SHARDED: dict[str, Any] = {"dp": 2}

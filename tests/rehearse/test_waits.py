@@ -1,0 +1,40 @@
+"""The waits of the host for the device in a step: none, but for the loss scale and for the rows of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanoscale.rehearse.cuda import Gpu
+from nanoscale.rehearse.life import play
+from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
+from tests.support.ranks import run_ranks
+
+LAYERS, MICRO_BATCHES = 2, 4
+DENSE, EXPERTS = replace(SHAPE, layers=LAYERS), replace(MIXTURE, layers=LAYERS)
+DEGREES: dict[str, Any] = {"dp": 2}
+ROWS = {
+    "fp32": (Row("", DEGREES, 2, shape=DENSE), {}),
+    "bf16": (Row("", DEGREES, 3, precision="bf16", shape=DENSE), {}),
+    "fp16": (Row("", DEGREES, 2, precision="fp16", shape=DENSE), {"item": 1}),
+    "experts": (Row("", DEGREES, 2, precision="bf16", shape=EXPERTS), {}),
+    "experts, ep 2": (
+        Row("", DEGREES | {"ep": 2}, 2, precision="bf16", shape=EXPERTS),
+        {"tolist": LAYERS * MICRO_BATCHES},
+    ),
+}
+
+
+def waits(_: int, row: Row) -> tuple[str, dict[str, int]]:
+    record = play(config_of(row), 0, 2, Gpu("NVIDIA H200", 140 << 30, 8))
+    return record.error, {it.what: it.times for it in record.waits if it.phase == "step 2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_waits_of_a_step(name: str) -> None:
+    row, expected = ROWS[name]
+    row = replace(row, micro_batch=1, global_batch=2 * MICRO_BATCHES)
+    assert run_ranks(waits, 1, row) == [("", expected)]
