@@ -240,7 +240,7 @@ class Precision:
     )
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = key(
         "auto",
-        "compute dtype of compute dtype of matrix products and activations; auto: bf16 on GPUs "
+        "compute dtype of matrix products and activations; auto: bf16 on GPUs "
         "that have it, fp16 "
         "on older ones, fp32 on CPUs",
     )
@@ -578,7 +578,7 @@ class Cluster:
     )
     python: str | None = key(
         None,
-        "Python Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
+        "Python interpreter on the other hosts, with nanoscale installed; null: the path of this one",
         executes=True,
         path=True,
     )
@@ -773,7 +773,7 @@ class Train:
         at_least=1,
     )
     seq_len: int = key(64, "tokens per sample", unit="tokens", at_least=1, scaled="binary")
-    seed: int = key(0, "seed seed of the initial weights and of the order of samples", at_least=0)
+    seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
     log_every: int = key(1, "steps between logged steps", unit="steps", at_least=1)
     eval_every: int = key(
         0, "steps between evaluations on the validation split; 0: never", unit="steps", at_least=0

@@ -31,6 +31,7 @@ NEEDS = {
     ("data", "stdlib-bpe"): ["model=llama-1b"],
     ("launcher", "pdsh"): ["launcher.hostfile=hosts"],
     ("launcher", "ssh"): ["launcher.hostfile=hosts"],
+    ("logger", "wandb"): ["logger.wandb=offline"],
     ("parallel", "hsdp"): ["zero=stage3"],
     ("zero", "stage2-offload"): ["backend=deepspeed"],
     ("zero", "stage3-offload"): ["backend=deepspeed"],

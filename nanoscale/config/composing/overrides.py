@@ -180,9 +180,15 @@ def _choose_several(
             yield from _choose(group, str(option), library, into)
         return
     into.choices[group] = "none"
+    off = library.serve(f"{group}/none").content
     contents = [library.serve(f"{group}/{option}").content for option in options]
     # In front: a key wins over its group, wherever the two stand.
-    into.settings[:0] = [(f"{group}.{name}", v) for it in contents for name, v in it.items()]
+    into.settings[:0] = [
+        (f"{group}.{name}", value)
+        for content in contents
+        for name, value in content.items()
+        if value != off.get(name)
+    ]
 
 
 def _set(key: str, value: object, library: Library, into: Words) -> Iterator[Violation]:
