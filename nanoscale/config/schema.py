@@ -750,7 +750,7 @@ class Train:
 
     steps: int | None = key(
         None,
-        "optimizer steps; null: from train.tokens",
+        "optimizer steps; null: from train.tokens or train.epochs",
         unit="steps",
         at_least=1,
         scaled="decimal",
@@ -761,6 +761,13 @@ class Train:
         unit="tokens",
         at_least=1,
         scaled="decimal",
+    )
+    epochs: float | None = key(
+        None,
+        "how often the samples of one token file are seen, rounded up to whole steps; excludes "
+        "train.steps and train.tokens",
+        unit="epochs",
+        at_least=0,
     )
     global_batch: int = key(
         8, "samples per optimizer step", unit="samples", at_least=1, scaled="decimal"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -10,6 +9,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.data.sample_count import training_end
 from nanoscale.data.batch import Batch
 from nanoscale.data.sampler import sample_indices
 from nanoscale.data.samples import Packed, Samples, Split, TokenFile, TokenStream
@@ -21,21 +21,11 @@ _WINDOW = 1 << 20
 
 
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
-    """Divide a file into training and validation tokens.
-
-    Validation gets the last whole documents that hold at least `valid_fraction` of all tokens. If these would
-    hold more than twice that, or leave less than half of the tokens that training should have (a single
-    document, or a huge one at the border), the border lies within a document instead.
-    """
+    """Divide a file into training and validation tokens; see `training_end`."""
     total = len(tokens.tokens)
-    share = math.ceil(total * valid_fraction)
-    if share == 0:
-        return Split(0, total), Split(total, total)
-    wanted = total - share
-    border = tokens.document_start(tokens.document_at(wanted))
-    within = wanted - border > min(share, wanted // 2)
-    if within:
-        border = wanted
+    border, within = training_end(
+        total, valid_fraction, lambda token: tokens.document_start(tokens.document_at(token))
+    )
     return Split(0, border, within), Split(border, total, within)
 
 

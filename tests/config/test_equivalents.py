@@ -25,7 +25,7 @@ from tests.support.recipes import changed
         ("learning_rate", 0.001, ("optimizer.lr=0.001",)),
         ("optimizer.params.lr", 0.001, ("optimizer.lr=0.001",)),
         ("max_steps", 10, ("train.steps=10",)),
-        ("num_train_epochs", 3, ("nanoscale config explain train.tokens",)),
+        ("num_train_epochs", 3, ("train.epochs=3",)),
         ("warmup_ratio", 0.1, ("nanoscale config explain scheduler.warmup_steps",)),
         ("bf16", True, ("precision=bf16",)),
         ("trainer.fp16", False, ("precision=fp32",)),

@@ -293,7 +293,7 @@ def test_all_violations_come_at_once():
     )  # fmt: skip
     assert [each.key for each in found] == [
         "model.kv_heads", "train.seq_len", "parallel.tp", "train.global_batch",
-        "scheduler.warmup_steps", "precision.compute", "data.path", "run.name",
+        "data.path", "scheduler.warmup_steps", "precision.compute", "run.name",
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.config.data.sample_count import times_seen
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals
 from nanoscale.launch.lifecycle.attempt import INTERRUPTED, PREEMPTED, Outcome
@@ -27,7 +28,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.tail import read_end
-from nanoscale.view.run.launch_text import describe_precision, forecast
+from nanoscale.view.run.launch_text import describe_precision, forecast, seen_text
 from nanoscale.view.run.live import LiveView, number
 from nanoscale.view.run.run_page import write_report
 from nanoscale.view.run.run_report import prediction
@@ -81,6 +82,7 @@ def attempt(
     with LiveView(run, stream) as view:
         for line in (
             *precision_lines(request),
+            *data_lines(request),
             *rehearsal_lines(request),
             *saving_lines(request),
         ):
@@ -97,6 +99,12 @@ def attempt(
             print_json(document(run, outcome))
             sys.stdout.flush()
     return outcome.exit_code
+
+
+def data_lines(request: Request) -> list[str]:
+    """Describe how often the data is seen; nothing if its size is not known before the launch."""
+    times = times_seen(request.config)
+    return [] if times is None else [f"data: {seen_text(times)}"]
 
 
 def precision_lines(request: Request) -> list[str]:

@@ -50,7 +50,15 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
         "parallel.schedule",
         "train.global_batch",
     ),
-    "train.steps": ("train.tokens", "train.global_batch", "train.seq_len"),
+    "train.steps": (
+        "train.tokens",
+        "train.epochs",
+        "train.global_batch",
+        "train.seq_len",
+        "data.path",
+        "data.valid_path",
+        "data.valid_fraction",
+    ),
     "scheduler.decay_steps": ("scheduler.name", "train.steps"),
 }
 """The keys that check() resolves, each with the keys that it depends on, in the order of resolution."""

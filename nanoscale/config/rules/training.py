@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+from nanoscale.config.data.sample_count import training_samples
 from nanoscale.config.rules.layout import data_parallel
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
 from nanoscale.config.rules.resolution import Resolution, Rule, counted, near_divisors
-from nanoscale.config.schema import Config, Scheduler, Train
+from nanoscale.config.schema import Config, Data, Scheduler, Train
+from nanoscale.config.violations import shown
 
 
-def resolve_train(resolution: Resolution) -> Train:
-    """Return the batch and the steps."""
-    train = _length(resolution, _batch(resolution.config))
+def resolve_train(resolution: Resolution, data: Data) -> Train:
+    """Return the batch and the steps. `data` is resolved."""
+    train = _length(resolution, _batch(resolution.config), data)
     data = resolution.config.data
     has_split = data.valid_path is not None or data.mixture
     if train.eval_every and not data.valid_fraction and not has_split:
@@ -79,37 +82,74 @@ RULES = (
 )
 
 
-def _length(resolution: Resolution, train: Train) -> Train:
-    """Return the steps, computed from the tokens if those are given instead."""
-    per_step = train.global_batch * train.seq_len
-    from_tokens = math.ceil(train.tokens / per_step) if train.tokens is not None else None
-    if train.steps is None:
-        if from_tokens is None:
+_LENGTHS = ("steps", "tokens", "epochs")
+"""The keys that set the length of a training."""
+
+
+def _length(resolution: Resolution, train: Train, data: Data) -> Train:
+    """Return the steps, computed from the tokens or the epochs if those are given instead."""
+    given = [key for key in _LENGTHS if resolution.composed.by_hand(f"train.{key}")]
+    if given and "epochs" not in given:
+        train = replace(train, epochs=None)  # also where the recipe's epochs would have no meaning
+    lengths = _lengths(resolution, train, data)
+    if not lengths:
+        if train.epochs is None:  # otherwise its own error says enough
             resolution.refuse(
                 "config",
                 "train.steps",
-                "is not set, nor is train.tokens: set one of them",
+                "is not set, nor are train.tokens and train.epochs: set one of them",
                 "train.steps=100",
                 "recipe=tiny" if resolution.composed.recipe is None else None,
             )
-        return replace(train, steps=from_tokens or 1)
-    if from_tokens is None or from_tokens == train.steps:
-        return train
-    by_hand = {key: resolution.composed.by_hand(f"train.{key}") for key in ("steps", "tokens")}
-    if by_hand["steps"] != by_hand["tokens"]:
+        return replace(train, steps=1)
+    if len({*lengths.values()}) == 1:
+        return replace(train, steps=next(iter(lengths.values())))
+    by_hand = [key for key in given if key in lengths]
+    if len(by_hand) == 1:
         # The command line wins over the recipe, also if it sets the same by another key.
-        if by_hand["steps"]:
-            return replace(train, tokens=None)
-        return replace(train, steps=from_tokens)
+        (key,) = by_hand
+        others: dict[str, Any] = dict.fromkeys({"tokens", "epochs"} - {key})
+        return replace(train, **others, steps=lengths[key])
+    first, *_, last = by_hand or lengths
     resolution.refuse(
         "config",
-        "train.tokens",
-        f"and train.steps={train.steps} are both set, and train.tokens means "
-        f"{counted(from_tokens, 'step')} of {per_step} tokens",
-        "train.tokens=null",
-        "train.steps=null",
+        f"train.{last}",
+        f"and train.{first}={shown(getattr(train, first))} are both set, and train.{last} means "
+        f"{counted(lengths[last], 'step')} of {train.global_batch * train.seq_len} tokens",
+        f"train.{last}=null",
+        f"train.{first}=null",
     )
-    return train
+    return replace(train, steps=lengths[first])
+
+
+def _lengths(resolution: Resolution, train: Train, data: Data) -> dict[str, int]:
+    """Return the steps that each given key means: steps, tokens, epochs."""
+    lengths = {}
+    if train.steps is not None:
+        lengths["steps"] = train.steps
+    if train.tokens is not None:
+        lengths["tokens"] = math.ceil(train.tokens / (train.global_batch * train.seq_len))
+    if train.epochs is not None and (samples := _epoch(resolution, train, data)) is not None:
+        lengths["epochs"] = max(1, math.ceil(train.epochs * samples / train.global_batch))
+    return lengths
+
+
+def _epoch(resolution: Resolution, train: Train, data: Data) -> int | None:
+    """Return the samples of an epoch; refuse `train.epochs` if they are not known."""
+    samples = training_samples(data, train.seq_len)
+    given = train.steps is not None or train.tokens is not None
+    if samples is None and not any(it.key.startswith("data.") for it in resolution.violations):
+        if data.mixture:
+            why = "is not defined for several sources, each of which is seen by its own weight"
+        elif data.packing != "stream" and data.source != "stdlib":
+            why = f"needs samples counted before the launch, and data.packing={data.packing} counts them in it"
+        elif data.source == "stdlib":
+            why = "needs token files, and data.source=stdlib makes its tokens in the launch"
+        else:
+            why = f"needs a training sample, and {data.path} is too small for one"
+        instead = "train.epochs=null" + ("" if given else " train.steps=100")
+        resolution.refuse("config", "train.epochs", why, instead)
+    return samples
 
 
 def resolve_scheduler(resolution: Resolution, train: Train) -> Scheduler:

@@ -98,9 +98,7 @@ EQUIVALENTS: dict[str, Equivalent] = {
     "max_steps train_iters num_train_steps total_steps total_num_steps max_iters num_steps": _keys(
         "train.steps"
     ),
-    "num_train_epochs max_epochs num_epochs epochs": _see(
-        "train.tokens", "is given in steps or tokens here: train.steps or train.tokens"
-    ),
+    "num_train_epochs max_epochs num_epochs epochs": _keys("train.epochs"),
     "train_samples": _see("train.steps", "is given in steps: samples / train.global_batch"),
     "max_tokens total_tokens train_tokens": _keys("train.tokens"),
     "seq_length seq_len sequence_length max_seq_length block_size context_length model_max_length "

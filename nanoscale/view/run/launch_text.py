@@ -8,6 +8,7 @@ from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common.units import GIB, duration, share
+from nanoscale.config.data.sample_count import times_seen
 from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.model_math import describe_adapters
 from nanoscale.config.resolved import ResolvedConfig
@@ -53,6 +54,7 @@ def document(
         "settings": settings(config),
         "derived": derived_values(config, parameters),
         "run_dir": str(run.path),
+        "epochs": times_seen(config),
         "plan": predicted,
         "checkpoints": saving.document(),
     }
@@ -132,7 +134,13 @@ def _data(config: ResolvedConfig) -> str:
     data = config.data
     where = ", ".join(data.mixture) if data.mixture else data.path
     source = data.source if where is None else f"{data.source} {where}"
-    return f"{source}, tokens by {data.tokenizer}"
+    seen = [seen_text(times)] if (times := times_seen(config)) is not None else []
+    return ", ".join([source, f"tokens by {data.tokenizer}", *seen])
+
+
+def seen_text(times: float) -> str:
+    """Return how often the data is seen, in words."""
+    return f"seen {times:.3g} times"
 
 
 def describe_precision(precision: Precision) -> str:

@@ -9,6 +9,7 @@ from nanoscale.common.units import GIB, byte_size, duration
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.view.charts import curves
 from nanoscale.view.page import render
+from nanoscale.view.run.launch_text import seen_text
 from nanoscale.view.run.run_report import Document, document
 
 
@@ -59,9 +60,10 @@ def head(about: Document) -> list[str]:
     on = f" on {', '.join(names[:4])}" if names else ""
     on += f" and {len(names) - 4} more hosts" if len(names) > 4 else ""
     ranks = "1 rank" if what["world_size"] == 1 else f"{what['world_size']} ranks"
+    seen = f", {seen_text(what['epochs'])}" if what["epochs"] is not None else ""
     return [
         f"{what['model']}, {size(what['parameters'])} parameters, {what['precision']}, {what['backend']}, "
-        f"{what['optimizer']}, data {what['data']}; {ranks} ({what['device']}){on}",
+        f"{what['optimizer']}, data {what['data']}{seen}; {ranks} ({what['device']}){on}",
         " · ".join(degrees),
         f"global batch {what['global_batch']} = micro batch {what['micro_batch']} · dp {layout['dp']} · "
         f"accumulation {what['accumulation']}, {what['seq_len']:,} tokens each",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanoscale.config.composing.frozen import load
+from nanoscale.config.data.sample_count import times_seen
 from nanoscale.config.hardware.data_sheets import kind
 from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedConfig
@@ -71,6 +72,7 @@ def what(config: ResolvedConfig) -> Document:
         "seq_len": config.train.seq_len,
         "tokens_per_step": config.tokens_per_step,
         "data": config.data.source,
+        "epochs": times_seen(config),
         "optimizer": config.optimizer.name,
     }
 

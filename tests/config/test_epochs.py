@@ -1,0 +1,116 @@
+"""Epochs: the samples that the launcher counts are the worker's, and their steps."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.errors import UserError
+from nanoscale.config.composing.compose import compose
+from nanoscale.config.data.sample_count import times_seen, training_samples
+from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.config.rules import Devices, check
+from nanoscale.config.schema import Data
+from nanoscale.data.dataset import open_data
+from nanoscale.data.indexed import IndexedWriter
+
+LENGTHS = (700, 90, 40, 300, 1, 12, 500, 200, 33, 64)
+CPU = Devices("cpu", 1)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with IndexedWriter("corpus", np.uint16) as writer:
+        for length in LENGTHS:
+            writer.add_document(np.full(length, 7, np.uint16))
+        writer.finish()
+
+
+def checked(*words: str) -> ResolvedConfig:
+    lines = ("recipe=debug", "data=megatron", "data.path=corpus", *words)
+    return check(compose(lines), CPU)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.01, 0.02, 0.1, 0.2, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("seq_len", [8, 64])
+def test_the_count_is_that_of_the_loader(fraction, seq_len):
+    config = checked(f"data.valid_fraction={fraction}", f"train.seq_len={seq_len}", "train.steps=3")
+    opened = open_data(config.data, config.train, config.model.vocab)
+    assert training_samples(config.data, seq_len) == len(opened.train)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.05, 0.3])
+def test_the_count_is_that_of_the_loader_of_datatrove(fraction):
+    np.full(sum(LENGTHS), 7, "<u2").tofile("corpus.ds")
+    np.cumsum(LENGTHS).astype("<u8").tofile("corpus.ds.index")
+    words = ("data=datatrove", "data.path=corpus.ds", f"data.valid_fraction={fraction}")
+    config = checked(*words, "train.seq_len=8")
+    opened = open_data(config.data, config.train, config.model.vocab)
+    assert training_samples(config.data, 8) == len(opened.train)
+
+
+def test_epochs_are_whole_steps():
+    # 1940 tokens: 30 samples of 64 tokens, 8 a step
+    words = ("data.valid_fraction=0", "train.steps=null")
+    for epochs, steps in ((1, 4), (0.5, 2), (2, 8), (2.2, 9)):
+        config = checked(*words, f"train.epochs={epochs}")
+        assert config.train.steps == steps
+        assert times_seen(config) == steps * 8 / 30
+    assert times_seen(checked("data.valid_fraction=0", "train.steps=15")) == 4
+
+
+def test_the_command_line_wins_over_the_recipe():
+    Path("mine.yaml").write_text(
+        "defaults:\n  - debug\n  - _self_\ntrain: {steps: null, epochs: 2}\n"
+    )
+    words = ("recipe=./mine.yaml", "data.valid_fraction=0")
+    assert checked(*words).train.steps == 8
+    by_steps = checked(*words, "train.steps=3").train
+    assert (by_steps.steps, by_steps.epochs) == (3, None)
+    by_epochs = checked(*words, "train.epochs=1").train
+    assert (by_epochs.steps, by_epochs.epochs) == (4, 1.0)
+    # a recipe's epochs have no meaning for other data
+    assert checked(*words, "data=stdlib", "data.path=null", "train.steps=3").train.epochs is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data=stdlib", "data.path=null"],
+        ["data.path=null", "data.mixture={a: {path: corpus}, b: {path: corpus}}"],
+        ["data.packing=whole"],
+        ["train.seq_len=1940", "model.max_seq_len=4k", "data.valid_fraction=0"],
+        ["train.steps=3"],
+        ["train.tokens=1M"],
+    ],
+)
+def test_what_is_refused_and_its_advice(words, capsys):
+    words = ["recipe=debug", "data=megatron", "data.path=corpus", "train.steps=null", *words]
+    with pytest.raises(UserError) as caught:
+        check(compose([*words, "train.epochs=2"]), CPU)
+    (violation,) = caught.value.violations
+    assert violation.key == "train.epochs"
+    for advice in violation.suggestions:
+        check(compose([*words, "train.epochs=2", *shlex.split(advice)]), CPU)
+
+
+def test_the_dry_run_says_how_often_the_data_is_seen(capsys):
+    words = ["train", "recipe=debug", "data=megatron", "data.path=corpus", "data.valid_fraction=0"]
+    assert nanoscale([*words, "train.steps=6", "--dry-run"]) == 0
+    assert "seen 1.6 times" in capsys.readouterr().out
+    assert nanoscale([*words, "train.steps=6", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] == 1.6
+    assert nanoscale(["train", "recipe=debug", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["epochs"] is None
+    assert not Path("runs").exists()
+
+
+def test_sizes_that_are_not_known():
+    assert training_samples(Data(source="stdlib"), 64) is None
+    assert training_samples(Data(source="megatron", path="missing"), 64) is None
