@@ -34,6 +34,7 @@ from tests.data.texts import (
     texts,
     write_jsonl,
     write_parquet,
+    write_records,
 )
 
 ROOT = Path(nanoscale.__file__).parents[1]
@@ -362,6 +363,16 @@ def test_a_nested_field_is_read_from_lines_and_tables(tmp_path):
     for name in ("a.jsonl", "a.parquet", "plain.parquet"):
         prepared(tmp_path / f"{name}.out", tmp_path / name, field="a.b.c")
         assert found(tmp_path / f"{name}.out", "tokens") == pair(as_bytes(documents), code=8)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending):
+    documents = [*texts(60), 'a "quoted", two\nlines', "x" * 200_000]
+    path = tmp_path / f"a.{kind}{ending}"
+    write_records(path, documents)
+    prepared(tmp_path / "out", path, workers=2 if ending else 1)
+    assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
 
 
 def test_markdown_is_text(tmp_path):

@@ -17,7 +17,16 @@ from pyarrow import parquet
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, encode, run
-from tests.data.texts import as_bytes, found, pair, prepared, texts, write_jsonl, write_parquet
+from tests.data.texts import (
+    as_bytes,
+    found,
+    pair,
+    prepared,
+    texts,
+    write_jsonl,
+    write_parquet,
+    write_records,
+)
 
 GOOD = texts(6)
 
@@ -79,6 +88,18 @@ BAD = {
                      "its column 'text' holds struct"),
     "pair.jsonl": (lambda p: p.write_bytes(b'{"prompt": "a", "completion": "b"}\n'),
                    "; chats are prepared with --chat"),
+    "object.json": (lambda p: p.write_text('{"text": "a"}'), "is not a list of records"),
+    "cut.json": (lambda p: p.write_text('[{"text": "a"}, {"te'), "cannot be read from here on"),
+    "none.json": (lambda p: p.write_text("[]"), "none.json: is empty"),
+    "number.json": (lambda p: p.write_text('[{"text": "a"}, {"text": 1}]'),
+                    ", row 2: its field 'text' holds a number"),
+    "column.csv": (lambda p: p.write_text("a;b\n1;2\n"),
+                   "has no column 'text' (--field); its columns: a;b"),
+    "ragged.csv": (lambda p: p.write_text("text,id\na,1\nb\nc,2\n"),
+                   ", row 2: has 1 values, and the header names 2 columns"),
+    "quote.csv": (lambda p: p.write_text('text,id\n"a"b,1\n'), "is not CSV: "),
+    "utf8.csv": (lambda p: p.write_bytes(b"text\ncaf\xe9\n"), "cannot be read"),
+    "header.csv": (lambda p: p.write_text("text,id\n"), "header.csv: is empty"),
     "type.parquet": (lambda p: parquet.write_table(pa.table({"text": [1]}), p),
                      "its column 'text' holds int64"),
     "cut.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(line("a") * 999)[:-9]),
@@ -154,11 +175,13 @@ def _source(path: Path):
     return find_sources([str(path)])[0]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet"])
 def test_reading_goes_on_from_every_cursor(tmp_path, monkeypatch, name):
     monkeypatch.setattr(chunks, "CHUNK", 400)
     documents = [f"{text}\u2028" for text in texts(300)]
-    write = write_parquet if name.endswith("parquet") else write_jsonl
+    write = {".parquet": write_parquet, ".json": write_records, ".csv": write_records}.get(
+        Path(name).suffix, write_jsonl
+    )
     sources = [_source(write(tmp_path / name, documents))]
     reading = encode.Reading(tuple(sources), "text", None, 0.0)
 
@@ -207,7 +230,7 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
     [
         (["none.jsonl"], "none.jsonl: there is no such file"),
         (["*.parquet"], "*.parquet: no readable file there"),
-        (["a.csv"], "a.csv cannot be read; supported are .txt, .md, .jsonl"),
+        (["a.tsv"], "a.tsv cannot be read; supported are .txt, .md, .jsonl, .json, .csv"),
         (["a.jsonl", "./*.jsonl"], "is named twice"),
         (["hf:./nowhere"], "hf:./nowhere: there is no such folder"),
         (["a.jsonl", "--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json"),
@@ -222,13 +245,13 @@ def test_requests_that_are_wrong(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_jsonl(Path("a.jsonl"), GOOD)
-    Path("a.csv").write_text("a")
+    Path("a.tsv").write_text("a")
     tokenizer = [] if "--tokenizer" in words else ["--tokenizer", "byte"]
     code = nanoscale(["data", "prepare", *words, *tokenizer, "--out", "out", "--workers", "1"])
     error = capsys.readouterr().err
     assert (code, "Traceback" in error) == (2, False), error
     assert said in " ".join(error.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "a.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.tsv"]
 
 
 def test_without_a_word_on_tokenizers(tmp_path, capsys):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import random
 import struct
@@ -46,6 +48,25 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 def write_jsonl(path: Path, documents: Sequence[str], field: str = "text") -> Path:
     raw = "".join(json.dumps({"id": 1, field: text}) + "\n" for text in documents).encode()
+    if path.suffix == ".gz":
+        raw = gzip.compress(raw)
+    elif path.suffix == ".zst":
+        raw = pa.compress(raw, codec="zstd", asbytes=True)
+    path.write_bytes(raw)
+    return path
+
+
+def write_records(path: Path, documents: Sequence[str]) -> Path:
+    """Write a .json or .csv, perhaps compressed."""
+    rows = [{"id": number, "text": text} for number, text in enumerate(documents)]
+    text = io.StringIO()
+    if ".json" in path.suffixes:
+        json.dump(rows, text)
+    else:
+        writer = csv.DictWriter(text, ["id", "text"])
+        writer.writeheader()
+        writer.writerows(rows)
+    raw = text.getvalue().encode()
     if path.suffix == ".gz":
         raw = gzip.compress(raw)
     elif path.suffix == ".zst":

@@ -89,7 +89,7 @@ def prepare_data(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help=r"Split a .txt into documents at this text; \n is the end of a line",
+            help=r"Split a .txt or .md into documents at this text; \n is the end of a line",
             show_default="each file is one",
         ),
     ] = None,
@@ -109,9 +109,10 @@ def prepare_data(
 ) -> int:
     """Tokenize text into a folder to train on: data=megatron data.path=DIR.
 
-    SOURCES are files, folders and patterns of .txt, .jsonl (also .gz and .zst) and .parquet, and Hugging Face
-    datasets as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, with NAME from the hub or a folder. The same
-    command continues after an interruption, and writes the same bytes with any number of workers.
+    SOURCES are files, folders and patterns of .txt, .md, .jsonl, .json, .csv (all also .gz and .zst) and
+    .parquet, and Hugging Face datasets as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, with NAME from the
+    hub or a folder. The same command continues after an interruption, and writes the same bytes with any
+    number of workers.
     """
     from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import PreparationRequest, prepare

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from nanoscale.common.units import byte_size
 from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.records import csv_records, json_records
+from nanoscale.data.prepare.render import RecordError
 from nanoscale.data.prepare.sources import (
     TextSource,
     columns_of,
     dataset,
     first_line,
     inner_names,
+    opened,
     problem,
 )
 
@@ -84,6 +87,8 @@ def read_chunks(
                 raise _DamageError(found)
             if source.kind in ("text", "jsonl"):
                 chunks = _text_chunks(source, cursor, separator_of(source, separator))
+            elif source.kind in ("json", "csv"):
+                chunks = _record_chunks(source, cursor)
             else:
                 chunks = _table_chunks(source, cursor, field, chat)
             for chunk in chunks:
@@ -109,7 +114,7 @@ def _nothing(number: int, source: TextSource, bad: Bad) -> Chunk:
 
 def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> Iterator[Chunk]:
     cursor = start
-    with _opened(source) as (stream, raw):
+    with opened(source) as (stream, raw):
         _skip(stream, start.offset)
         for content, length, lines in _pieces(stream, separator):
             after = Cursor(start.source, cursor.offset + length, cursor.record + lines)
@@ -163,25 +168,36 @@ def too_long(separated: bool) -> str:
     return what if separated else f"{what}; --separator TEXT sets the text between documents"
 
 
-@contextmanager
-def _opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
-    """Open the uncompressed text, and the file itself."""
-    import pyarrow as pa
-
-    with pa.OSFile(source.name) as raw:
-        if source.compression:
-            with pa.CompressedInputStream(raw, source.compression) as stream:
-                yield stream, raw
-        else:
-            yield raw, raw
-
-
 def _skip(stream: Any, offset: int) -> None:
     if stream.seekable():
         stream.seek(offset)
         return
     while offset:
         offset -= len(stream.read(min(offset, CHUNK)))
+
+
+def _record_chunks(source: TextSource, start: Cursor) -> Iterator[Chunk]:
+    """Yield the records of a .json or .csv in chunks of about CHUNK bytes; a bad one ends its chunk."""
+    read = json_records if source.kind == "json" else csv_records
+    cells: list[bytes | None] = []
+    begin, size, number = start.record, 0, start.source
+    with opened(source) as (stream, raw):
+        for record in islice(read(stream), start.offset, None):
+            bad: tuple[Bad, ...] = ()
+            row = begin + len(cells)
+            if isinstance(record, RecordError):
+                bad = (Bad(source.place(row), str(record)),)
+            else:
+                cells.append(record)
+                size += len(record)
+            if bad or size >= CHUNK:
+                yield Chunk(number, begin, cells, Cursor(number, row, row + 1), raw.tell(), bad)
+                begin, cells, size = row + 1, [], 0
+        end = begin + len(cells)
+        if end == 1:
+            raise _DamageError(Bad(source.name, "is empty"))
+        if cells:
+            yield Chunk(number, begin, cells, Cursor(number, end - 1, end), source.bytes)
 
 
 def _table_chunks(source: TextSource, start: Cursor, field: str, chat: bool) -> Iterator[Chunk]:

@@ -17,6 +17,8 @@ from nanoscale.data.prepare.renderer import Outcome, Renderer
 from nanoscale.data.prepare.sources import TextSource
 from nanoscale.data.tokenizer import Tokenizer
 
+JSON = ("jsonl", "json", "csv")
+"""Kinds of sources whose records are JSON objects."""
 _SPLIT_SEED = 7
 _BATCH = 64
 
@@ -129,7 +131,7 @@ class Documents:
             return problem or RecordError("is null, not text")
         try:
             text = raw.decode()
-            return Chat(self._from_json(text) if self._source.kind == "jsonl" else text, ())
+            return Chat(self._from_json(text) if self._source.kind in JSON else text, ())
         except RecordError as error:
             return error
 

@@ -18,18 +18,26 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
 from nanoscale.config.hf.hub import asking, missing_path, similar_paths, why_not
 from nanoscale.data.prepare.bad import Bad
+from nanoscale.data.prepare.records import csv_header
 from nanoscale.data.prepare.render import INPUT, pair_in
 
-Kind = Literal["text", "jsonl", "parquet", "dataset"]
-KINDS: dict[str, Kind] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
-_NAMED_ONLY = {".md"}
+Kind = Literal["text", "jsonl", "json", "csv", "parquet", "dataset"]
+KINDS: dict[str, Kind] = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+_NAMED_ONLY = {".md", ".json", ".csv"}
 """Endings that are read if they are named or match a pattern; in a folder they may be descriptions of data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
 
-_KNOWN = ".txt, .md, .jsonl (both also .gz and .zst), .parquet"
+_KNOWN = ".txt, .md, .jsonl, .json, .csv (all also .gz and .zst), .parquet"
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,12 @@ def problem(source: TextSource, field: str, chat: bool = False) -> Bad | None:
         return _parquet_problem(source, field, chat)
     if source.kind == "dataset":
         return _column_problem(source, dataset(source.name).data.schema, field, chat)
+    if source.kind == "csv":
+        return _csv_problem(source, field, chat)
     if chat and source.kind == "text":
-        return Bad(source.name, "is plain text, which holds no chats; .jsonl and .parquet do")
+        return Bad(
+            source.name, "is plain text, which holds no chats; .jsonl, .json, .csv and .parquet do"
+        )
     return None
 
 
@@ -171,7 +183,7 @@ def _named(word: str) -> Iterator[TextSource]:
         yield _file(path)
     elif path.is_dir():
         files = (p for p in path.rglob("*") if _kind(p) is not None)
-        yield from _several(word, (p for p in files if not _NAMED_ONLY & set(p.suffixes)))
+        yield from _several(word, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
     elif glob.has_magic(word):
         # Path.glob accepts no absolute pattern.
         matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
@@ -184,7 +196,8 @@ def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
         raise _UnusableError(
-            f"no readable file there; supported are {_KNOWN}; of a folder, .md must be named by a pattern"
+            f"no readable file there; supported are {_KNOWN}; of a folder, .md, .json and"
+            " .csv must be named by a pattern"
         )
     yield from map(_file, files)
 
@@ -201,12 +214,17 @@ def _file(path: Path) -> TextSource:
 
 
 def _kind(path: Path) -> tuple[Kind, str] | None:
-    compression = COMPRESSIONS.get(path.suffix, "")
-    suffix = Path(path.stem).suffix if compression else path.suffix
+    suffix, compression = _ending(path)
     kind = KINDS.get(suffix)
     if kind is None or (kind == "parquet" and compression):
         return None
     return kind, compression
+
+
+def _ending(path: Path) -> tuple[str, str]:
+    """Return the ending that names the form, and the compression or ""."""
+    compression = COMPRESSIONS.get(path.suffix, "")
+    return (Path(path.stem).suffix if compression else path.suffix), compression
 
 
 def _dataset(word: str) -> TextSource:
@@ -236,6 +254,34 @@ def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
     if rows == 0:
         return Bad(source.name, "is empty")
     return _column_problem(source, schema, field, chat)
+
+
+def _csv_problem(source: TextSource, field: str, chat: bool) -> Bad | None:
+    try:
+        with opened(source) as (stream, _):
+            names = csv_header(stream)
+    except (OSError, ValueError) as error:
+        return Bad(source.name, f"cannot be read: {first_line(error)}")
+    if not names:
+        return Bad(source.name, "is empty")
+    if field in names or (chat and pair_in(names)):
+        return None
+    return Bad(
+        source.name, f"has no column {field!r} (--field); its columns: {', '.join(names[:8])}"
+    )
+
+
+@contextmanager
+def opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
+    """Open the uncompressed text, and the file itself."""
+    import pyarrow as pa
+
+    with pa.OSFile(source.name) as raw:
+        if source.compression:
+            with pa.CompressedInputStream(raw, source.compression) as stream:
+                yield stream, raw
+        else:
+            yield raw, raw
 
 
 def _column_problem(source: TextSource, schema: Any, field: str, chat: bool) -> Bad | None:

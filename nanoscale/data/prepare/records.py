@@ -1,0 +1,57 @@
+"""The records of .json and .csv files, each as a JSON object."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from nanoscale.data.prepare.render import RecordError
+
+_LONGEST_CELL = 1 << 30
+"""The most characters of a cell, in place of Python's 131,072; records have a limit of their own."""
+
+
+def json_records(stream: Any) -> Iterator[bytes]:
+    """Yield the elements of a list; the whole file is in memory. Raises ValueError."""
+    try:
+        document = json.load(stream)
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+    if not isinstance(document, list):
+        raise ValueError("is not a list of records; if each line is one, name the file .jsonl")
+    for record in document:
+        yield json.dumps(record).encode()
+
+
+def csv_records(stream: Any) -> Iterator[bytes | RecordError]:
+    """Yield each row after the header as an object of texts. Raises ValueError."""
+    rows = _rows(stream)
+    names = next(rows, [])
+    for row in rows:
+        if not row:
+            continue  # an empty line
+        if len(row) == len(names):
+            yield json.dumps(dict(zip(names, row, strict=True))).encode()
+        else:
+            yield RecordError(f"has {len(row)} values, and the header names {len(names)} columns")
+
+
+def csv_header(stream: Any) -> list[str]:
+    """Return the names of the columns. Raises ValueError."""
+    return next(_rows(stream), [])
+
+
+def _rows(stream: Any) -> Iterator[list[str]]:
+    csv.field_size_limit(_LONGEST_CELL)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    try:
+        yield from csv.reader(text, strict=True)
+    except csv.Error as error:
+        raise ValueError(f"is not CSV: {error}") from error
+    finally:
+        with suppress(ValueError):  # it is closed already
+            text.detach()  # the caller closes the stream
