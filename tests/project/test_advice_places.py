@@ -23,6 +23,7 @@ TYPED_BACK = {
     "checkpoint/configuration.py": "checkpoint/test_configuration.py",
     "checkpoint/hf/adapters.py": "cli/test_advice_on_adapters.py",
     "checkpoint/store.py": "cli/test_advice_on_files.py",
+    "cli/common/rehearsal.py": "rehearse/test_command.py",
     "cli/inspect/columns.py": "cli/test_ls.py",
     "cli/inspect/config.py": "cli/test_advice.py",
     "cli/inspect/help.py": "cli/test_help.py",
