@@ -192,14 +192,36 @@ def prune(
         FencedError: the run has continued without this attempt.
     """
     stored = list_checkpoints(workspace.parent)
+    return delete(workspace, obsolete(stored, keep_last, keep_every, best))
+
+
+def obsolete(
+    stored: list[StoredCheckpoint],
+    keep_last: int | None,
+    keep_every: int | None,
+    best: Collection[int],
+) -> list[StoredCheckpoint]:
+    """Return the checkpoints that `prune` deletes, of those in the order of their steps."""
     if keep_last is None:  # every save has checked the one before it, so one is enough
         old = [c for c in stored[-2:-1] if _saved_by_time(c)]
     else:
         old = stored[:-keep_last]
+    kept = {c.step for c in old if c.step in best or (keep_every and c.step % keep_every == 0)}
+    return [c for c in old if c.step not in kept]
+
+
+def lowest_losses(stored: Iterable[StoredCheckpoint], count: int) -> list[int]:
+    """Return the steps of the checkpoints with the lowest evaluation losses, the lowest first."""
+    losses = [(c.manifest.get(EVAL_LOSS), c.step) for c in stored]
+    return [step for _, step in sorted((loss, step) for loss, step in losses if loss is not None)][
+        :count
+    ]
+
+
+def delete(workspace: Path, checkpoints: Iterable[StoredCheckpoint]) -> Pruned:
+    """Delete checkpoints. Raises FencedError if the run has continued without the attempt."""
     pruned = Pruned([], {})
-    for checkpoint in old:
-        if checkpoint.step in best or (keep_every and checkpoint.step % keep_every == 0):
-            continue
+    for checkpoint in checkpoints:
         try:
             with fence.explained(workspace):
                 # Rename first, so that a half-deleted one is never mistaken for a checkpoint.

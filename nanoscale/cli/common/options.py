@@ -114,6 +114,14 @@ Run = Annotated[
     str,
     typer.Argument(help="Name the run in runs/, or its directory", autocompletion=completion.runs),
 ]
+Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN…",
+        help="Name the runs in runs/, or their directories",
+        autocompletion=completion.runs,
+    ),
+]
 Model = Annotated[
     str,
     typer.Argument(
@@ -156,6 +164,8 @@ Tokenizer = Annotated[
         show_default=False,
     ),
 ]
+
+Yes = Annotated[bool, typer.Option("--yes", help="Skip the question, for scripts")]
 
 # --- the output -----------------------------------------------------------------------------------
 

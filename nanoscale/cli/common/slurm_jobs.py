@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoscale.common.errors import UserError, Violation
 from nanoscale.launch.slurm.slurm import JobState, SlurmError, job_states
-from nanoscale.runs import status, submission
+from nanoscale.runs import lock, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission
 from nanoscale.runs.trust import is_own
@@ -124,6 +125,25 @@ def job_of(run: RunDirectory) -> Job | None:
     """Return the newest job of a run; None if it was never submitted to SLURM."""
     one = submission.read(run)
     return None if one is None else _ask([one])[str(one)]
+
+
+def require_inactive(run: RunDirectory) -> None:
+    """Raise a UserError if a launcher holds the run, or its SLURM job waits or runs, or may do so."""
+    lock.refuse_if_held(run)
+    job = job_of(run)
+    if job is None or not (job.is_there or (job.problem and _is_unsettled(run))):
+        return
+    what = job.sentence() if job.problem else f"{job} waits in SLURM's queue or runs"
+    stop = shlex.join(["nanoscale", "runs", "stop", run.reference])
+    found = Violation("RUN", run.name, "command line", what, () if job.problem else (stop,))
+    raise UserError("run", f"the run {run.name!r} may still be active: {what}", [found])
+
+
+def _is_unsettled(run: RunDirectory) -> bool:
+    """True if SLURM may know more about a run than its directory."""
+    one = submission.find(run)
+    cancelled = one is not None and one.cancelled is not None
+    return status.read(run).state in _UNSETTLED and not cancelled
 
 
 def jobs_of(runs: Iterable[RunDirectory]) -> dict[RunDirectory, Job]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoscale.cli.common.confirmation import can_ask, is_confirmed
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ def require_trust(file: Path, compose: Callable[[], Composed], *, trust: bool) -
     if not found:
         return
     what = f"{file} names code or programs to run, and was not made by your own runs, or was changed since"
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not can_ask():
         raise UserError("trust", f"{what}; if you trust whoever made it, add --trust", found)
-    if not _is_confirmed(what, found):
+    if not _is_trusted(what, found):
         raise UserError("trust", "nothing was started; --trust answers yes")
 
 
@@ -73,11 +73,10 @@ def _later(composed: Composed, key: str, file: Path) -> list[Any]:
     return [one.value for one in settings[own[-1] + 1 :]] if own else []
 
 
-def _is_confirmed(what: str, found: list[Violation]) -> bool:
+def _is_trusted(what: str, found: list[Violation]) -> bool:
     from nanoscale.config.violations import subject
 
     display.note(f"{what}:")
     for one in found:
         display.note(f"  {subject(one)}  ({one.message})")
-    display.note("Do you trust whoever made it? [y/N] ", end="")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return is_confirmed("Do you trust whoever made it?")

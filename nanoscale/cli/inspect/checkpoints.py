@@ -13,6 +13,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, console, print_json
+from nanoscale.cli.inspect.remove import prune_checkpoints
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="Show, verify and export the checkpoints of a run.")
+app = typer.Typer(no_args_is_help=True, help="Show, verify, export and prune a run's checkpoints.")
+app.command("prune")(prune_checkpoints)
 
 
 @app.command("ls")

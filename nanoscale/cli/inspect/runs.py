@@ -12,6 +12,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import print_json
 from nanoscale.cli.inspect.list_runs import list_runs
+from nanoscale.cli.inspect.remove import remove_runs
 from nanoscale.cli.inspect.report import report_run
 from nanoscale.cli.inspect.watch import watch_run
 from nanoscale.cli.jobs.stop import stop_run
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="List, show, follow, report and stop runs.")
+app = typer.Typer(no_args_is_help=True, help="List, show, follow, report, stop and delete runs.")
 app.command("ls")(list_runs)
+app.command("rm")(remove_runs)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)
 app.command("report")(report_run)
