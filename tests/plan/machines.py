@@ -49,5 +49,6 @@ def changed(hardware: Hardware, **values: Any) -> Hardware:
 
 @cache
 def machine(device: str = "h100-sxm") -> Hardware:
-    precision = BF16 if device != "v100" else Precision(compute="fp16")
+    old = ("v100", "v100-16", "t4")
+    precision = Precision(compute="fp16") if device in old else BF16
     return hardware_of(Config(cluster=Cluster(device=device), precision=precision))

@@ -27,6 +27,18 @@ BRIEF = [
     "gb200",
     "mi300x",
     "cpu",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-5090",
+    "l4",
+    "l40s",
+    "a10g",
+    "t4",
+    "v100-16",
+    "h20",
+    "b300",
+    "mi325x",
+    "mi355x",
 ]
 WHOLE = Cluster(
     device="mine",
@@ -86,7 +98,7 @@ def test_figures_of_the_data_sheets(name, bf16, gbs, gib):
     ("driver", "name"),
     [("NVIDIA H100 80GB HBM3", "h100-sxm"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA H200", "h200"),
      ("NVIDIA GB200", "gb200"), ("NVIDIA B200", "b200"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H100 NVL", None), ("NVIDIA L4", None), ("", None)],
+     ("AMD Instinct MI300X", "mi300x"), ("NVIDIA H100 NVL", None), ("NVIDIA A2", None), ("", None)],
 )  # fmt: skip
 def test_devices_are_recognised_by_the_whole_of_what_tells_them_apart(driver, name):
     assert recognise(driver) == name
@@ -97,9 +109,9 @@ def test_an_unknown_device_is_an_error_that_says_what_to_type(monkeypatch):
     assert (
         "h100-smx" in message and "cluster.memory_gbs" in message and "cluster=h100-sxm" in message
     )
-    monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cuda", 2, ("NVIDIA L4",) * 2))
+    monkeypatch.setattr(data_sheets, "detect", lambda: Devices("cuda", 2, ("NVIDIA A2",) * 2))
     message = refusal(Config(precision=BF16))
-    assert "NVIDIA L4" in message and "cluster=h100-sxm" in message
+    assert "NVIDIA A2" in message and "cluster=h100-sxm" in message
 
 
 def test_a_type_that_a_device_lacks_is_an_error():
@@ -173,7 +185,7 @@ def test_the_peak_for_mfu_is_that_of_the_same_table():
     assert peak_of(bf16, "NVIDIA H100 80GB HBM3") == machine().peak(BF16)
     fp8 = Config(precision=replace(BF16, fp8=True))
     assert peak_of(fp8, "NVIDIA H100 80GB HBM3") == pytest.approx(2 * 989.4e12, rel=1e-3)
-    assert peak_of(bf16, "NVIDIA L4") is None
+    assert peak_of(bf16, "NVIDIA A2") is None
     assert peak_of(bf16, None) is None
     assert peak_of(Config(cluster=Cluster(peak_tflops=2.0)), None) == 2e12
     assert (

@@ -8,7 +8,7 @@ import pytest
 
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.compose import compose
-from nanoscale.config.hardware import this_cpu
+from nanoscale.config.hardware import cpu_speed
 from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.measure.this_cpu import fastest_step
@@ -31,14 +31,14 @@ def test_a_plan_is_rough_until_the_speed_is_measured():
     config = resolved("recipe=tiny")
     rough = predict(config)
     assert any(line.startswith("rough: ") for line in outcome(rough))
-    this_cpu.keep_speed(2.0)
+    cpu_speed.keep_speed(2.0)
     measured = predict(config)
     assert not any(line.startswith("rough: ") for line in outcome(measured))
     assert measured.time.seconds == pytest.approx(rough.time.seconds / 2, rel=0.1)
 
 
 def test_keys_of_the_user_win_over_the_measured_speed():
-    this_cpu.keep_speed(2.0)
+    cpu_speed.keep_speed(2.0)
     own = resolved("recipe=tiny", "cluster.memory_gbs=33")
     assert hardware_of(own).memory_bandwidth == 33e9
     assert hardware_of(resolved("recipe=tiny")).memory_bandwidth == 16e9
@@ -49,7 +49,7 @@ def test_keys_of_the_user_win_over_the_measured_speed():
 )
 def test_a_speed_that_is_damaged_or_another_cpu_s_is_ignored(content: str, tmp_path: Path):
     (tmp_path / "cpu-speed.json").write_text(content)
-    assert this_cpu.known_speed() is None
+    assert cpu_speed.known_speed() is None
 
 
 def test_a_step_is_measured_with_the_model_itself():

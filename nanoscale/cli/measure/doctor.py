@@ -106,7 +106,7 @@ def _measure_cpu() -> None:
 
     from nanoscale.common.devices import cores, detect
     from nanoscale.config.composing.frozen import dump
-    from nanoscale.config.hardware.this_cpu import keep_speed, known_speed
+    from nanoscale.config.hardware.cpu_speed import keep_speed, known_speed
     from nanoscale.config.rules import check
     from nanoscale.plan.predict import predict
 

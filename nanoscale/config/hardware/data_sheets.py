@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from nanoscale.common.devices import detect
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.library import packaged
-from nanoscale.config.hardware.this_cpu import known_speed
+from nanoscale.config.hardware.cpu_speed import known_speed
 from nanoscale.config.schema import Cluster, Config, Peaks, Precision, Reached
 from nanoscale.config.values import yaml_file
 from nanoscale.config.values.convert import to_config

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nanoscale.common.units import byte_size, duration, share, three_digits
+from nanoscale.config.hardware.cpu_speed import known_speed
 from nanoscale.config.hardware.data_sheets import CPU, kind
-from nanoscale.config.hardware.this_cpu import known_speed
 from nanoscale.config.model_math import active_parameters, parameters
 from nanoscale.plan.hardware.software import NANOSCALE
 from nanoscale.plan.predict import Prediction, tokens_per_s_in_bf16
