@@ -125,7 +125,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             open_model(name, **options)  # type: ignore[arg-type]
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(UserError, match="is damaged: .*bytes, instead of the written"):
+    with pytest.raises(UserError, match="is damaged: .*bytes instead of the written"):
         open_model(str(run.path))
     text = run.config.read_text().replace("source: stdlib", "source: megatron")
     run.config.write_text(text)

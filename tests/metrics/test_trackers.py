@@ -32,6 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MY_TOKEN", SECRET)
+    monkeypatch.setattr(trackers, "CLOSE_S", dict.fromkeys(trackers.CLOSE_S, 200.0))
     return RunDirectory.create(tmp_path, "run")
 
 

@@ -20,9 +20,7 @@ class SweepTable:
     """A view of all trials. Use it as a context."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-
-        self._console = Console(file=stream, highlight=False)
+        self._console = display.console(stream)
         self._live: Any = None
         self._shown: dict[str, str] = {}
 
@@ -53,12 +51,7 @@ class SweepTable:
 
 def print_table(rows: Sequence[Row], stream: TextIO) -> None:
     """Print all trials."""
-    from rich.console import Console
-
-    screen = Console(file=stream, highlight=False)
-    if not screen.is_terminal:
-        screen.width = 1000  # a file has no edge to wrap at
-    screen.print(table(rows))
+    display.print_table(display.console(stream), table(rows))
 
 
 def table(rows: Sequence[Row]) -> Table:
