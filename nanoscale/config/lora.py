@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nanoscale.config.parameters import block
 from nanoscale.config.schema import Config, Lora, Model
 
 ATTENTION = ("wq", "wk", "wv", "wo")
@@ -26,8 +27,6 @@ def available(model: Model) -> tuple[str, ...]:
 def parameters(config: Config) -> int:
     """Count all parameters of the adapters."""
     model, lora = config.model, config.lora
-    head_dim = model.head_dim or model.hidden // model.heads
-    q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
-    inner = {"wq": q, "wk": kv, "wv": kv, "wo": q} | dict.fromkeys(FEED_FORWARD, model.ffn)
-    each = sum(model.hidden + inner[name] for name in modules(model, lora))
+    table = block(model)
+    each = sum(sum(table[f"{module}.weight"].shape) for module in modules(model, lora).values())
     return model.layers * lora.rank * each

@@ -153,6 +153,26 @@ class Model:
         at_least=1,
     )
 
+    @property
+    def head_width(self) -> int:
+        """Width of a head, set or computed."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def kv_head_count(self) -> int:
+        """Key and value heads, set or computed."""
+        return self.kv_heads or self.heads
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.kv_head_count * self.head_width
+
 
 @dataclass(frozen=True)
 class Lora:

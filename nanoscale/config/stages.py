@@ -6,6 +6,7 @@ of a simulation of their actions, which deadlock or not.
 
 from __future__ import annotations
 
+from nanoscale.config.parameters import block_products
 from nanoscale.config.schema import Model
 
 ONE_STAGE = frozenset({"gpipe", "1f1b"})
@@ -65,7 +66,7 @@ def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) 
     if layers_per_stage is not None:
         return list(layers_per_stage)
     assert 1 <= stages <= model.layers
-    block, head = _block_cost(model), model.hidden * model.vocab
+    block, head = block_products(model), model.hidden * model.vocab
     layers = [1] * stages
 
     def cost(stage: int) -> tuple[int, int]:
@@ -78,12 +79,3 @@ def stage_layers(model: Model, stages: int, layers_per_stage: list[int] | None) 
     for _ in range(model.layers - stages):
         layers[min(range(stages), key=cost)] += 1
     return layers
-
-
-def _block_cost(model: Model) -> int:
-    width = model.head_dim or model.hidden // model.heads
-    attention = 2 * width * (model.heads + (model.kv_heads or model.heads))
-    ffn = (3 if model.mlp == "swiglu" else 2) * model.ffn
-    if model.experts:
-        ffn = model.experts + model.experts_per_token * ffn
-    return model.hidden * (attention + ffn)

@@ -45,8 +45,8 @@ class Cache:
         self._model = model
         self._last_only = False
         shape, parameter = model.shape, next(model.parameters())
-        head_dim = shape.head_dim or shape.hidden // shape.heads
-        size = (batch, shape.kv_heads or shape.heads, room, head_dim)
+        head_dim = shape.head_width
+        size = (batch, shape.kv_head_count, room, head_dim)
         for block in cast("list[Block]", list(model.layers.values())):
             block.attention.core = CachedAttention(self, *parameter.new_empty(2, *size))
         model.place = self._place

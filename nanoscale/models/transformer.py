@@ -161,8 +161,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
-        self.head_dim = shape.head_dim or shape.hidden // shape.heads
-        kv_heads = shape.kv_heads or shape.heads
+        self.head_dim = shape.head_width
+        kv_heads = shape.kv_head_count
         bias = shape.bias or shape.qkv_bias
         self.wq = nn.Linear(shape.hidden, shape.heads * self.head_dim, bias=bias)
         self.wk = nn.Linear(shape.hidden, kv_heads * self.head_dim, bias=bias)
@@ -244,7 +244,7 @@ def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[T
     Source: Su et al. 2021, arXiv:2104.09864, eq. 15. Angles need at least fp32 to tell far positions apart.
     """
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    head_dim = shape.head_dim or shape.hidden // shape.heads
+    head_dim = shape.head_width
     exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=angle_dtype) / head_dim
     frequency = shape.rope_theta**-exponent
     if shape.rope_scaling is not None:

@@ -46,7 +46,7 @@ def _attention(config: ResolvedConfig, device: torch.device) -> str | None:
     model, layout, data = config.model, config.parallel, config.data
     if model.source == "hf":
         return None  # transformers chooses it
-    head_dim = model.head_dim or model.hidden // model.heads
+    head_dim = model.head_width
     dtype = DTYPES[config.precision.compute]
     if layout.cp > 1 and layout.cp_method == "ring":
         return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
@@ -57,7 +57,7 @@ def _attention(config: ResolvedConfig, device: torch.device) -> str | None:
         shape = (1, heads // divided, seq, head_dim)
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-    q, k, v = some(model.heads), *(some(model.kv_heads or model.heads) for _ in range(2))
+    q, k, v = some(model.heads), *(some(model.kv_head_count) for _ in range(2))
     mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if masked else None
     grouped = q.shape[1] != k.shape[1]
     chosen = torch._fused_sdp_choice(

@@ -69,10 +69,8 @@ def _has_uneven_shards(config: ResolvedConfig) -> bool:
     ranks = parallel.dp // parallel.dp_replicate * parallel.cp
     if model.source == "hf":
         return True  # nothing is known of its matrices
-    head_dim = model.head_dim or model.hidden // model.heads
-    kv_heads = model.kv_heads or model.heads
-    divided = (model.heads * head_dim, kv_heads * head_dim, model.ffn, model.vocab)
-    rows = [model.hidden, head_dim, *(size // parallel.tp for size in divided)]
+    divided = (model.q_width, model.kv_width, model.ffn, model.vocab)
+    rows = [model.hidden, model.head_width, *(size // parallel.tp for size in divided)]
     rows += [model.experts] if model.experts else []
     rows += [config.lora.rank] if config.lora.rank else []
     return any(size % ranks for size in rows)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.library import Library
 from nanoscale.config.model_math import parameters
+from nanoscale.config.parameters import named
 from nanoscale.config.schema import Model, RopeScaling
 from nanoscale.models.initialization import draw, initialise
 from nanoscale.models.transformer import Transformer, rope_rotation, rotate, stretch_frequencies
@@ -257,3 +258,23 @@ def test_the_counted_parameters_are_those_of_odd_shapes(
     assert count == parameters(shape)
     (stage,) = rank_stages(complete(model=shape))[0]
     assert count == stage.numel
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LLAMA,
+        GPT2,
+        QWEN2,
+        QWEN3,
+        replace(LLAMA, bias=True, tie_embeddings=True),
+        replace(LLAMA, experts=4),
+        replace(QWEN3, experts=4),
+    ],
+    ids=["llama", "gpt2", "qwen2", "qwen3", "bias", "mixtral", "qwen3-moe"],
+)
+def test_the_table_of_parameters_is_the_models_own(shape: Model) -> None:
+    with torch.device("meta"):
+        state = Transformer(shape).state_dict()
+    table = {name: parameter.shape for name, parameter in named(shape).items()}
+    assert table == {name: tuple(value.shape) for name, value in state.items()}

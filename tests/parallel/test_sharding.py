@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nanoscale.backends.gradients import own_part
 from nanoscale.backends.native import NativeEngine, build_parts
 from nanoscale.config.layout import is_replicated
+from nanoscale.config.parameters import named
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Launcher, Model, Parallel, Precision, Train, Zero
 from nanoscale.data.batch import Batch
@@ -192,6 +193,32 @@ def test_no_rank_ever_holds_whole_logits(degrees: dict[str, int]) -> None:
     for has_logits, largest in run_ranks(largest_allocation, config.world_size, config):
         share = TOKENS * WIDE.vocab // degrees.get("tp", 1)
         assert (largest == share) if has_logits else (largest < share)
+
+
+# --- the table of parameters ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "degrees"),
+    [
+        (replace(SHAPE, position="learned", bias=True, norm="layernorm", mlp="gelu"), {"tp": 2}),
+        (replace(SHAPE, kv_heads=2, qkv_bias=True, qk_norm=True), {"tp": 2}),
+        (replace(SHAPE, experts=4, qk_norm=True), {"tp": 2, "ep": 2, "dp": 2}),
+    ],
+    ids=["gpt2", "qwen", "experts"],
+)
+def test_the_table_divides_as_tp_and_ep_do(shape: Model, degrees: dict[str, int]) -> None:
+    config = make_config(0, shape=shape, **degrees)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.world_size)
+    try:
+        parts = build_parts(config, lay_out(config, "cpu"), CPU)
+    finally:
+        dist.destroy_process_group()
+    local = {name: tuple(own_part(value).shape) for name, value in parts[0].named_parameters()}
+    table = named(shape).items()
+    assert local == {
+        name: value.local(degrees["tp"], degrees.get("ep", 1)) for name, value in table
+    }
 
 
 # --- initialisation -------------------------------------------------------------------------------

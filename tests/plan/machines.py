@@ -18,7 +18,7 @@ BF16 = Precision(compute="bf16")
 @cache
 def model(name: str) -> Model:
     shape = compose([f"model={name}"]).config.model
-    return replace(shape, head_dim=shape.head_dim or shape.hidden // shape.heads)
+    return replace(shape, head_dim=shape.head_width)
 
 
 def job(name: str = "llama-8b", device: str = "h100-sxm", **keys: Any) -> ResolvedConfig:

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
-from nanoscale.checkpoint.hf.names import Shape, TensorPosition, places, shapes
+from nanoscale.checkpoint.hf.names import TensorPosition, places, shapes
 from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_file
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
 from nanoscale.common.errors import UserError
 from nanoscale.config.hf.safetensors_headers import INDEX, WIDTH, Shapes
 from nanoscale.config.hf.shape import UnsupportedError, write_shape
+from nanoscale.config.parameters import Shape
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary

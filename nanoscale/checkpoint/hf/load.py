@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanoscale.checkpoint.hf.names import (
     PREFIXES,
-    Shape,
     TensorPosition,
     is_merged,
     is_needless,
@@ -23,6 +22,7 @@ from nanoscale.checkpoint.hf.names import (
 )
 from nanoscale.config.hf.safetensors_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
 from nanoscale.config.hf.shape import HEAD, UnsupportedError, read_shape
+from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from nanoscale.config import parameters
 from nanoscale.config.hf.shape import HEAD
+from nanoscale.config.parameters import Shape
 from nanoscale.config.schema import Model
 
-Shape = tuple[int, ...]
 PREFIXES = ("model.", "transformer.")
 """Prefixes that files written without the head lack."""
 _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -66,16 +67,8 @@ class TensorPosition:
 
 
 def shapes(model: Model) -> dict[str, Shape]:
-    """Return the shape of every parameter of `models.transformer.Transformer`, in its order."""
-    found: dict[str, Shape] = {"embed.weight": (model.vocab, model.hidden)}
-    if model.position == "learned":
-        found["positions.weight"] = (model.max_seq_len, model.hidden)
-    for layer in range(model.layers):
-        found |= {f"layers.{layer}.{name}": size for name, size in _block(model).items()}
-    found |= _norm("norm", model)
-    if not model.tie_embeddings:
-        found["head.weight"] = (model.vocab, model.hidden)
-    return found
+    """Return the shape of every parameter of `models.transformer.Transformer`."""
+    return {name: parameter.shape for name, parameter in parameters.named(model).items()}
 
 
 def places(model: Model, *, merged: bool = False) -> dict[str, tuple[TensorPosition, ...]]:
@@ -108,37 +101,6 @@ def is_buffer(name: str) -> bool:
 def is_needless(name: str, model: Model) -> bool:
     """True if the model does not need a tensor of a file."""
     return is_buffer(name) or (model.tie_embeddings and name == HEAD)
-
-
-def _block(model: Model) -> dict[str, Shape]:
-    head_dim = model.head_dim or model.hidden // model.heads
-    q, kv = model.heads * head_dim, (model.kv_heads or model.heads) * head_dim
-    gate = [("mlp.gate", model.ffn, model.hidden)] if model.mlp == "swiglu" else []
-    dense = [*gate, ("mlp.up", model.ffn, model.hidden), ("mlp.down", model.hidden, model.ffn)]
-    linears = [
-        ("attention.wq", q, model.hidden),
-        ("attention.wk", kv, model.hidden),
-        ("attention.wv", kv, model.hidden),
-        ("attention.wo", model.hidden, q),
-        *([("mlp.router", model.experts, model.hidden)] if model.experts else dense),
-    ]
-    found: dict[str, Shape] = _norm("attention_norm", model) | _norm("mlp_norm", model)
-    for name, outputs, inputs in linears:
-        found[f"{name}.weight"] = (outputs, inputs)
-        if model.bias or (model.qkv_bias and name.endswith(("wq", "wk", "wv"))):
-            found[f"{name}.bias"] = (outputs,)
-    if model.experts:
-        wide = (model.experts, model.ffn, model.hidden)
-        found |= {"mlp.experts.gate": wide, "mlp.experts.up": wide}
-        found["mlp.experts.down"] = (model.experts, model.hidden, model.ffn)
-    if model.qk_norm:
-        found |= {f"attention.{name}.weight": (head_dim,) for name in ("q_norm", "k_norm")}
-    return found
-
-
-def _norm(name: str, model: Model) -> dict[str, Shape]:
-    weight: dict[str, Shape] = {f"{name}.weight": (model.hidden,)}
-    return weight | ({f"{name}.bias": (model.hidden,)} if model.norm == "layernorm" else {})
 
 
 _LLAMA = {

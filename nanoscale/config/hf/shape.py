@@ -60,8 +60,8 @@ def read_shape(folder: Path) -> Model:
     found = config.model
     return replace(
         found,
-        kv_heads=found.kv_heads or found.heads,
-        head_dim=found.head_dim or found.hidden // found.heads,
+        kv_heads=found.kv_head_count,
+        head_dim=found.head_width,
         tie_embeddings=found.tie_embeddings and not has_own_head(folder),
     )
 
@@ -246,8 +246,8 @@ def _write_llama(model: Model) -> Json:
         "num_hidden_layers": model.layers,
         "hidden_size": model.hidden,
         "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads or model.heads,
-        "head_dim": model.head_dim or model.hidden // model.heads,
+        "num_key_value_heads": model.kv_head_count,
+        "head_dim": model.head_width,
         "intermediate_size": model.ffn,
         "vocab_size": model.vocab,
         "max_position_embeddings": model.max_seq_len,
@@ -378,8 +378,8 @@ def _write_gpt2(model: Model) -> Json:
         "model.bias": (model.bias, True),
         "model.qk_norm": (model.qk_norm, False),
         "model.sliding_window": (model.sliding_window, None),
-        "model.kv_heads": (model.kv_heads or model.heads, model.heads),
-        "model.head_dim": ((model.head_dim or model.hidden // model.heads) * model.heads, model.hidden),
+        "model.kv_heads": (model.kv_head_count, model.heads),
+        "model.head_dim": (model.head_width * model.heads, model.hidden),
     }  # fmt: skip
     unlike = [key for key, (ours, usual) in theirs.items() if ours != usual]
     if unlike:

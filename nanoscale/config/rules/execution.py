@@ -144,7 +144,7 @@ def _unfused(resolution: Resolution, kernel: Literal["cudnn", "flash"]) -> Itera
     )
     if compute not in ("bf16", "fp16"):
         yield f"with precision.compute={compute}: it takes bf16 and fp16"
-    head_dim = model.head_dim or model.hidden // model.heads
+    head_dim = model.head_width
     if head_dim > _FUSED[kernel] or (kernel == "cudnn" and head_dim % 8):
         multiples = "multiples of 8" if kernel == "cudnn" else "heads"
         yield f"with model.head_dim={head_dim}: it takes {multiples} up to {_FUSED[kernel]}"

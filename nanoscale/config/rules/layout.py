@@ -58,7 +58,7 @@ _BLOCKS = ("model.heads", "model.kv_heads", "model.ffn")
 def _block_sizes(model: Model) -> dict[str, int]:
     return {
         "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads or model.heads,
+        "model.kv_heads": model.kv_head_count,
         "model.ffn": model.ffn,
     }
 
@@ -165,12 +165,12 @@ def _ring_of_documents(key: str, packing: tuple[str, ...]) -> Rule:
 def _heads_of_rank(config: Config) -> tuple[int, int]:
     """Return the heads and the key-value heads of a tp rank."""
     model, tp = config.model, config.parallel.tp
-    return model.heads // tp, (model.kv_heads or model.heads) // tp
+    return model.heads // tp, model.kv_head_count // tp
 
 
 def _ulysses_divides(config: Config) -> bool:
     model, layout = config.model, config.parallel
-    heads, kv_heads = model.heads, model.kv_heads or model.heads
+    heads, kv_heads = model.heads, model.kv_head_count
     if layout.cp == 1 or layout.cp_method != "ulysses" or heads % layout.tp or kv_heads % layout.tp:
         return True
     return math.gcd(*_heads_of_rank(config)) % layout.cp == 0

@@ -17,7 +17,7 @@ def resolve_model(resolution: Resolution) -> Model:
         name, begin = absolute_name(model.name), model.init_from
         begin = absolute_name(begin) if begin is not None else None
         return replace(model, name=name, init_from=begin)
-    kv_heads = model.kv_heads or model.heads
+    kv_heads = model.kv_head_count
     if model.heads % kv_heads:
         resolution.refuse(
             "config",
@@ -25,7 +25,7 @@ def resolve_model(resolution: Resolution) -> Model:
             f"must divide model.heads={model.heads}",
             *(f"model.kv_heads={n}" for n in near_divisors(model.heads, kv_heads)),
         )
-    head_dim = model.head_dim or model.hidden // model.heads
+    head_dim = model.head_width
     if model.head_dim is None and model.hidden % model.heads:
         resolution.refuse(
             "config",

@@ -150,12 +150,11 @@ def _fp8(resolution: Resolution, device: Literal["cpu", "cuda"]) -> None:
 def _odd_sizes(config: Config) -> list[str]:
     """List the sizes of the blocks' products that 8-bit hardware does not support."""
     model, train = config.model, config.train
-    width = model.head_dim or model.hidden // model.heads
     sizes = {
         "model.hidden": model.hidden,
         "model.ffn": model.ffn,
-        "the query heads together": width * model.heads,
-        "the key heads together": width * (model.kv_heads or model.heads),
+        "the query heads together": model.q_width,
+        "the key heads together": model.kv_width,
         "the tokens of a rank": train.seq_len // config.parallel.cp,
     }
     return [f"{name} = {size}" for name, size in sizes.items() if size % 16]

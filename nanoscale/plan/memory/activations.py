@@ -34,7 +34,7 @@ class BlockMemory:
 
 
 def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -> Shape:
-    head_dim = model.head_dim or model.hidden // model.heads
+    head_dim = model.head_width
     tp, seq = parallel.tp, seq_len // parallel.cp
     return Shape(
         tokens=micro_batch * seq,
@@ -42,7 +42,7 @@ def shape_of(model: Model, parallel: Parallel, micro_batch: int, seq_len: int) -
         shares=tp if parallel.sequence_parallel else 1,
         hidden=model.hidden,
         q=model.heads * head_dim // tp,
-        kv=(model.kv_heads or model.heads) * head_dim // tp,
+        kv=model.kv_head_count * head_dim // tp,
         ffn=model.ffn // tp,
         heads=model.heads // tp,
         rotary=seq * head_dim if model.position == "rope" else 0,

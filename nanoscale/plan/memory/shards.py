@@ -3,9 +3,11 @@ tp."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from nanoscale.config import parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.config.stages import stage_layers, stages_of
@@ -47,7 +49,7 @@ class Unit:
     name: str
     count: int
     """The number of equal units in the stage."""
-    matrices: tuple[tuple[int, int], ...]
+    matrices: tuple[parameters.Shape, ...]
     """Rows and width of each, on a rank of tp."""
     vectors: tuple[int, ...]
     """Lengths of norms and biases, on a rank of tp."""
@@ -229,46 +231,39 @@ def _stage(
 ) -> Stage:
     """Return a stage; with `whole_ends` tp does not divide embedding and head, as with DeepSpeed's layers."""
     first, last = number == 0, number == stages - 1
-    rows = model.vocab if whole_ends else model.vocab // tp
-    positions = [(model.max_seq_len // (1 if whole_ends else tp), model.hidden)]
-    norm = (model.hidden,) * (2 if model.norm == "layernorm" else 1)
-    vocabulary = (rows, model.hidden)
+    local = {
+        name: parameter.local(1 if whole_ends else tp)
+        for name, parameter in parameters.ends(model).items()
+    }
+    norm = tuple(length for shape in local.values() if len(shape) == 1 for length in shape)
+    vocabulary = (local["embed.weight"],)
+    rest = (local["positions.weight"],) if first and "positions.weight" in local else ()
     units = [_block(model, tp, ep, layers)]
-    rest = positions if first and model.position == "learned" else []
     if model.tie_embeddings and (first or last):  # never with a pipeline
-        units.append(Unit("rest", 1, (vocabulary, *rest), norm))
+        units.append(Unit("rest", 1, vocabulary + rest, norm))
     else:
         if first:
-            units.append(Unit("embedding", 1, (vocabulary,), ()))
+            units.append(Unit("embedding", 1, vocabulary, ()))
         if last:
-            units.append(Unit("head", 1, (vocabulary,), norm))
+            units.append(Unit("head", 1, vocabulary, norm))
         if rest:
-            units.append(Unit("rest", 1, tuple(rest), ()))
+            units.append(Unit("rest", 1, rest, ()))
     numel = sum(unit.count * unit.numel for unit in units)
     return Stage(number, layers, first, last, tuple(units), numel)
 
 
 def _block(model: Model, tp: int, ep: int, count: int) -> Unit:
-    """Return a block's unit. Column-split matrices come first, then row-split ones; tp divides the biases of
-    the former only, and no norms."""
-    head_dim = model.head_dim or model.hidden // model.heads
-    q = model.heads * head_dim // tp
-    kv = (model.kv_heads or model.heads) * head_dim // tp
-    ffn, gates = model.ffn // tp, 2 if model.mlp == "swiglu" else 1
-    hidden = model.hidden
-    matrices: tuple[tuple[int, int], ...] = ((q, hidden), (kv, hidden), (kv, hidden), (hidden, q))
+    """Return a block's unit."""
+    table = parameters.block(model).values()
+    local = [parameter.local(tp, ep) for parameter in table]
     experts = None
     if model.experts:
-        matrices += ((model.experts, hidden),)
-        each = EXPERT_MATRICES * hidden * ffn
-        experts = ExpertShards(model.experts // ep, each, hidden, ep)
-    else:
-        matrices += ((ffn, hidden),) * gates + ((hidden, ffn),)
-    vectors = (hidden,) * (4 if model.norm == "layernorm" else 2)
-    if model.qk_norm:
-        vectors += (head_dim,) * 2
-    if model.bias or model.qkv_bias:
-        vectors += (q, kv, kv)
-    if model.bias:
-        vectors += (hidden, *((ffn,) * gates), hidden)
-    return Unit("block", count, matrices, vectors, experts)
+        each = sum(math.prod(shape[1:]) for shape in local if len(shape) == 3)
+        experts = ExpertShards(model.experts // ep, each, model.hidden, ep)
+    return Unit(
+        "block",
+        count,
+        matrices=tuple(shape for shape in local if len(shape) == 2),
+        vectors=tuple(shape[0] for shape in local if len(shape) == 1),
+        experts=experts,
+    )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from nanoscale.config import parameters
 from nanoscale.config.hardware.data_sheets import kind, wide_kind
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
@@ -92,7 +93,7 @@ def attention_kernel(config: ResolvedConfig, software: Software = NANOSCALE) -> 
     ring = layout.cp > 1 and layout.cp_method == "ring" and not software.fused
     if ring or asked in ("flash", "math"):
         return "flash"
-    head_dim = model.head_dim or model.hidden // model.heads
+    head_dim = model.head_width
     narrow = config.precision.compute in ("bf16", "fp16")
     return "cudnn" if asked == "cudnn" or (narrow and head_dim <= CUDNN_HEAD_DIM) else "flash"
 
@@ -119,22 +120,17 @@ class _Linear:
         return max(1, tokens * self.taken // self.experts)
 
 
+@lru_cache(maxsize=1024)
 def linears(model: Model, tp: int, ep: int = 1) -> tuple[_Linear, ...]:
     """Return query, key, value, output, (router,) (gate,) up, down, in the order of their computation."""
-    width = model.head_dim or model.hidden // model.heads
-    heads, kv_heads = model.heads * width // tp, (model.kv_heads or model.heads) * width // tp
-    own, taken = (model.experts // ep, model.experts_per_token) if model.experts else (1, 1)
-    inner = _Linear(model.hidden, model.ffn // tp, own, taken)
-    router = [_Linear(model.hidden, model.experts, wide=True)] if model.experts else []
-    return (
-        _Linear(model.hidden, heads),
-        _Linear(model.hidden, kv_heads),
-        _Linear(model.hidden, kv_heads),
-        _Linear(heads, model.hidden),
-        *router,
-        *([inner, inner] if model.mlp == "swiglu" else [inner]),
-        _Linear(model.ffn // tp, model.hidden, own, taken),
-    )
+    products = []
+    for name, parameter in parameters.block(model).items():
+        if parameter.is_vector:
+            continue
+        *experts, outputs, inputs = parameter.local(tp, ep)
+        own, chosen = (experts[0], model.experts_per_token) if experts else (1, 1)
+        products.append(_Linear(inputs, outputs, own, chosen, wide=name == "mlp.router.weight"))
+    return tuple(products)
 
 
 def product(hardware: Hardware, part: MicroBatchShape, linear: _Linear, swap: str = "") -> float:
@@ -234,7 +230,7 @@ def block(hardware: Hardware, part: MicroBatchShape) -> Passes:
 
 def attention_flops(part: MicroBatchShape) -> float:
     """Return the FLOPs of one forward pass in full, as MFU counts them: 4·s·h a token."""
-    width = part.model.head_dim or part.model.hidden // part.model.heads
+    width = part.model.head_width
     return 4.0 * part.tokens * part.seq * part.model.heads * width / part.tp
 
 
@@ -250,7 +246,7 @@ def _again(part: MicroBatchShape, count: int) -> range | list[int]:
 
 def _core(hardware: Hardware, part: MicroBatchShape) -> float:
     model = part.model
-    width = model.head_dim or model.hidden // model.heads
+    width = model.head_width
     heads = max(1, model.heads // part.tp)
     if part.cp_method == "ulysses" and part.cp > 1:
         tokens, heads = part.seq, max(1, heads // part.cp)
@@ -286,7 +282,7 @@ def _hop(hardware: Hardware, part: MicroBatchShape, heads: int, width: int) -> f
 def _traffic(part: MicroBatchShape) -> tuple[float, float]:
     """Return the bytes of a block's element-wise operations, forward and backward."""
     model, compiled = part.model, part.compiled
-    width = model.head_dim or model.hidden // model.heads
+    width = model.head_width
     stream = part.stream * model.hidden
     inner = part.tokens * model.ffn / part.tp
     routed = (0.0, 0.0)
@@ -298,7 +294,7 @@ def _traffic(part: MicroBatchShape) -> tuple[float, float]:
         rope = _ROPE[compiled]
     if model.qk_norm:
         rope = rope[0] + _QK_NORM[compiled][0], rope[1] + _QK_NORM[compiled][1]
-    kv_heads = model.kv_heads or model.heads
+    kv_heads = model.kv_head_count
     turned = part.tokens * (model.heads + kv_heads) * width / part.tp
     norms = _COMPOSED if part.software.composed_norm and not compiled else (0, 0)
     forward = (_STREAM[compiled][0] + norms[0]) * stream
@@ -387,8 +383,8 @@ def _cp(hardware: Hardware, part: MicroBatchShape, core: float) -> tuple[float, 
         return 0.0, 0.0
     model = part.model
     ranks = collectives.group(hardware, part.cp, part.tp)
-    width = (model.head_dim or model.hidden // model.heads) * operations.WIDTH[part.wide]
-    kv_heads = (model.kv_heads or model.heads) / part.tp
+    width = model.head_width * operations.WIDTH[part.wide]
+    kv_heads = model.kv_head_count / part.tp
     if part.cp_method == "ulysses":
         size = part.tokens * (2 * model.heads / part.tp + 2 * kv_heads) * width
         once = collectives.all_to_all(hardware, ranks, size)

@@ -48,8 +48,8 @@ def _saved(part: MicroBatchShape) -> float:
     stream = part.stream * model.hidden
     if part.recompute in ("full", "sqrt"):
         return stream * operations.WIDTH[part.wide]
-    width = model.head_dim or model.hidden // model.heads
-    heads = part.tokens / part.tp * width * 2 * (model.heads + (model.kv_heads or model.heads))
+    width = model.head_width
+    heads = part.tokens / part.tp * width * 2 * (model.heads + model.kv_head_count)
     inner = (3 if model.mlp == "swiglu" else 2) * part.tokens * model.ffn / part.tp
     if model.experts:  # and their ordered inputs and their outputs
         inner = model.experts_per_token * (inner + 2 * part.tokens * model.hidden)

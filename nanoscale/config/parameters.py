@@ -1,0 +1,116 @@
+"""The parameters of `models.transformer.Transformer`: their names, full shapes, and how tp and ep divide them.
+
+Imports no torch. The names follow from the modules, the shapes are those of torch: outputs, then inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanoscale.config.schema import Model
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A vector, a matrix, or the matrices of all experts."""
+
+    shape: Shape
+    split: int | None = None
+    """The dimension that tp divides; None: every rank of tp has all of it."""
+
+    @property
+    def is_vector(self) -> bool:
+        """True for norms and biases."""
+        return len(self.shape) == 1
+
+    @property
+    def is_expert(self) -> bool:
+        """True if the first dimension counts experts, which ep divides."""
+        return len(self.shape) == 3
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def local(self, tp: int, ep: int = 1) -> Shape:
+        """Return the shape on a rank of tp and ep."""
+        shape = list(self.shape)
+        if self.split is not None:
+            shape[self.split] //= tp
+        if self.is_expert:
+            shape[0] //= ep
+        return tuple(shape)
+
+
+def ends(model: Model) -> dict[str, Parameter]:
+    """Return the parameters outside of the blocks."""
+    table = {"embed.weight": Parameter((model.vocab, model.hidden), 0)}
+    if model.position == "learned":
+        table["positions.weight"] = Parameter((model.max_seq_len, model.hidden), 0)
+    table |= _norm("norm", model)
+    if not model.tie_embeddings:
+        table["head.weight"] = Parameter((model.vocab, model.hidden), 0)
+    return table
+
+
+def block(model: Model) -> dict[str, Parameter]:
+    """Return the parameters of a block; matrices are in the order of their computation."""
+    q, kv, hidden, ffn = model.q_width, model.kv_width, model.hidden, model.ffn
+    experts = model.experts
+    table = _norm("attention_norm", model) | _norm("mlp_norm", model)
+    qkv_bias = model.bias or model.qkv_bias
+    table |= _linear("attention.wq", q, hidden, 0, qkv_bias)
+    table |= _linear("attention.wk", kv, hidden, 0, qkv_bias)
+    table |= _linear("attention.wv", kv, hidden, 0, qkv_bias)
+    table |= _linear("attention.wo", hidden, q, 1, model.bias)
+    if experts:
+        table["mlp.router.weight"] = Parameter((experts, hidden))
+        table["mlp.experts.gate"] = Parameter((experts, ffn, hidden), 1)
+        table["mlp.experts.up"] = Parameter((experts, ffn, hidden), 1)
+        table["mlp.experts.down"] = Parameter((experts, hidden, ffn), 2)
+    else:
+        if model.mlp == "swiglu":
+            table |= _linear("mlp.gate", ffn, hidden, 0, model.bias)
+        table |= _linear("mlp.up", ffn, hidden, 0, model.bias)
+        table |= _linear("mlp.down", hidden, ffn, 1, model.bias)
+    if model.qk_norm:
+        table["attention.q_norm.weight"] = Parameter((model.head_width,))
+        table["attention.k_norm.weight"] = Parameter((model.head_width,))
+    return table
+
+
+def named(model: Model) -> dict[str, Parameter]:
+    """Return all parameters by their names in the whole model."""
+    table: dict[str, Parameter] = {}
+    last = ends(model)
+    for name in ("embed.weight", "positions.weight"):
+        if name in last:
+            table[name] = last.pop(name)
+    for layer in range(model.layers):
+        table |= {f"layers.{layer}.{name}": each for name, each in block(model).items()}
+    return table | last
+
+
+def block_products(model: Model) -> int:
+    """Count the matrix parameters of a block that multiply a token; of experts, those that it uses."""
+    matrices = [parameter for parameter in block(model).values() if not parameter.is_vector]
+    experts = sum(parameter.numel for parameter in matrices if parameter.is_expert)
+    idle = experts * (model.experts - model.experts_per_token) // max(1, model.experts)
+    return sum(parameter.numel for parameter in matrices) - idle
+
+
+def _norm(name: str, model: Model) -> dict[str, Parameter]:
+    """Return the norm's parameters; a layer norm has a bias beside its weight."""
+    kinds = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return {f"{name}.{kind}": Parameter((model.hidden,)) for kind in kinds}
+
+
+def _linear(name: str, outputs: int, inputs: int, split: int, bias: bool) -> dict[str, Parameter]:
+    """Return a linear layer's parameters: tp divides its outputs (0) and their biases, or its inputs (1)."""
+    table = {f"{name}.weight": Parameter((outputs, inputs), split)}
+    if bias:
+        table[f"{name}.bias"] = Parameter((outputs,), 0 if split == 0 else None)
+    return table
