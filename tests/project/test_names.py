@@ -35,6 +35,7 @@ SAME_THING = {
     "submit",
     "sweep",
     "tensor",
+    "this_cpu",
     "trust",
     "watch",
 }
