@@ -375,6 +375,31 @@ def test_lists_of_records_and_csv_are_read(tmp_path, small_chunks, kind, ending)
     assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
 
 
+@pytest.mark.parametrize("form", ["jsonl", "text"])
+def test_standard_input_is_a_source_and_the_same_one_is_not_prepared_again(tmp_path, form):
+    documents = texts(40)
+    raw = write_jsonl(tmp_path / "a", documents).read_bytes()
+    raw = raw if form == "jsonl" else "<|>".join(documents).encode()
+    words = ["data", "prepare", "-", "--tokenizer", "byte", "--separator", "<|>", "--out"]
+    command = [sys.executable, "-m", "nanoscale", *words]
+    (tmp_path / "temporary").mkdir()
+    settings = {"cwd": tmp_path, "env": os.environ | {"TMPDIR": str(tmp_path / "temporary")}}
+    for said, given, out, code in (
+        ("40 documents", raw, "out", 0),
+        ("is prepared already", raw, "out", 0),
+        ("not the result of this request", raw + b" ", "out", 2),
+        ("standard input: is empty", b"", "none", 2),
+    ):
+        done = subprocess.run(
+            [*command, out], input=given, capture_output=True, check=False, **settings
+        )
+        shown = " ".join((done.stdout + done.stderr).decode().split())
+        assert (done.returncode, said in shown) == (code, True), shown
+        assert found(tmp_path / "out", "tokens") == pair(as_bytes(documents), code=8)
+        assert not list((tmp_path / "temporary").iterdir())
+    assert not list(tmp_path.glob("none*"))
+
+
 def test_markdown_is_text(tmp_path):
     (tmp_path / "a.md").write_text("# One\n\nTwo")
     prepared(tmp_path / "out", f"{tmp_path}/*.md")

@@ -111,8 +111,8 @@ def prepare_data(
 
     SOURCES are files, folders and patterns of .txt, .md, .jsonl, .json, .csv (all also .gz and .zst) and
     .parquet, and Hugging Face datasets as hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, with NAME from the
-    hub or a folder. The same command continues after an interruption, and writes the same bytes with any
-    number of workers.
+    hub or a folder; `-` is standard input. The same command continues after an interruption, and writes the
+    same bytes with any number of workers.
     """
     from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import PreparationRequest, prepare

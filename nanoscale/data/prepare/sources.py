@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import codecs
 import glob
+import hashlib
 import json
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Literal
 
 from nanoscale.common.errors import UserError, Violation
@@ -34,6 +39,7 @@ _NAMED_ONLY = {".md", ".json", ".csv"}
 """Endings that are read if they are named or match a pattern; in a folder they may be descriptions of data."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DATASET = "hf:"
+_BLOCK = 1 << 20
 _SPLITS, _ONE_SPLIT = "dataset_dict.json", "state.json"
 """Files that `save_to_disk` writes into the folder of several splits, and of one."""
 
@@ -45,21 +51,25 @@ class TextSource:
     """One file, or one split of a dataset."""
 
     name: str
-    """Its absolute path, or hf:NAME…."""
+    """Its absolute path, hf:NAME…, or `standard input`."""
     kind: Kind
     compression: str
     """gzip, zstd or nothing."""
     bytes: int
     """Size on disk, or in memory for a dataset."""
     version: str
-    """Changes with the content: the time of the file's last change, the dataset's fingerprint."""
+    """Changes with the content: the time of the file's last change, the dataset's fingerprint, the
+    sum of standard input."""
+    copy: str = ""
+    """For standard input: the file that holds it meanwhile."""
 
     def place(self, record: int) -> str:
         """Return the position of a record: a line of text or a row of a table, from 1."""
         return f"{self.name}{':' if self.kind in ('text', 'jsonl') else ', row '}{record}"
 
     def document(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return what identifies the source in a later request."""
+        return {key: value for key, value in asdict(self).items() if key != "copy"}
 
 
 def find_sources(words: Sequence[str]) -> list[TextSource]:
@@ -178,6 +188,9 @@ def _named(word: str) -> Iterator[TextSource]:
     if word.startswith(DATASET):
         yield _dataset(word)
         return
+    if word == "-":
+        yield _standard_input()
+        return
     path = Path(word).expanduser()
     if path.is_file():
         yield _file(path)
@@ -190,6 +203,24 @@ def _named(word: str) -> Iterator[TextSource]:
         yield from _several(word, matches)
     else:
         raise _UnusableError("there is no such file")
+
+
+def _standard_input() -> TextSource:
+    """Copy standard input to a file that lives as long as this process, since it can be read only once."""
+    if sys.stdin.isatty():
+        raise _UnusableError("standard input is a terminal; pipe a file into the command")
+    total, first, size = hashlib.sha256(), b"", 0
+    try:
+        with NamedTemporaryFile(prefix="nanoscale-input-", delete=False) as file:
+            atexit.register(Path(file.name).unlink, missing_ok=True)
+            while block := sys.stdin.buffer.read(_BLOCK):
+                first = first or block.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+                size += file.write(block)
+                total.update(block)
+    except OSError as error:
+        raise _UnusableError(f"standard input cannot be copied: {error}") from error
+    kind: Kind = "jsonl" if first == b"{" else "text"
+    return TextSource("standard input", kind, "", size, total.hexdigest(), file.name)
 
 
 def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
@@ -276,7 +307,7 @@ def opened(source: TextSource) -> Iterator[tuple[Any, Any]]:
     """Open the uncompressed text, and the file itself."""
     import pyarrow as pa
 
-    with pa.OSFile(source.name) as raw:
+    with pa.OSFile(source.copy or source.name) as raw:
         if source.compression:
             with pa.CompressedInputStream(raw, source.compression) as stream:
                 yield stream, raw
