@@ -44,6 +44,7 @@ VERBS = {
     "checkpoints": "inspect",
     "config": "inspect",
     "recipes": "inspect",
+    "init": "jobs",
     "help": "inspect",
 }
 """The folder of each verb: its file there holds a Typer `app` of sub-commands, or a function of that name."""

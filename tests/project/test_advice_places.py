@@ -33,6 +33,7 @@ TYPED_BACK = {
     "cli/jobs/generate.py": "cli/test_advice_on_files.py",
     "cli/main.py": "cli/test_advice.py",
     "cli/inspect/recipes.py": "cli/test_advice.py",
+    "cli/jobs/init.py": "cli/test_init.py",
     "cli/jobs/resume.py": "cli/test_advice_on_files.py",
     "cli/inspect/remove.py": "cli/test_remove.py",
     "cli/inspect/runs.py": "cli/test_runs.py",
