@@ -14,7 +14,8 @@ from nanoscale.config.hardware import data_sheets
 from nanoscale.config.hardware.data_sheets import known_devices, peak_of, recognise
 from nanoscale.config.schema import Cluster, Config, Launcher, Peaks, Precision
 from nanoscale.plan.hardware.hardware import Efficiency, hardware_of
-from tests.plan.machines import BF16, machine
+from nanoscale.plan.predict import predict
+from tests.plan.machines import BF16, job, machine
 
 BRIEF = [
     "v100",
@@ -123,8 +124,15 @@ def test_a_users_own_machine_needs_no_file_of_ours():
     found = hardware_of(Config(cluster=WHOLE, precision=BF16))
     assert (found.device, found.peaks, found.island) == ("mine", {"bf16": 165e12}, 4)
     assert found.efficiency == Efficiency()
-    missing = refusal(Config(cluster=replace(WHOLE, multiprocessors=None), precision=BF16))
-    assert "cluster.multiprocessors" in missing and "cluster.memory_gib" not in missing
+    missing = refusal(Config(cluster=replace(WHOLE, memory_gbs=None), precision=BF16))
+    assert "cluster.memory_gbs" in missing and "cluster.memory_gib" not in missing
+
+
+def test_an_unknown_device_needs_no_more_than_memory_bandwidth_and_a_peak():
+    cluster = Cluster(device="mine", memory_gib=24.0, memory_gbs=1008.0, peaks=Peaks(bf16=165.0))
+    config = job(cluster=cluster)
+    plan = predict(config)
+    assert plan.hardware.memory_gib == 24.0 and plan.time.seconds > 0
 
 
 def test_a_key_of_the_users_goes_before_the_table():

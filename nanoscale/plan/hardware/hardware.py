@@ -12,7 +12,6 @@ from pathlib import Path
 
 from nanoscale.common.errors import UserError
 from nanoscale.config.hardware.data_sheets import (
-    REQUIRED_KEYS,
     UnknownHardwareError,
     described,
     kind,
@@ -109,7 +108,7 @@ def hardware_of(config: Config) -> Hardware:
             "launches it without a plan",
         )
     cluster = described(config)
-    missing = [f"cluster.{name}" for name in REQUIRED_KEYS if getattr(cluster, name) is None]
+    missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
     if missing:
         name = cluster.device or "the device"
         raise UserError(
@@ -144,28 +143,33 @@ def hardware_of(config: Config) -> Hardware:
     return _in_si(cluster, peaks, _efficiency(cluster))
 
 
+_NEEDED = ("memory_gib", "memory_gbs")
+"""Keys that a device without a file needs beside a peak. The others are assumed in `_in_si`: 8 devices of 128
+multiprocessors in a host, links of PCIe 4.0 x16, a network of 50 Gb/s for each."""
+
+
 def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) -> Hardware:
     def number(name: str, usual: float = 0.0) -> float:
         value = getattr(cluster, name)
         return usual if value is None else float(value)
 
-    assert cluster.devices_per_host is not None and cluster.multiprocessors is not None
+    per_host = cluster.devices_per_host or 8
     return Hardware(
         device=cluster.device or "unnamed",
-        devices_per_host=cluster.devices_per_host,
+        devices_per_host=per_host,
         hosts=cluster.hosts,
-        island=cluster.island or cluster.devices_per_host,
+        island=cluster.island or per_host,
         memory_gib=number("memory_gib"),
         context_gib=number("context_gib", 1.0),
         memory_bandwidth=number("memory_gbs") * 1e9,
-        multiprocessors=cluster.multiprocessors,
+        multiprocessors=cluster.multiprocessors or 128,
         peaks=peaks,
-        intra_bandwidth=number("intra_host_gbs") * 1e9,
+        intra_bandwidth=number("intra_host_gbs", 32.0) * 1e9,
         intra_latency=number("intra_host_us", 3.4) * 1e-6,
-        inter_bandwidth=number("inter_host_gbs") * 1e9,
+        inter_bandwidth=number("inter_host_gbs", 6.25) * 1e9,
         inter_latency=number("inter_host_us", 14.0) * 1e-6,
-        host_bandwidth=number("host_link_gbs") * 1e9,
-        host_memory_gib=number("host_memory_gib"),
+        host_bandwidth=number("host_link_gbs", 32.0) * 1e9,
+        host_memory_gib=number("host_memory_gib", 256.0),
         host_memory_bandwidth=number("host_memory_gbs", 200.0) * 1e9,
         price=cluster.price,
         efficiency=efficiency,
