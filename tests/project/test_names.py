@@ -35,7 +35,6 @@ SAME_THING = {
     "submit",
     "sweep",
     "tensor",
-    "this_cpu",
     "trust",
     "watch",
 }
