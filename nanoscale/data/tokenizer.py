@@ -20,6 +20,10 @@ END = "<|endoftext|>"
 CONFIG = "tokenizer_config.json"
 """The file beside a tokenizer.json that may name the end-of-document token."""
 
+_SENTENCEPIECE = (
+    "is a sentencepiece model; give the tokenizer.json of the same model, which most models have beside it"
+    " and which `save_pretrained` of transformers' tokenizers writes"
+)
 # Names of the end-of-document token, in the order of preference.
 _END_NAMES = (
     END,
@@ -158,6 +162,8 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
     try:
         native = Native.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
+        if path.suffix == ".model":
+            raise _wrong(path, _SENTENCEPIECE, key) from error
         raise _wrong(path, f"it cannot be read as a tokenizer.json: {error}", key) from error
     native.no_truncation()
     native.no_padding()

@@ -235,6 +235,7 @@ def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
         (["hf:./nowhere"], "hf:./nowhere: there is no such folder"),
         (["a.jsonl", "--tokenizer", "nowhere.json"], "--tokenizer: nowhere.json"),
         (["a.jsonl", "--tokenizer", "a.jsonl"], "cannot be read as a tokenizer.json"),
+        (["a.jsonl", "--tokenizer", "a.model"], "is a sentencepiece model; give the tokenizer.json"),
         (["a.jsonl", "--tokenizer", "byte", "--train-tokenizer"], "give --tokenizer or"),
         (["a.jsonl", "--validation", "0.001", "--tokenizer", "byte"], "holds out none of 6"),
         (["a.jsonl", "--separator", "", "--tokenizer", "byte"], "--separator is empty"),
@@ -246,12 +247,13 @@ def test_requests_that_are_wrong(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     write_jsonl(Path("a.jsonl"), GOOD)
     Path("a.tsv").write_text("a")
+    Path("a.model").write_bytes(b"\n\x0e\n\x05<unk>")
     tokenizer = [] if "--tokenizer" in words else ["--tokenizer", "byte"]
     code = nanoscale(["data", "prepare", *words, *tokenizer, "--out", "out", "--workers", "1"])
     error = capsys.readouterr().err
     assert (code, "Traceback" in error) == (2, False), error
     assert said in " ".join(error.split())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.tsv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.model", "a.tsv"]
 
 
 def test_without_a_word_on_tokenizers(tmp_path, capsys):
