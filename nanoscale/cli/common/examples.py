@@ -43,6 +43,7 @@ EXAMPLES = {
     "runs logs": ("nanoscale runs logs first --rank 0 --follow",),
     "runs watch": ("nanoscale runs watch first",),
     "runs stop": ("nanoscale runs stop first",),
+    "runs compare": ("nanoscale runs compare first second --html comparison.html",),
     "runs rm": ("nanoscale runs rm first",),
     "runs report": ("nanoscale runs report first --html report.html",),
     "checkpoints ls": ("nanoscale checkpoints ls first",),

@@ -11,6 +11,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import print_json
+from nanoscale.cli.inspect.compare import compare_runs
 from nanoscale.cli.inspect.list_runs import list_runs
 from nanoscale.cli.inspect.remove import remove_runs
 from nanoscale.cli.inspect.report import report_run
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="List, show, follow, report, stop and delete runs.")
 app.command("ls")(list_runs)
+app.command("compare")(compare_runs)
 app.command("rm")(remove_runs)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)

@@ -36,7 +36,7 @@ def print_report(screen: Console, about: dict[str, Any]) -> None:
     width = max(20, min(screen.width, 100) - 40)
     for name, points in about["curves"].items():
         if points:
-            screen.print(_curve(_NAMES[name], points, width), markup=False, soft_wrap=True)
+            screen.print(curve_line(_NAMES[name], points, width), markup=False, soft_wrap=True)
     if about["against_plan"]:
         screen.print()
         table = Table("", "predicted", "measured", "difference", box=None, pad_edge=False)
@@ -52,14 +52,23 @@ def print_report(screen: Console, about: dict[str, Any]) -> None:
     screen.print(f"checkpoints  {steps}", soft_wrap=True)
 
 
-def _curve(name: str, points: list[tuple[int, float | None]], width: int) -> str:
-    """Return one line: first value, the course in blocks, last value; `!` for values that were not finite."""
+def curve_line(
+    name: str,
+    points: list[tuple[int, float | None]],
+    width: int,
+    scale: tuple[float, float] | None = None,
+) -> str:
+    """Return one line: first value, the course in blocks, last value; `!` for values that were not finite.
+
+    Args:
+        scale: the lowest and the highest block; None: the curve's own lowest and highest value.
+    """
     values = [value for _, value in points]
     known = [value for value in values if value is not None]
     first, last = ("not finite" if v is None else f"{v:.4g}" for v in (values[0], values[-1]))
     if not known:
         return f"{name:10} {first}"
-    low, high = min(known), max(known)
+    low, high = scale or (min(known), max(known))
     count = min(width, len(values))
     blocks = []
     for place in range(count):

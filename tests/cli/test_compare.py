@@ -1,0 +1,76 @@
+"""`nanoscale runs compare`: keys, losses at equal points, the page, and bad lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanoscale.cli.main import run as nanoscale
+from nanoscale.common.devices import Devices
+from nanoscale.config.composing.frozen import dump
+from nanoscale.config.rules import check
+from nanoscale.runs import status
+from nanoscale.runs.directory import RunDirectory
+from tests.support.recipes import changed
+
+BAD = [
+    ["a"],
+    ["a", "runs/a"],
+    ["a", "nothing"],
+    ["a", "b", "--html", "nowhere/page.html"],
+    ["a", "b", "--html", "runs/a/config.yaml"],
+]
+
+
+@pytest.fixture(autouse=True)
+def _runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a: 8 steps of 1 s with 100 tokens. Run b: 4 steps of 4 s with 200 tokens."""
+    monkeypatch.chdir(tmp_path)
+    for name, steps, tokens, seconds in (("a", 8, 100, 1.0), ("b", 4, 200, 4.0)):
+        run = RunDirectory.create(Path("runs"), name)
+        config = check(changed(f"run.name={name}", f"train.steps={steps}"), Devices("cpu", 2))
+        run.config.write_text(dump(config))
+        begun = status.Status("prepared", 0, 1.0).starting(1)
+        status.write(run, begun.ending("completed", 0))
+        records = [
+            {"step": it, "loss": 10.0 - it, "tokens": it * tokens, "step_time_s": seconds}
+            for it in range(1, steps + 1)
+        ]
+        run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_what_differs_and_losses_at_equal_points(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["runs", "compare", "a", "b", "--json"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    assert about["keys"] == [{"key": "train.steps", "values": [8, 4]}]
+    losses = {(row["axis"], row["at"]): row["losses"] for row in about["losses"]}
+    assert losses["step", 4] == [6.0, 6.0]
+    assert losses["tokens", 800] == [2.0, 6.0]
+    assert losses["tokens", 400] == [6.0, 8.0]
+    assert losses["seconds", 8.0] == [2.0, 8.0]
+    assert losses["seconds", 2.0] == [8.0, None]
+    assert [run["seconds"] for run in about["runs"]] == [8.0, 16.0]
+    assert about["curves"]["loss"][1] == [[1, 9.0], [2, 8.0], [3, 7.0], [4, 6.0]]
+
+
+def test_terminal_and_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nanoscale(["runs", "compare", "a", "b", "--html", "page.html"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "train.steps 8 4" in lines
+    assert "loss at 800 tokens 2.0000 6.0000" in lines
+    blocks = [line.split()[2] for line in lines if "█" in line]
+    assert [block[0] for block in blocks] == ["█", "█"]
+    assert blocks[0].endswith("▁") and not blocks[1].endswith("▁")  # one scale for both
+    page = Path("page.html").read_text()
+    assert "train.steps" in page and "curve-1" in page and page.count("<svg") == 1
+
+
+@pytest.mark.parametrize("words", BAD, ids=" ".join)
+def test_a_bad_line_writes_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().rglob("*"))
+    assert nanoscale(["runs", "compare", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("error:") == 1
+    assert sorted(Path().rglob("*")) == before
