@@ -11,7 +11,7 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import print_json
-from nanoscale.cli.inspect.compare import compare_runs
+from nanoscale.cli.inspect.compare_runs import compare_runs
 from nanoscale.cli.inspect.list_runs import list_runs
 from nanoscale.cli.inspect.remove import remove_runs
 from nanoscale.cli.inspect.report import report_run
