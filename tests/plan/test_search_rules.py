@@ -175,6 +175,9 @@ class _Reading:
         self._section, self._keys, self._prefix = section, keys, prefix
 
     def __getattr__(self, name: str) -> Any:
+        size = getattr(type(self._section), name, None)
+        if isinstance(size, property):  # it reads keys in its turn
+            return size.fget(self)  # type: ignore[misc]
         value, key = getattr(self._section, name), f"{self._prefix}{name}"
         if is_dataclass(value):
             return _Reading(value, self._keys, f"{key}.")

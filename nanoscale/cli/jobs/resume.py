@@ -271,13 +271,12 @@ def _ended_early(run: RunDirectory, config: ResolvedConfig) -> int | None:
 
 
 def _complete(run: RunDirectory, config: ResolvedConfig) -> str:
-
     steps = config.train.steps
     if step := _ended_early(run, config):
-        off = "train.stop_when.patience=0 train.stop_when.eval_loss=null"
         return (
             f"the run is complete: train.stop_when ended it at step {step} of {steps}; to continue, type\n"
-            f"  nanoscale resume {shlex.quote(run.reference)} {off}"
+            f"  nanoscale resume {shlex.quote(run.reference)} "
+            "train.stop_when.patience=0 train.stop_when.eval_loss=null"
         )
     return (
         f"the run is complete: it trained all {steps} steps; to train longer, type\n"

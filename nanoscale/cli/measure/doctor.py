@@ -119,7 +119,7 @@ def _measure_cpu() -> None:
         file = Path(folder) / "config.yaml"
         file.write_text(dump(config), encoding="utf-8")
         command = [sys.executable, "-m", "nanoscale.measure.this_cpu", str(file)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
     if done.returncode == 0:
         planned, measured = predict(config).time.seconds, float(done.stdout)
         with suppress(OSError, RuntimeError):  # without a cache, plans stay rough
