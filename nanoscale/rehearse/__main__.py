@@ -23,9 +23,9 @@ import psutil
 from nanoscale.config.composing.frozen import load
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.processes.lifeline import die_with, end_group
-from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.life import play
-from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.tasks import Task, record_file
 from nanoscale.runs.directory import write_json
 

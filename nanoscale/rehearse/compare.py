@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, zip_longest
 
 from nanoscale.common.units import byte_size
-from nanoscale.rehearse.record import Call, RankRecord
+from nanoscale.rehearse.played.record import Call, RankRecord
 
 MESSAGES = ("send", "recv_")
 _ALL_PAIRS = 64

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.rehearse.compare import axis_of, mismatches
-from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.played.record import RankRecord
 
 
 def document(
@@ -23,7 +23,7 @@ def document(
 
     Args:
         stands_for: the number of ranks that each played rank stands for.
-        gpu: the fields of `rehearse.cuda.Gpu`; None for CPUs.
+        gpu: the fields of `rehearse.played.cuda.Gpu`; None for CPUs.
         context: bytes of a GPU that are not PyTorch's.
     """
     parallel = config.parallel

@@ -19,10 +19,11 @@ from nanoscale.config.layout import coordinates
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel.kernel_choice import set_kernels
-from nanoscale.rehearse import findings, kernels
-from nanoscale.rehearse.cuda import Gpu
-from nanoscale.rehearse.record import RankRecord
-from nanoscale.rehearse.world import World, identity, played
+from nanoscale.rehearse import findings
+from nanoscale.rehearse.played import kernels
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.record import RankRecord
+from nanoscale.rehearse.played.world import World, identity, played
 
 _POINTS = 1500
 """Points of a timeline."""

@@ -24,7 +24,7 @@ from nanoscale.common.devices import cores
 from nanoscale.common.errors import UserError
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.schema import Config
-from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.rehearse.tasks import Task, record_file
 from nanoscale.runs.directory import read_json, write_json
 

@@ -16,7 +16,7 @@ class Task:
     ranks: list[int]
     steps: int
     gpu: dict[str, Any] | None
-    """The fields of `rehearse.cuda.Gpu`; None for a job on CPUs."""
+    """The fields of `rehearse.played.cuda.Gpu`; None for a job on CPUs."""
     processes: int
     """The most ranks that are played at once."""
     memory: int

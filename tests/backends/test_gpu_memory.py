@@ -16,9 +16,9 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.request import check_request
 from nanoscale.plan.hardware.machines import planned_devices
 from nanoscale.plan.predict import predict
-from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.life import build, micro_batches, world_of
-from nanoscale.rehearse.world import World
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.world import World
 from tests.support.ranks import run_ranks
 
 SHAPE = (

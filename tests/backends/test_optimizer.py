@@ -30,7 +30,7 @@ from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
-from nanoscale.rehearse.live_memory import LiveMemory
+from nanoscale.rehearse.played.live_memory import LiveMemory
 from tests.support.jobs import make_config
 from tests.support.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from nanoscale.models import head
 from nanoscale.parallel import process_group
 from nanoscale.parallel.tensor import DividedVocabulary
 from nanoscale.plan.memory import loss as planned
-from nanoscale.rehearse.live_memory import LiveMemory
+from nanoscale.rehearse.played.live_memory import LiveMemory
 from tests.support.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCAB = 60, 16, 320

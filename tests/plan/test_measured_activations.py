@@ -15,7 +15,7 @@ from nanoscale.models.transformer import Transformer, rope_rotation
 from nanoscale.parallel import activation
 from nanoscale.plan.memory.activations import shape_of, stage_activations
 from nanoscale.plan.memory.shape import Execution
-from nanoscale.rehearse.live_memory import LiveMemory
+from nanoscale.rehearse.played.live_memory import LiveMemory
 
 LLAMA = Model(
     layers=6,

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.parallel import process_group
-from nanoscale.rehearse import collectives
-from nanoscale.rehearse.kernels import show_ring
 from nanoscale.rehearse.life import micro_batches, play
-from nanoscale.rehearse.live_memory import LiveMemory
-from nanoscale.rehearse.patches import Patches
-from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.played import collectives
+from nanoscale.rehearse.played.kernels import show_ring
+from nanoscale.rehearse.played.live_memory import LiveMemory
+from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.record import RankRecord
 from nanoscale.train.job import make_engine
 from tests.support.ranks import run_ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanoscale.rehearse.allocator import Allocator, rounded
+from nanoscale.rehearse.played.allocator import Allocator, rounded
 
 MIB = 1 << 20
 

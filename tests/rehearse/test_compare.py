@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.rehearse.compare import axis_of, mismatches
-from nanoscale.rehearse.record import Call, RankRecord
+from nanoscale.rehearse.played.record import Call, RankRecord
 
 REDUCE = Call("allreduce_", 0, 1024, "float32", None, "step 1", 1, "", "loop.py:1")
 GATHER = REDUCE._replace(kind="_allgather_base_", bytes=2048)

@@ -18,11 +18,11 @@ from nanoscale.models import transformer
 from nanoscale.parallel import ring
 from nanoscale.parallel.attention_kernels import KERNELS
 from nanoscale.rehearse.compare import mismatches
-from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.kinds import distinct_ranks
 from nanoscale.rehearse.life import play
-from nanoscale.rehearse.patches import Patches
-from nanoscale.rehearse.record import RankRecord
+from nanoscale.rehearse.played.cuda import Gpu
+from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.record import RankRecord
 from tests.support.measured_memory import SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanoscale.rehearse.cuda import Gpu
 from nanoscale.rehearse.life import play
+from nanoscale.rehearse.played.cuda import Gpu
 from tests.support.measured_memory import MIXTURE, SHAPE, Row, config_of
 from tests.support.ranks import run_ranks
 

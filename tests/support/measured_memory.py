@@ -37,7 +37,7 @@ from nanoscale.config.stages import SPLIT_BACKWARD
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import process_group
 from nanoscale.plan.predict import predict
-from nanoscale.rehearse.live_memory import LiveMemory
+from nanoscale.rehearse.played.live_memory import LiveMemory
 from nanoscale.train.job import make_engine
 from tests.support.jobs import make_config
 from tests.support.layouts import GPT2 as TIED

@@ -30,12 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import _device_constructors
 
 from nanoscale.parallel import activation
-from nanoscale.rehearse import collectives, cuda, kernels, messages
-from nanoscale.rehearse.allocator import Allocator, rounded
-from nanoscale.rehearse.live_memory import LiveMemory
-from nanoscale.rehearse.loads import EvenLoads
-from nanoscale.rehearse.patches import Patches
-from nanoscale.rehearse.record import Call, PhaseMemory, Wait
+from nanoscale.rehearse.played import collectives, cuda, kernels, messages
+from nanoscale.rehearse.played.allocator import Allocator, rounded
+from nanoscale.rehearse.played.live_memory import LiveMemory
+from nanoscale.rehearse.played.loads import EvenLoads
+from nanoscale.rehearse.played.patches import Patches
+from nanoscale.rehearse.played.record import Call, PhaseMemory, Wait
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -47,8 +47,8 @@ _COPIES = {True: "copy to the host", False: "copy from the host"}
 """The name of a blocking copy, by whether its source is on the device."""
 _OF_STORAGES = {getattr(aten.set_, name) for name in aten.set_.overloads() if "Storage" in name}
 _FACTORIES = ("zeros", "ones", "empty", "full", "arange", "rand", "randn")
-_PACKAGE = str(Path(__file__).parents[1])
-_HERE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[2])
+_HERE = str(Path(__file__).parents[1])
 
 KINDS = (
     "weights",

@@ -8,7 +8,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nanoscale.models import moe
-from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.played.patches import Patches
 
 
 class EvenLoads:

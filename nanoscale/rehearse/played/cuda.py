@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.played.patches import Patches
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.played.patches import Patches
 
 
 class _InTransit:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from nanoscale.rehearse.patches import Patches
+from nanoscale.rehearse.played.patches import Patches
 
 aten = torch.ops.aten
 
