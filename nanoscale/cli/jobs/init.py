@@ -186,8 +186,8 @@ def _pretrained(model: str) -> tuple[str, int]:
 
 def _commands(choice: _Choice, target: Path) -> list[str]:
     """Return the commands to type, in this order."""
-    recipe = override("recipe", str(target) if target.is_absolute() else f"./{target}")
-    train = f"nanoscale train {recipe}"
+    path = str(target) if target.is_absolute() else f"./{target}"
+    train = f"nanoscale train {override('recipe', path)}"
     run = f"{train} {override('run.name', target.stem)}"
     commands = [f"{train} --dry-run", run, f"nanoscale generate {shlex.quote(target.stem)}"]
     if choice.prepared:
