@@ -80,7 +80,7 @@ def test_what_is_no_model_is_refused(
     assert "config.json cannot be read" in refused(capsys, "model.init_from=empty")
     shutil.copytree("small", "bert")
     Path("bert/config.json").write_text('{"model_type": "bert"}')
-    assert "model_type=bert is none of" in refused(capsys, "model.init_from=bert")
+    assert "model_type=bert is not one of" in refused(capsys, "model.init_from=bert")
     shutil.copytree("small", "lost")
     lost = sorted(Path("lost").glob("model-*"))[1]
     lost.unlink()

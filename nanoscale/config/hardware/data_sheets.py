@@ -60,7 +60,7 @@ def described(config: Config) -> Cluster:
     """Return `config.cluster`, completed as far as the table has values."""
     cluster = config.cluster
     if cluster.device is not None:
-        return _filled(cluster, _known(cluster.device))
+        return _filled(cluster, _known(cluster.device) or Cluster(devices_per_host=8))
     if all(getattr(cluster, name) is not None for name in REQUIRED_KEYS):
         return replace(cluster, device="unnamed")
     here = detect()

@@ -101,12 +101,6 @@ def hardware_of(config: Config) -> Hardware:
     Raises:
         UserError: the device is unknown, is not described completely, or lacks the trained dtype.
     """
-    if config.model.source == "hf":
-        raise UnknownHardwareError(
-            "config",
-            "model=hf: memory and time of a transformers model are not predicted; `nanoscale train` "
-            "launches it without a plan",
-        )
     cluster = described(config)
     missing = [f"cluster.{name}" for name in _NEEDED if getattr(cluster, name) is None]
     if missing:
@@ -115,6 +109,12 @@ def hardware_of(config: Config) -> Hardware:
             "config",
             f"{name} is in no file of the group cluster, and these keys of it are null: "
             f"{', '.join(missing)}. Set them, or choose a known device: {known_overrides()}",
+        )
+    if config.model.source == "hf":
+        raise UnknownHardwareError(
+            "config",
+            "model=hf: memory and time of a transformers model are not predicted; `nanoscale train` "
+            "launches it without a plan",
         )
     if config.lora.rank:
         raise UnknownHardwareError(
@@ -144,8 +144,8 @@ def hardware_of(config: Config) -> Hardware:
 
 
 _NEEDED = ("memory_gib", "memory_gbs")
-"""Keys that a device without a file needs beside a peak. The others are assumed in `_in_si`: 8 devices of 128
-multiprocessors in a host, links of PCIe 4.0 x16, a network of 50 Gb/s for each."""
+"""Keys that a device without a file needs beside a peak. The others are assumed: 8 devices in a host
+(`described`) and, in `_in_si`, 128 multiprocessors, links of PCIe 4.0 x16 and a network of 50 Gb/s for each."""
 
 
 def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) -> Hardware:
@@ -153,7 +153,8 @@ def _in_si(cluster: Cluster, peaks: dict[str, float], efficiency: Efficiency) ->
         value = getattr(cluster, name)
         return usual if value is None else float(value)
 
-    per_host = cluster.devices_per_host or 8
+    per_host = cluster.devices_per_host
+    assert per_host is not None
     return Hardware(
         device=cluster.device or "unnamed",
         devices_per_host=per_host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 from nanoscale.common.devices import Devices, cores, detect
 from nanoscale.config.composing import nodes
@@ -23,11 +24,9 @@ def planned_devices(composed: Composed) -> Devices:
     config = composed.config
     if config.cluster.device is None:
         return detect()
-    try:
+    # A job that is not predicted, as with lora, has devices too.
+    with suppress(UnknownHardwareError):
         hardware_of(config)
-    except UnknownHardwareError:  # a job that is not predicted, as with lora, has devices too
-        if described(config).devices_per_host is None:
-            raise
     cluster = described(config)
     per_host, name = cluster.devices_per_host, cluster.device or "unnamed"
     assert per_host is not None
