@@ -84,9 +84,11 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json of Hugging Face's `tokenizers` library."""
 
-    def __init__(self, tokenizer: Any, eos: int, bos: int | None = None) -> None:
+    def __init__(self, tokenizer: Any, path: Path, eos: int, bos: int | None = None) -> None:
         """Wrap a tokenizer; `bos` begins a text, if the files beside the tokenizer.json name one."""
         self._tokenizer = tokenizer
+        self.path = path
+        """Its tokenizer.json."""
         self.eos = eos
         self.bos = bos
         self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -173,7 +175,7 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
     for name in names:
         number = native.token_to_id(name)
         if number is not None:
-            return FileTokenizer(native, number, begins[0] if begins else None)
+            return FileTokenizer(native, path, number, begins[0] if begins else None)
     raise _wrong(path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.config.data.mixture import sources_of
-from nanoscale.config.data.prepared_folder import TOKENIZER, folder_of
+from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, folder_of
 from nanoscale.config.schema import Config
 from nanoscale.data import corpus
 from nanoscale.data.tokenizer import CONFIG, END, ByteTokenizer, Tokenizer, load
@@ -72,6 +72,17 @@ def known(config: Config) -> Tokenizer | None:
         return None
     file = made[0] / TOKENIZER  # the rules require one tokenizer for several sources
     return load(file) if file.is_file() else ByteTokenizer()
+
+
+def chat_template(config: Config) -> Path | None:
+    """Return the template of the chats that a run was trained on; None: its tokenizer's own, or none.
+
+    The prepared folder need not exist any more.
+    """
+    paths = [source.path for source in sources_of(config.data) if source.path]
+    folders = [folder for folder in map(folder_of, paths) if folder is not None]
+    templates = [folder / TEMPLATE for folder in folders if (folder / TEMPLATE).is_file()]
+    return templates[0] if templates else None
 
 
 def _describe(folder: Path, end: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.versions import install_command
+from nanoscale.generate.replicas import RunAll, run_here
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened
-from nanoscale.generate.writing import Wish, Written, write
+from nanoscale.generate.writing import Wish, batches
 from nanoscale.models.kv_cache import Cache
 
 _LOGITS = 1 << 26
@@ -37,13 +39,49 @@ class HarnessRequest(Protocol):
     def args(self) -> tuple[Any, ...]: ...
 
 
+Pair = tuple[list[int], list[int]]
+"""The tokens of a context and of its continuation."""
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """Pairs that are scored together."""
+
+    pairs: Sequence[Pair]
+
+    def run(self, opened: Opened) -> list[Scored]:
+        """Return the scores; shorter sequences are padded at the end, which no earlier position sees."""
+        rows = [(context + wanted)[-opened.context - 1 :] for context, wanted in self.pairs]
+        length = max(map(len, rows)) - 1
+        inputs = torch.zeros(len(rows), length, dtype=torch.long)
+        for line, row in zip(inputs, rows, strict=True):
+            line[: len(row) - 1] = torch.tensor(row[:-1])
+        logits = Cache(opened.model, len(rows), length).logits(inputs.to(opened.device))
+        scores = []
+        for line, row, (_, wanted) in zip(logits, rows, self.pairs, strict=True):
+            count = min(len(wanted), len(row) - 1)
+            scores.append(
+                _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
+            )
+        return scores
+
+
 class Answers:
     """A model's answers to the three kinds of requests."""
 
-    def __init__(self, opened: Opened, note: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Answer with a model; `note` is called with the numbers of finished and of all requests."""
+    def __init__(
+        self,
+        opened: Opened,
+        note: Callable[[int, int], None] = lambda *_: None,
+        run_all: RunAll | None = None,
+    ) -> None:
+        """Answer with a model; `note` is called with the numbers of finished and of all requests.
+
+        `run_all` runs batches of requests, by default with `opened`, which needs no weights otherwise.
+        """
         self.opened = opened
         self.note = note
+        self.run_all = run_all or run_here(opened)
 
     def loglikelihood(self, requests: Sequence[HarnessRequest], **_: Any) -> list[Scored]:
         """Score the continuation of each (context, continuation)."""
@@ -57,11 +95,22 @@ class Answers:
 
     def generate_until(self, requests: Sequence[HarnessRequest], **_: Any) -> list[str]:
         """Generate the text after the context of each (context, settings)."""
-        texts = []
-        for request in requests:
-            texts.append(self._generate(*request.args))
+        asked = [self._wanted(*request.args) for request in requests]
+        groups: dict[Wish, list[int]] = {}
+        for number, (_prompt, wish) in enumerate(asked):
+            groups.setdefault(wish, []).append(number)
+        order = [number for group in groups.values() for number in group]
+        work = [
+            batch
+            for wish, group in groups.items()
+            for batch in batches(self.opened, [asked[number][0] for number in group], wish)
+        ]
+        texts: dict[int, str] = {}
+        for written in self.run_all(work):
+            for one in written:
+                texts[order[len(texts)]] = one.text
             self.note(len(texts), len(requests))
-        return texts
+        return [texts[number] for number in range(len(requests))]
 
     # --- tokens ---------------------------------------------------------------------------------------
 
@@ -87,40 +136,26 @@ class Answers:
 
     # --- figures --------------------------------------------------------------------------------------
 
-    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
+    def _score(self, pairs: Sequence[Pair]) -> list[Scored]:
         """Score pairs, the longest first, so that a lack of memory shows at once."""
         order = sorted(range(len(pairs)), key=lambda n: -sum(map(len, pairs[n])))
-        found: dict[int, Scored] = {}
-        for batch in self._batches(order, pairs):
-            scored = self._score_batch([pairs[number] for number in batch])
-            found |= dict(zip(batch, scored, strict=True))
-            self.note(len(found), len(pairs))
-        return [found[number] for number in range(len(pairs))]
+        scores: dict[int, Scored] = {}
+        for scored in self.run_all(self._batches([pairs[number] for number in order])):
+            for one in scored:
+                scores[order[len(scores)]] = one
+            self.note(len(scores), len(pairs))
+        return [scores[number] for number in range(len(pairs))]
 
-    def _batches(
-        self, order: Sequence[int], pairs: Sequence[tuple[list[int], list[int]]]
-    ) -> Iterator[Sequence[int]]:
+    def _batches(self, pairs: Sequence[Pair]) -> Iterator[ScoringBatch]:
         start = 0
-        while start < len(order):
-            length = min(sum(map(len, pairs[order[start]])), self.opened.context)
+        while start < len(pairs):
+            length = min(sum(map(len, pairs[start])), self.opened.context)
             count = max(1, _LOGITS // (length * self.opened.model.shape.vocab))
-            yield order[start : start + count]
+            yield ScoringBatch(pairs[start : start + count])
             start += count
 
-    def _score_batch(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterator[Scored]:
-        """Score one batch; shorter sequences are padded at the end, which no earlier position sees."""
-        rows = [(context + wanted)[-self.opened.context - 1 :] for context, wanted in pairs]
-        length = max(map(len, rows)) - 1
-        inputs = torch.zeros(len(rows), length, dtype=torch.long)
-        for line, row in zip(inputs, rows, strict=True):
-            line[: len(row) - 1] = torch.tensor(row[:-1])
-        cache = Cache(self.opened.model, len(rows), length)
-        logits = cache.logits(inputs.to(self.opened.device))
-        for line, row, (_, wanted) in zip(logits, rows, pairs, strict=True):
-            count = min(len(wanted), len(row) - 1)
-            yield _scored(line[len(row) - 1 - count : len(row) - 1], row[len(row) - count :])
-
-    def _generate(self, context: str, wanted: dict[str, Any]) -> str:
+    def _wanted(self, context: str, wanted: dict[str, Any]) -> tuple[list[int], Wish]:
+        """Return the tokens of a context, and the settings of the text after it."""
         unknown = sorted(wanted.keys() - _KNOWN)
         if unknown:
             what = f"asks for text with {', '.join(unknown)}; supported are {', '.join(sorted(_KNOWN))}"
@@ -136,11 +171,7 @@ class Answers:
         stops = tuple([until] if isinstance(until, str) else until)
         room = self.opened.context - longest
         prompt = [*self.opened.before, *self.opened.tokenizer.encode(context)][-room:]
-        prompt = prompt or [self.opened.start]
-        written = Written(context)
-        for _ in write(self.opened, prompt, Wish(sampling, longest, stops), written):
-            pass
-        return written.text
+        return prompt or [self.opened.start], Wish(sampling, longest, stops)
 
 
 def _scored(logits: Tensor, wanted: Sequence[int]) -> Scored:
@@ -195,7 +226,7 @@ def evaluate_tasks(
 
         def __init__(self) -> None:
             LM.__init__(self)
-            Answers.__init__(self, answers.opened, answers.note)
+            Answers.__init__(self, answers.opened, answers.note, answers.run_all)
 
     manager = TaskManager(include_path=str(folder) if folder else None)
     for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ class Sampling:
     """Sample among the fewest most likely tokens with this total probability; None: among all."""
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Sample a token from logits `[vocab]`.
+def choose(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """Sample a token from each row of logits `[rows, vocab]`, each with its own generator.
 
     The temperature comes first, then top-k, then top-p (Holtzman et al. 2019, arXiv:1904.09751, section 3.1)
     of the rest, as in transformers. Sampling runs in host memory: a seed gives the same tokens on every
@@ -37,8 +38,14 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if not logits.isfinite().all():
         raise NotFiniteError
     if sampling.temperature == 0:
-        return int(logits.argmax())
-    values, tokens = _most_likely(logits.float().cpu(), sampling)
+        most_likely: list[int] = logits.argmax(-1).tolist()
+        return most_likely
+    rows = logits.float().cpu()
+    return [_draw(row, sampling, one) for row, one in zip(rows, generators, strict=True)]
+
+
+def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    values, tokens = _most_likely(logits, sampling)
     # The largest is subtracted first: a small temperature would make the numbers overflow.
     probability = ((values - values.max()) / sampling.temperature).softmax(0)
     if sampling.top_p is not None:

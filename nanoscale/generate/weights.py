@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,12 @@ class Opened:
     """Tokens that a Hugging Face model's own tokenizer puts before a text, as a part of it."""
     trained_len: int | None = None
     """Tokens of a training sample; None if not known."""
+    step: int | None = None
+    """The step of the checkpoint; None for a folder."""
+    on_chats: bool = False
+    """True if it was trained on the answers of chats."""
+    template: Path | None = None
+    """The chat template of its training, if that is not the tokenizer's own."""
 
     @property
     def context(self) -> int:
@@ -84,20 +90,24 @@ def open_model(
     device: str | None = None,
     dtype: str | None = None,
     tokenizer: str | None = None,
+    weights: bool = True,
 ) -> Opened:
     """Read a run's checkpoint, or the folder of a Hugging Face model, onto one device.
 
     Args:
         step: the checkpoint of this step, by default the newest.
-        device: a torch device; by default the first GPU if there is one.
+        device: one of this machine (`find_devices`); by default the first GPU if there is one.
         dtype: a key of DTYPES, by default bf16 on a GPU and fp32 elsewhere.
         tokenizer: `byte`, or a tokenizer.json or its folder, in place of the model's own.
+        weights: False: the parameters stay on the meta device, to encode prompts for other processes.
 
     Raises:
         UserError: the name has no model, it is damaged, or no tokenizer is known.
     """
-    place = _device(device)
+    (place,) = map(torch.device, find_devices(device))
     kind = DTYPES[dtype or ("bf16" if place.type == "cuda" else "fp32")]
+    if not weights:
+        place = torch.device("meta")
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         if step is not None:
@@ -124,7 +134,8 @@ def _open_run(
             config.model.vocab,
         )
     model = _empty(config.model, device, dtype)
-    _fill(model, config, stored)
+    if device.type != "meta":
+        _fill(model, config, stored)
     return Opened(
         model,
         _fitting(tokenizer, model),
@@ -134,6 +145,9 @@ def _open_run(
         ends=frozenset([tokenizer.eos]),
         start=tokenizer.eos,
         trained_len=config.train.seq_len,
+        step=stored.step,
+        on_chats=config.data.loss_on == "answers",
+        template=vocabulary.chat_template(config),
     )
 
 
@@ -142,7 +156,8 @@ def _open_folder(
 ) -> Opened:
     try:
         model = _empty(read_shape(folder), device, dtype)
-        load.load(folder, model.shape, dict(_state(model)))
+        if device.type != "meta":
+            load.load(folder, model.shape, dict(_state(model)))
     except (UnsupportedError, BadFileError) as error:
         raise UserError("model", f"{folder}: {error}") from error
     if not said and not (folder / "tokenizer.json").is_file():
@@ -173,20 +188,42 @@ def _fill(model: Transformer, config: ResolvedConfig, stored: StoredCheckpoint) 
     sharded.load_weights(stored, state)
 
 
-def _device(said: str | None) -> torch.device:
-    if said is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def find_devices(
+    named: str | None, count: int | None = None, *, several: bool = False
+) -> list[str]:
+    """Return the devices to compute on, by their names in torch.
+
+    Args:
+        named: the one to use, by default the first GPU if there is one.
+        count: this many GPUs; without a GPU, this many processes on the CPU.
+        several: by default all GPUs instead of the first.
+
+    Raises:
+        UserError: this machine does not have them.
+    """
+    gpus = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if named is not None:
+        return [_one_device(named, gpus)]
+    if count is None:
+        return (gpus if several else gpus[:1]) or ["cpu"]
+    if gpus and count > len(gpus):
+        what = f"this machine has {len(gpus)}"
+        found = Violation("--num-gpus", count, "command line", what, (f"--num-gpus {len(gpus)}",))
+        raise UserError("usage", f"--num-gpus {count}: {what}", [found])
+    return gpus[:count] or ["cpu"] * count
+
+
+def _one_device(named: str, gpus: Sequence[str]) -> str:
     try:
-        device = torch.device(said)
+        device = torch.device(named)
     except RuntimeError:
         device = torch.device("meta")
-    count = torch.cuda.device_count() if device.type == "cuda" else int(device.type == "cpu")
+    count = len(gpus) if device.type == "cuda" else int(device.type == "cpu")
     if (device.index or 0) < count:
-        return device
-    names = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
-    ways = tuple(f"--device {name}" for name in names)
-    found = Violation("--device", said, "command line", "is not a device of this machine", ways)
-    raise UserError("usage", f"--device {said}: is not a device of this machine", [found])
+        return named
+    ways = tuple(f"--device {name}" for name in ("cpu", *gpus))
+    found = Violation("--device", named, "command line", "is not a device of this machine", ways)
+    raise UserError("usage", f"--device {named}: is not a device of this machine", [found])
 
 
 def _empty(shape: Model, device: torch.device, dtype: torch.dtype) -> Transformer:

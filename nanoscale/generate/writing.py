@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.errors import UserError
 from nanoscale.generate.growing_text import Characters, Ending
-from nanoscale.generate.sampling import Sampling, choose
+from nanoscale.generate.sampling import NotFiniteError, Sampling, choose
 from nanoscale.generate.weights import Opened
 from nanoscale.models.kv_cache import Cache
 
 END, STOP, LENGTH, CONTEXT, INTERRUPTED = "end", "stop", "length", "context", "interrupted"
+
+_MOST_ROWS, _MOST_TOKENS, _MOST_CACHE = 64, 1 << 14, 1 << 31
+"""The limits of a batch: its prompts, their tokens with padding, and the bytes of its KV cache."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,6 @@ class Wish:
 class Written:
     """The generated text; it grows while `write` runs."""
 
-    prompt: str
     text: str = ""
     prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -47,54 +49,137 @@ def encode(opened: Opened, text: str) -> list[int]:
     """
     tokens = [*opened.before, *opened.tokenizer.encode(text)]
     tokens = tokens or [opened.start]  # an empty input predicts nothing
-    if max(tokens) >= opened.model.shape.vocab:
-        what = (
-            f"holds token {max(tokens)}, and the model's ids are in [0, {opened.model.shape.vocab})"
-        )
-        raise UserError("usage", f"the prompt {what}: its tokenizer belongs to another model")
+    require_room(opened, tokens, "prompt")
+    return tokens
+
+
+def require_room(opened: Opened, tokens: Sequence[int], kind: str) -> None:
+    """Raise a UserError if the tokens of a prompt or conversation exceed the model's context or vocabulary."""
+    vocab = opened.model.shape.vocab
+    if max(tokens) >= vocab:
+        what = f"holds token {max(tokens)}, and the model's ids are in [0, {vocab})"
+        raise UserError("usage", f"the {kind} {what}: its tokenizer belongs to another model")
     if len(tokens) >= opened.context:
         what = f"has {len(tokens):,} tokens, and the model's context is {opened.context:,}"
-        found = Violation("--prompt", text, "", f"{what}, including the answer")
-        raise UserError("usage", f"the prompt {what}, including the answer", [found])
-    return tokens
+        raise UserError("usage", f"the {kind} {what}, including the answer")
 
 
 def write(opened: Opened, prompt: Sequence[int], wish: Wish, written: Written) -> Iterator[str]:
     """Yield the text that follows a prompt; `written` collects all of it, and the reason of its end.
 
     Raises:
-        NotFiniteError: the model's logits are not numbers.
+        UserError: the model's logits are not numbers.
     """
-    generator = torch.Generator().manual_seed(wish.seed)
-    room = min(opened.context, len(prompt) + wish.max_tokens)
-    cache = Cache(opened.model, 1, room)
-    characters, ending = Characters(opened.tokenizer.decode, prompt), Ending(wish.stops)
-    written.prompt_tokens = len(prompt)
-    new = list(prompt)
-    reason = ""
-    while not reason:
-        ids = torch.tensor([new], device=opened.device)
-        logits = cache.logits(ids, last_only=True)[0, -1, : opened.vocab]
-        new = [choose(logits, wish.sampling, generator)]
-        reason = _take(new[0], opened, wish, written)
-        piece = "" if reason == END else ending.add(characters.add(new[0]))
-        if reason and not ending.reached:
-            piece += ending.add(characters.rest()) + ending.rest()
-        if ending.reached:
+    for _, text in _grow(opened, [prompt], wish, [written]):
+        if text:
+            yield text
+
+
+@dataclass(frozen=True)
+class WritingBatch:
+    """Prompts that are answered together, each with the same seed."""
+
+    prompts: Sequence[Sequence[int]]
+    wish: Wish
+    ends: frozenset[int]
+    """Tokens that end a text."""
+
+    def run(self, opened: Opened) -> list[Written]:
+        """Return the texts. Raises: see `write`."""
+        written = [Written() for _ in self.prompts]
+        for _ in _grow(replace(opened, ends=self.ends), self.prompts, self.wish, written):
+            pass
+        return written
+
+
+def batches(opened: Opened, prompts: Sequence[Sequence[int]], wish: Wish) -> Iterator[WritingBatch]:
+    """Yield the prompts in batches, in their order. The batches do not depend on the devices."""
+    shape, parameter = opened.model.shape, next(opened.model.parameters())
+    cached = 2 * shape.layers * shape.kv_head_count * shape.head_width * parameter.element_size()
+    first, longest = 0, 0
+    for number, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        count, room = number - first + 1, min(opened.context, longest + wish.max_tokens)
+        full = count > _MOST_ROWS or count * longest > _MOST_TOKENS
+        if number > first and (full or count * room * cached > _MOST_CACHE):
+            yield WritingBatch(prompts[first:number], wish, opened.ends)
+            first, longest = number, len(prompt)
+    if prompts:
+        yield WritingBatch(prompts[first:], wish, opened.ends)
+
+
+def _grow(
+    opened: Opened, prompts: Sequence[Sequence[int]], wish: Wish, written: Sequence[Written]
+) -> Iterator[tuple[int, str]]:
+    """Yield the number of a prompt and its next text, which may be empty; token by token."""
+    rows = [
+        _Row(opened, number, prompt, wish, written[number]) for number, prompt in enumerate(prompts)
+    ]
+    room = min(opened.context, max(map(len, prompts)) + wish.max_tokens)
+    cache = Cache(opened.model, len(rows), room)
+    while rows:
+        counts = torch.tensor([len(row.new) for row in rows])
+        ids = torch.zeros(len(rows), int(counts.max()), dtype=torch.long)
+        for line, row in zip(ids, rows, strict=True):
+            line[: len(row.new)] = torch.tensor(row.new)
+        logits = cache.logits(ids.to(opened.device), counts, last_only=True)[:, -1, : opened.vocab]
+        try:
+            tokens = choose(logits, wish.sampling, [row.generator for row in rows])
+        except NotFiniteError:
+            raise _not_finite(opened) from None
+        for row, token in zip(rows, tokens, strict=True):
+            yield row.number, row.take(token)
+        active = [place for place, row in enumerate(rows) if not row.ended]
+        if 0 < len(active) < len(rows):
+            cache.keep(active)
+        rows = [rows[place] for place in active]
+
+
+class _Row:
+    """One text of a batch."""
+
+    def __init__(
+        self, opened: Opened, number: int, prompt: Sequence[int], wish: Wish, written: Written
+    ) -> None:
+        self.number = number
+        self.new = list(prompt)
+        """The tokens that the model has not seen yet."""
+        self.ended = False
+        self.generator = torch.Generator().manual_seed(wish.seed)
+        self._opened, self._wish, self._written = opened, wish, written
+        self._characters = Characters(opened.tokenizer.decode, prompt)
+        self._ending = Ending(wish.stops)
+        written.prompt_tokens = len(prompt)
+
+    def take(self, token: int) -> str:
+        """Add a token and return the text that it completes."""
+        self.new = [token]
+        reason = self._record(token)
+        text = "" if reason == END else self._ending.add(self._characters.add(token))
+        if reason and not self._ending.reached:
+            text += self._ending.add(self._characters.rest()) + self._ending.rest()
+        if self._ending.reached:
             reason = STOP
-        written.text += piece
+        self._written.text += text
         if reason:
-            written.finish = reason
-        if piece:
-            yield piece
+            self._written.finish, self.ended = reason, True
+        return text
+
+    def _record(self, token: int) -> str:
+        """Record a token; return the reason if it is the last one, or ""."""
+        if token in self._opened.ends:
+            return END
+        written = self._written
+        written.tokens.append(token)
+        if len(written.tokens) == self._wish.max_tokens:
+            return LENGTH
+        full = written.prompt_tokens + len(written.tokens) >= self._opened.context
+        return CONTEXT if full else ""
 
 
-def _take(token: int, opened: Opened, wish: Wish, written: Written) -> str:
-    """Record a token; return the reason if it is the last one, or ""."""
-    if token in opened.ends:
-        return END
-    written.tokens.append(token)
-    if len(written.tokens) == wish.max_tokens:
-        return LENGTH
-    full = written.prompt_tokens + len(written.tokens) >= opened.context
-    return CONTEXT if full else ""
+def _not_finite(opened: Opened) -> UserError:
+    return UserError(
+        "checkpoint",
+        f"{opened.source}: the model's logits are not finite; its training has diverged, "
+        "or --dtype has too small a range for it",
+    )

@@ -6,7 +6,7 @@ blocks, as context parallelism does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanoscale.models.transformer import Block, Mask, Rotation, Transformer, run_layers
+from nanoscale.models.transformer import Attention, Block, Mask, Rotation, Transformer, run_layers
 
 
 @contextmanager
@@ -35,41 +35,85 @@ def decoding() -> Iterator[None]:
 class Cache:
     """The KV cache of a whole model. It owns the model until another cache is created for it.
 
+    Sequences of a batch may differ in length: each has its own positions, and never sees the others' padding.
+
     Args:
         room: the most tokens of a sequence.
     """
 
     def __init__(self, model: Transformer, batch: int, room: int) -> None:
-        self.length = 0
-        """The number of tokens seen."""
+        self.lengths = torch.zeros(batch, dtype=torch.long)
+        """The number of tokens of each sequence seen so far, in host memory."""
+        self.longest = 0
+        """The largest of `lengths`."""
+        self.places: Tensor | None = None
+        """The positions `[batch, new]` of the new tokens; None if they are the same in all sequences."""
+        self.mask: Mask = None
+        """The keys `[batch, 1, new, keys]` that each new token sees; None if a causal kernel needs no mask."""
         self._model = model
-        self._last_only = False
+        self._last: Tensor | None = None
         shape, parameter = model.shape, next(model.parameters())
-        head_dim = shape.head_width
-        size = (batch, shape.kv_head_count, room, head_dim)
-        for block in cast("list[Block]", list(model.layers.values())):
-            block.attention.core = CachedAttention(self, *parameter.new_empty(2, *size))
+        size = (batch, shape.kv_head_count, room, shape.head_width)
+        for attention in self._attentions():
+            # Zeros: what a mask hides must be finite, as it is multiplied by 0.
+            attention.core = CachedAttention(self, *parameter.new_zeros(2, *size))
         model.place = self._place
         model.run_layers = self._run_layers
 
     @torch.inference_mode()
-    def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor:
-        """Return logits `[batch, seq, vocab]` of the next `[batch, seq]` tokens, or of the last of them
-        alone."""
-        self._last_only = last_only
+    def logits(
+        self, tokens: Tensor, counts: Tensor | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Return logits `[batch, seq, vocab]` of the next `[batch, seq]` tokens, or of each sequence's last one
+        alone.
+
+        `counts` `[batch]`, in host memory, is the number of tokens of each sequence; padding follows them.
+        """
+        new, device = tokens.shape[1], tokens.device
+        counts = torch.full_like(self.lengths, new) if counts is None else counts
+        self._last = (counts - 1).to(device) if last_only else None
+        self._find_places(new, device)
         with decoding():
             found: Tensor = self._model(tokens)
-        self.length += tokens.shape[1]
+        self.lengths = self.lengths + counts
+        self.longest = int(self.lengths.max())
         return found
 
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all sequences except these."""
+        kept = torch.tensor(rows)
+        self.lengths = self.lengths[kept]
+        self.longest = int(self.lengths.max())
+        for attention in self._attentions():
+            core = cast("CachedAttention", attention.core)
+            core.keys, core.values = (it[kept.to(it.device)] for it in (core.keys, core.values))
+
+    def _attentions(self) -> Iterator[Attention]:
+        return (cast("Block", block).attention for block in self._model.layers.values())
+
+    def _find_places(self, new: int, device: torch.device) -> None:
+        """Set the positions and the mask of new tokens: each sees all tokens up to itself."""
+        even = bool((self.lengths == self.longest).all())
+        places = self.lengths[:, None] + torch.arange(new)
+        self.places = None if even else places.to(device)
+        self.mask = None
+        if not even or (self.longest and new > 1):
+            keys = torch.arange(self.longest + new)
+            self.mask = (keys <= places[:, :, None])[:, None].to(device)
+
     def _place(self, seq: int, device: torch.device) -> Tensor:
-        return torch.arange(self.length, self.length + seq, device=device)
+        if self.places is not None:
+            return self.places
+        return torch.arange(self.longest, self.longest + seq, device=device)
 
     def _run_layers(
         self, layers: nn.ModuleDict, hidden: Tensor, rotation: Rotation, mask: Mask = None
     ) -> Tensor:
         hidden = run_layers(layers, hidden, rotation, mask)
-        return hidden[:, -1:] if self._last_only else hidden
+        if self._last is None:
+            return hidden
+        return hidden.take_along_dim(self._last[:, None, None], dim=1)
 
 
 class CachedAttention(nn.Module):
@@ -78,21 +122,23 @@ class CachedAttention(nn.Module):
 
     def __init__(self, cache: Cache, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self._cache, self._keys, self._values = cache, keys, values
+        self._cache, self.keys, self.values = cache, keys, values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         assert mask is None, "what is written is one document"
-        past, new = self._cache.length, q.shape[2]
-        self._keys[:, :, past : past + new] = k
-        self._values[:, :, past : past + new] = v
-        k, v = self._keys[:, :, : past + new], self._values[:, :, : past + new]
-        if past and new > 1:  # a new token sees the past, the new ones before it, and itself
-            mask = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+        cache, past, end = self._cache, self._cache.longest, self._cache.longest + q.shape[2]
+        if cache.places is None:
+            self.keys[:, :, past:end] = k
+            self.values[:, :, past:end] = v
+        else:
+            places = cache.places[:, None, :, None].expand_as(k)
+            self.keys.scatter_(2, places, k)
+            self.values.scatter_(2, places, v)
         return F.scaled_dot_product_attention(
             q,
-            k,
-            v,
-            attn_mask=mask,
+            self.keys[:, :, :end],
+            self.values[:, :, :end],
+            attn_mask=cache.mask,
             is_causal=not past,
             enable_gqa=q.shape[1] != k.shape[1],
         )

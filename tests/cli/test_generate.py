@@ -63,9 +63,25 @@ def test_a_file_of_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["text"] for line in lines] == [first["text"], second["text"]]
     found = json.loads(said(capsys, "--prompts", "p.txt", *GREEDY, "--json"))
-    assert found["results"] == lines
+    assert found["results"] == lines and found["chat"] is False
     alone = json.loads(said(capsys, "--prompt", "z", *GREEDY, "--json"))
     assert alone["text"] == second["text"], "whatever was answered before"
+
+
+@pytest.mark.slow
+def test_prompts_on_several_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More batches than processes, the last one smaller; a process that cannot read the model is an error."""
+    Path("p.txt").write_text("".join(f"prompt {number}\n" for number in range(150)))
+    both = ["--prompts", "p.txt", *GREEDY, "--dtype", "fp64", "--device", "cpu"]
+    one = said(capsys, *both)
+    assert said(capsys, *both[:-2], "--num-gpus", "2") == one and len(one.splitlines()) == 150
+    alone = json.loads(said(capsys, "--prompt", "prompt 149", *GREEDY, "--json", "--dtype", "fp64"))
+    assert json.loads(one.splitlines()[-1])["text"] == alone["text"]
+    (shard,) = folder.glob("runs/run/checkpoints/step-*/*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-5])
+    assert nanoscale(["generate", "run", *both[:-2], "--num-gpus", "2"]) == 2
+    seen = capsys.readouterr()
+    assert seen.out == "" and "is damaged" in seen.err and "Traceback" not in seen.err
 
 
 def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,7 +89,7 @@ def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[
     Path("empty.txt").write_text("\n \n")
     Path("latin.txt").write_bytes(b"caf\xe9\n")
     Path("there").touch()
-    prompt = ["--prompt", "x"]
+    prompt, many = ["--prompt", "x"], ["--prompts", "bad.jsonl"]
     for words, text in (
         ([*prompt, "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
         ([*prompt, "--temperature", "nan"], "must be 0 or more"),
@@ -85,6 +101,9 @@ def test_what_is_wrong_is_one_error(folder: Path, capsys: pytest.CaptureFixture[
         ([*prompt, "--out", "o"], "--out is for the JSON lines"),
         ([*prompt, "--step", "3"], "--step 7"),
         ([*prompt, "--device", "cuda:77"], "not a device of this machine"),
+        ([*prompt, "--num-gpus", "2"], "--num-gpus is for --prompts"),
+        ([*many, "--num-gpus", "2", "--device", "cpu"], "remove one of them"),
+        ([*many, "--num-gpus", "0"], "greater than or equal to 1"),
         (["--prompts", "none.txt"], "No such file"),
         (["--prompts", "empty.txt"], "holds no prompt"),
         (["--prompts", "latin.txt"], "is not UTF-8 at byte 3"),
@@ -114,10 +133,10 @@ def test_a_conversation(
             return line
         raise line
 
-    def answer(opened, prompt, tokens, wish, *, shown):  # type: ignore[no-untyped-def]
-        if prompt == "slow":
+    def answer(opened, tokens, *rest, **how):  # type: ignore[no-untyped-def]
+        if tokens[-4:] == list(b"slow"):
             raise KeyboardInterrupt
-        return stream(opened, prompt, tokens, wish, shown=shown)
+        return stream(opened, tokens, *rest, **how)
 
     alone = said(capsys, "--prompt", "abc", *GREEDY)
     monkeypatch.setattr("builtins.input", typed)

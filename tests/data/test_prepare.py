@@ -21,8 +21,8 @@ from nanoscale.common.errors import UserError
 from nanoscale.data.prepare import chunks, run
 from nanoscale.data.prepare.run import _interrupted
 from nanoscale.data.prepare.sources import find_sources
-from nanoscale.data.prepare.workers import LostWorkerError, Workers
 from nanoscale.data.tokenizer import train_bpe
+from nanoscale.processes.pool import LostProcessError, Pool
 from tests.data.texts import (
     Silent,
     as_bytes,
@@ -213,17 +213,17 @@ def test_a_second_ctrl_c_is_not_held_back():
 
 def test_a_worker_that_is_killed_is_an_error_and_what_was_done_is_kept(tmp_path, small_chunks):
     source = write_jsonl(tmp_path / "a.jsonl", texts(100))
-    made: list[Workers] = []
+    made: list[Pool] = []
 
     class Killer(Silent):
         def progress(self, progress, total):
             made[0]._processes[0].kill()
 
-    enter = Workers.__enter__
+    enter = Pool.__enter__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Workers, "__enter__", lambda self: made.append(self) or enter(self))
+        patch.setattr(Pool, "__enter__", lambda self: made.append(self) or enter(self))
         patch.setattr(run, "COMMIT_S", 0.0)
-        with pytest.raises(LostWorkerError, match="signal 9"):
+        with pytest.raises(LostProcessError, match="signal 9"):
             prepared(tmp_path / "out", source, watcher=Killer(), workers=2)
     prepared(tmp_path / "out", source)
     assert found(tmp_path / "out", "tokens") == pair(as_bytes(texts(100)), code=8)

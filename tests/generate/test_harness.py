@@ -18,8 +18,9 @@ from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
 from nanoscale.data.tokenizer import END
 from nanoscale.data.vocabulary import bytes_native
-from nanoscale.generate import harness
+from nanoscale.generate import harness, writing
 from nanoscale.generate.harness import Answers, _no_task, evaluate_tasks
+from nanoscale.generate.replicas import replicated
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import Opened, open_model
 from nanoscale.generate.writing import Wish, Written, encode, write
@@ -169,7 +170,7 @@ def test_lm_eval_scores_a_model_of_transformers_so(
 
 
 def test_texts(opened: Opened) -> None:
-    whole = Written("")
+    whole = Written()
     for _ in write(opened, encode(opened, "ab"), Wish(Sampling(0.0), 12), whole):
         pass
     stop = whole.text[4]
@@ -179,6 +180,38 @@ def test_texts(opened: Opened) -> None:
     assert found[1] == found[2] == whole.text[: whole.text.index(stop)]
     with pytest.raises(UserError, match="num_beams"):
         Answers(opened).generate_until(requests(("ab", {"num_beams": 4})))
+
+
+@pytest.mark.slow
+def test_several_processes_come_to_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches are the same, and so are the figures, to the last bit."""
+    name, options = str(run_of_bytes(tmp_path).path), {"dtype": "fp64"}
+    monkeypatch.setattr(harness, "_LOGITS", 4000)
+    monkeypatch.setattr(writing, "_MOST_ROWS", 2)
+    here = open_model(name, **options)
+    shell = open_model(name, **options, weights=False)
+    pairs = requests(*(pair for pair in PAIRS), *((f"text {n} ", "x" * n) for n in range(1, 12)))
+    texts = requests(*((text,) for text in TEXTS if text))
+    wishes = ({"max_gen_toks": 8}, {"max_gen_toks": 5, "until": ["e"]})
+    written = requests(*((f"q{n}", wishes[n % 2]) for n in range(7)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        one = Answers(here)
+        with replicated(name, options, shell, ["cpu", "cpu"]) as run_all:
+            two = Answers(shell, run_all=run_all)
+            assert two.loglikelihood(pairs) == one.loglikelihood(pairs)
+            assert two.loglikelihood_rolling(texts) == one.loglikelihood_rolling(texts)
+            assert two.generate_until(written) == one.generate_until(written)
+        alone = [score for pair in pairs for score in one.loglikelihood([pair])]
+        for (score, greedy), (wanted, likely) in zip(one.loglikelihood(pairs), alone, strict=True):
+            assert score == pytest.approx(wanted, rel=1e-12, abs=1e-12) and greedy == likely
+        singly = [text for request in written for text in one.generate_until([request])]
+        assert one.generate_until(written) == singly
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_without_the_library(opened: Opened, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,21 +38,19 @@ def warped(sampling: Sampling) -> torch.Tensor:
 )
 def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling) -> None:
     generator = torch.Generator().manual_seed(3)
-    drawn = torch.tensor([choose(LOGITS, sampling, generator) for _ in range(DRAWS)])
+    drawn = torch.tensor(choose(LOGITS.expand(DRAWS, -1), sampling, [generator] * DRAWS))
     often, expected = torch.bincount(drawn, minlength=8) / DRAWS, warped(sampling)
     assert ((often > 0) <= (expected > 0)).all(), "none that is ruled out"
     assert (often - expected).abs().max() < 5 * 0.5 / DRAWS**0.5  # five standard deviations
 
 
 def test_the_most_likely_one_and_the_seed() -> None:
-    draw = torch.Generator()
-    assert choose(LOGITS, Sampling(0.0), draw) == 1
-    assert choose(1000 * LOGITS, Sampling(1e-5), draw) == 1
-    pair = [
-        [choose(LOGITS, Sampling(1.0), g) for _ in range(20)]
-        for g in (torch.Generator().manual_seed(5), torch.Generator().manual_seed(5))
-    ]
-    assert pair[0] == pair[1]
+    rows, draw = torch.stack([LOGITS, -LOGITS]), [torch.Generator()] * 2
+    assert choose(rows, Sampling(0.0), draw) == [1, 6]
+    assert choose(1000 * rows, Sampling(1e-5), draw) == [1, 6]
+    pair = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)]
+    drawn = [choose(LOGITS.expand(2, -1), Sampling(1.0), pair) for _ in range(20)]
+    assert all(one == other for one, other in drawn) and len({one for one, _ in drawn}) > 2
     for bad in (float("nan"), float("inf")):
         with pytest.raises(NotFiniteError):
-            choose(LOGITS.where(LOGITS != 0.3, bad), Sampling(0.0), draw)
+            choose(rows.where(rows != 0.3, bad), Sampling(0.0), draw)

@@ -13,9 +13,10 @@ from nanoscale.checkpoint.hf.export import export
 from nanoscale.common.errors import UserError
 from nanoscale.config.schema import Config, Data
 from nanoscale.data.tokenizer import ByteTokenizer
+from nanoscale.generate import writing
 from nanoscale.generate.sampling import Sampling
 from nanoscale.generate.weights import DTYPES, Opened, open_model
-from nanoscale.generate.writing import Wish, Written, encode, write
+from nanoscale.generate.writing import Wish, Written, batches, encode, write
 from tests.support import hf_families
 from tests.support.hf_families import FAMILIES
 from tests.support.jobs import BYTES, SHAPE, run_of_bytes
@@ -24,7 +25,7 @@ GREEDY = Wish(Sampling(0.0), max_tokens=16)
 
 
 def written(opened: Opened, prompt: list[int], wish: Wish) -> Written:
-    found = Written("")
+    found = Written()
     pieces = list(write(opened, prompt, wish, found))
     assert "".join(pieces) == found.text
     return found
@@ -98,6 +99,43 @@ def test_seeds_stops_and_the_end_of_the_context(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="48"):
         encode(opened, "x" * 47)
     assert len(encode(opened, "x" * 46)) == 47
+
+
+PROMPTS = ["a", "def main(", "xyz", "", "import os, sys and more", "a", "z" * 40]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, top_k=20)])
+def test_prompts_of_a_batch_are_answered_as_one_by_one(
+    sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that end at different steps, for different reasons, one of them at the end of the context."""
+    opened = open_model(str(run_of_bytes(tmp_path).path), dtype="fp64")
+    prompts = [encode(opened, text) for text in PROMPTS]
+    wish = Wish(sampling, max_tokens=12, stops=("e",), seed=3)
+    alone = [written(opened, prompt, wish) for prompt in prompts]
+    assert len({len(one.tokens) for one in alone}) > 2 and len({one.finish for one in alone}) > 1
+    for most, sizes in ((64, [7]), (3, [3, 3, 1])):
+        monkeypatch.setattr(writing, "_MOST_ROWS", most)
+        groups = list(batches(opened, prompts, wish))
+        assert [len(group.prompts) for group in groups] == sizes
+        assert [one for group in groups for one in group.run(opened)] == alone
+
+
+def test_the_size_of_a_batch_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_model(str(run_of_bytes(tmp_path).path))
+
+    def sizes(prompts: list[list[int]]) -> list[int]:
+        return [len(group.prompts) for group in batches(opened, prompts, wish)]
+
+    wish = Wish(max_tokens=8)
+    monkeypatch.setattr(writing, "_MOST_TOKENS", 20)
+    assert sizes([[1] * 4] * 6) == [5, 1], "4 tokens each"
+    assert sizes([[1] * 4, [1] * 9, [1] * 30, [1]]) == [2, 1, 1], "with padding"
+    monkeypatch.setattr(writing, "_MOST_TOKENS", 1000)
+    each = 2 * BYTES.layers * BYTES.kv_head_count * BYTES.head_width * 4 * (4 + 8)
+    monkeypatch.setattr(writing, "_MOST_CACHE", 3 * each)
+    assert sizes([[1] * 4] * 7) == [3, 3, 1]
+    assert sizes([]) == []
 
 
 def test_what_a_checkpoint_of_experts_prefers_is_read(tmp_path: Path) -> None:

@@ -49,8 +49,35 @@ def test_logits_are_those_without_it(
     assert expected.std() > 0.1 and found.dtype == dtype
     assert (found - expected).abs().max() <= bound * expected.abs().max()
     again = Cache(model, batch=2, room=20).logits(ids, last_only=True)
-    assert again.shape == (2, 1, shape.vocab) and cache.length == 20
+    assert again.shape == (2, 1, shape.vocab) and cache.lengths.tolist() == [20, 20]
     assert (again - expected[:, -1:]).abs().max() <= bound * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "experts"])
+def test_sequences_of_different_lengths_do_not_see_each_other(family: str, tmp_path: Path) -> None:
+    """Also after one of them is dropped, and where several tokens are added to each."""
+    shape = replace(shape_of(family, tmp_path), init_std=0.2)
+    model = Transformer(shape).double()
+    initialise(model, shape, seed=4)
+    ids = tokens(20)
+    ids = torch.cat([ids, ids.flip(0)[:1].roll(3, 1)])
+    with torch.no_grad():
+        expected = model(ids)
+    cache = Cache(model, batch=3, room=20)
+    seen, rows = [0, 0, 0], [0, 1, 2]
+    for step, counts in enumerate(([3, 9, 1], [1, 1, 1], [4, 1, 2], [1, 1], [2, 5], [1, 1])):
+        if step == 3:
+            rows = [0, 2]
+            cache.keep(rows)
+        new = torch.full((len(rows), max(counts)), 7)  # padding is not seen
+        for line, row, count in zip(new, rows, counts, strict=True):
+            line[:count] = ids[row, seen[row] : seen[row] + count]
+            seen[row] += count
+        found = cache.logits(new, torch.tensor(counts), last_only=True)
+        for line, row in zip(found[:, 0], rows, strict=True):
+            difference = (line - expected[row, seen[row] - 1]).abs().max()
+            assert difference <= 1e-10 * expected.abs().max(), (step, row)
+        assert cache.lengths.tolist() == [seen[row] for row in rows]
 
 
 def test_decoding_keeps_from_cudnn_which_plans_anew_for_every_length(

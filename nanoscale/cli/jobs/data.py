@@ -116,7 +116,7 @@ def prepare_data(
     """
     from nanoscale.common.errors import UserError
     from nanoscale.data.prepare import PreparationRequest, prepare
-    from nanoscale.data.prepare.workers import LostWorkerError
+    from nanoscale.processes.pool import LostProcessError
 
     if not chat and chat_template is not None:
         raise UserError("usage", "--chat-template is for chats; add --chat")
@@ -137,8 +137,11 @@ def prepare_data(
     with _Screen() as screen:
         try:
             manifest = prepare(request, screen)
-        except LostWorkerError as error:
-            screen.note(f"error: {error}")
+        except LostProcessError as error:
+            screen.note(
+                f"error: a worker ended by {error}; if memory ran out, use fewer: --workers N. What was "
+                "prepared so far is kept: the same command continues from there"
+            )
             return FAILED
         except KeyboardInterrupt:
             screen.note("interrupted; the same command continues from here")

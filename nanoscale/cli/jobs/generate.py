@@ -22,8 +22,13 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import duration
 
 if TYPE_CHECKING:
+    from nanoscale.generate.conversation import ChatFormat
+    from nanoscale.generate.replicas import RunAll
     from nanoscale.generate.weights import Opened
     from nanoscale.generate.writing import Wish, Written
+
+_NEW = "/new"
+"""The line that begins a new conversation."""
 
 
 def generate(
@@ -70,8 +75,26 @@ def generate(
         list[str] | None,
         typer.Option(metavar="TEXT", help="End the answer before this text; may be repeated"),
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Use the model's chat template, and remember the conversation",
+            show_default="--chat after training on chats",
+        ),
+    ] = None,
     step: opt.Step = None,
     device: opt.Device = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--num-gpus",
+            metavar="N",
+            min=1,
+            help="Use N devices of this machine for --prompts",
+            show_default="all GPUs",
+        ),
+    ] = None,
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,
     as_json: opt.AsJson = False,
@@ -80,35 +103,36 @@ def generate(
 
     The prompt is an option, lines of a file, or standard input; standard output has the text and nothing else.
     On a terminal without --prompt, the command asks for prompts: Ctrl-C ends an answer, Ctrl-D the command.
-    Earlier prompts are not remembered.
     """
     _check(max_tokens, temperature, top_k, top_p, stop or [])
     _check_ways(prompt, prompts, out, as_json)
+    _check_devices(prompts, device, num_gpus)
     records = _records(prompt, prompts)
     if records is None and (as_json or not sys.stdout.isatty()):
         raise UserError("usage", "there is no prompt: give --prompt, --prompts or standard input")
 
     calm_threads()
-    from nanoscale.generate.sampling import NotFiniteError, Sampling
-    from nanoscale.generate.weights import open_model
+    from nanoscale.generate.replicas import replicated
+    from nanoscale.generate.sampling import Sampling
+    from nanoscale.generate.weights import find_devices, open_model
     from nanoscale.generate.writing import Wish
 
-    opened = open_model(model, step=step, device=device, dtype=dtype, tokenizer=tokenizer)
+    devices = find_devices(device, num_gpus, several=prompts is not None)
+    options: dict[str, Any] = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
+    opened = open_model(model, **options, device=devices[0], weights=len(devices) == 1)
     first = random.randrange(2**31) if seed is None else seed
     wish = Wish(Sampling(temperature, top_k, top_p), max_tokens, tuple(stop or ()), first)
-    try:
+    with _chat_format(opened, opened.on_chats if chat is None else chat) as template:
+        if template is not None:
+            opened, wish = template.ending(wish)
         if records is None:
-            _talk(opened, wish)
+            _talk(opened, wish, template)
         elif prompts is None:
-            _answer_one(opened, records[0]["prompt"], wish, as_json)
+            _answer_one(opened, records[0]["prompt"], wish, template, as_json)
         else:
-            _answer_all(opened, records, wish, out, as_json)
-    except NotFiniteError:
-        raise UserError(
-            "checkpoint",
-            f"{opened.source}: the model's logits are not finite; its training has diverged, "
-            "or --dtype has too small a range for it",
-        ) from None
+            questions = _encoded(opened, records, template)  # all errors come first
+            with replicated(model, options, opened, devices) as run_all:
+                _answer_all(opened, records, questions, wish, template, run_all, out, as_json)
     return DONE
 
 
@@ -154,6 +178,13 @@ def _check_ways(prompt: str | None, prompts: Path | None, out: Path | None, as_j
         raise UserError("usage", f"--out {out}: there is no folder {out.absolute().parent}")
 
 
+def _check_devices(prompts: Path | None, device: str | None, num_gpus: int | None) -> None:
+    if num_gpus is not None and device is not None:
+        raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
+    if num_gpus is not None and prompts is None:
+        raise UserError("usage", "--num-gpus is for --prompts; one text is written on one device")
+
+
 def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] | None:
     """Return the prompts; None if the user is to be asked."""
     from nanoscale.generate.prompts import read_prompts
@@ -173,60 +204,94 @@ def _records(prompt: str | None, prompts: Path | None) -> list[dict[str, Any]] |
 # --- answers --------------------------------------------------------------------------------------
 
 
-def _answer_one(opened: Opened, prompt: str, wish: Wish, as_json: bool) -> None:
+@contextmanager
+def _chat_format(opened: Opened, chat: bool) -> Iterator[ChatFormat | None]:
+    if not chat:
+        yield None
+        return
+    from nanoscale.generate.conversation import conversing
+
+    with conversing(opened) as template:
+        yield template
+
+
+def _encoded(
+    opened: Opened, records: list[dict[str, Any]], template: ChatFormat | None
+) -> list[list[int]]:
+    """Return the tokens of prompts; in a chat, each begins a conversation."""
+    from nanoscale.generate.conversation import Conversation
     from nanoscale.generate.writing import encode
 
-    tokens = encode(opened, prompt)
+    if template is None:
+        return [encode(opened, record["prompt"]) for record in records]
+    return [template.encode(Conversation().ask(record["prompt"])) for record in records]
+
+
+def _answer_one(
+    opened: Opened, prompt: str, wish: Wish, template: ChatFormat | None, as_json: bool
+) -> None:
+    (tokens,) = _encoded(opened, [{"prompt": prompt}], template)
     began = time.perf_counter()
     try:
-        written = _stream(opened, prompt, tokens, wish, shown=not as_json)
+        written = _stream(opened, tokens, wish, chat=template is not None, shown=not as_json)
     except KeyboardInterrupt:
         if not as_json:
             display.show()
         raise
     seconds = time.perf_counter() - began
     if as_json:
-        print_json(
-            {"model": opened.source, "seed": wish.seed, **_document(written), "seconds": seconds}
-        )
+        answer = _document(written, template)
+        about = {"model": opened.source, "seed": wish.seed, "chat": template is not None}
+        print_json({**about, "prompt": prompt, **answer, "seconds": seconds})
     _say_end(opened, written, seconds)
 
 
 def _answer_all(
-    opened: Opened, records: list[dict[str, Any]], wish: Wish, out: Path | None, as_json: bool
+    opened: Opened,
+    records: list[dict[str, Any]],
+    questions: list[list[int]],
+    wish: Wish,
+    template: ChatFormat | None,
+    run_all: RunAll,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     """Answer every prompt with the same seed, so that its answer does not depend on the others."""
-    from nanoscale.generate.writing import encode
+    from nanoscale.generate.writing import batches
 
-    encoded = [encode(opened, record["prompt"]) for record in records]  # all errors come first
     began, count = time.perf_counter(), 0
-    results = []
+    results: list[dict[str, Any]] = []
+    remaining = iter(records)
     with _results(out) as file:
-        for number, (record, tokens) in enumerate(zip(records, encoded, strict=True), 1):
-            written = _stream(opened, record["prompt"], tokens, wish, shown=False)
-            result = record | _document(written)
-            count += len(written.tokens)
-            if as_json:
+        for texts in run_all(batches(opened, questions, wish)):
+            for written in texts:
+                result = next(remaining) | _document(written, template)
+                count += len(written.tokens)
                 results.append(result)
-            else:
-                file.write(json.dumps(result, ensure_ascii=False) + "\n")
-                file.flush()
+                if not as_json:
+                    file.write(json.dumps(result, ensure_ascii=False) + "\n")
+                    file.flush()
             if sys.stderr.isatty() and not file.isatty():
-                display.progress(f"{number} of {len(records)} prompts")
+                display.progress(f"{len(results)} of {len(records)} prompts")
     if as_json:
-        print_json({"model": opened.source, "seed": wish.seed, "results": results})
+        about = {"model": opened.source, "seed": wish.seed, "chat": template is not None}
+        print_json({**about, "results": results})
     if sys.stderr.isatty():
         display.note()
     _say_speed(count, time.perf_counter() - began)
 
 
-def _talk(opened: Opened, wish: Wish) -> None:
-    from nanoscale.generate.writing import encode
+def _talk(opened: Opened, wish: Wish, template: ChatFormat | None) -> None:
+    from nanoscale.generate.conversation import Conversation
+    from nanoscale.generate.writing import Written, encode
 
     with suppress(ImportError):
         import readline  # noqa: F401 - lets `input` edit lines
 
-    display.note(f"{opened.source}; Ctrl-C ends an answer, Ctrl-D ends")
+    keys = "Ctrl-C ends an answer, Ctrl-D ends"
+    new = f", {_NEW} begins a new conversation" if template is not None else ""
+    display.note(f"{opened.source}; {keys}{new}")
+    conversation = Conversation()
     while True:
         try:
             prompt = input("> ")
@@ -238,34 +303,55 @@ def _talk(opened: Opened, wish: Wish) -> None:
             continue
         if not prompt.strip():
             continue
-        began = time.perf_counter()
+        if template is not None and prompt.strip() == _NEW:
+            conversation.forget()
+            continue
+        began, written = time.perf_counter(), Written()
         try:
-            written = _stream(opened, prompt, encode(opened, prompt), wish, shown=True)
+            if template is None:
+                tokens = encode(opened, prompt)
+            else:
+                tokens = template.encode(conversation.ask(prompt))
+            _stream(opened, tokens, wish, written, chat=template is not None, shown=True)
             _say_end(opened, written, time.perf_counter() - began)
         except KeyboardInterrupt:
             display.show()
         except UserError as error:
             show_error(error, as_json=False)
+            if template is not None:
+                display.note(f"{_NEW} begins a new conversation")
+        if written.text.strip():
+            conversation.remember(prompt, written.text.strip())
         wish = replace(wish, seed=wish.seed + 1)
 
 
-def _stream(opened: Opened, prompt: str, tokens: list[int], wish: Wish, *, shown: bool) -> Written:
-    """Write an answer; if `shown`, print it as it comes."""
+def _stream(
+    opened: Opened,
+    tokens: list[int],
+    wish: Wish,
+    written: Written | None = None,
+    *,
+    chat: bool,
+    shown: bool,
+) -> Written:
+    """Write an answer; if `shown`, print it as it comes, in a chat without the white space at its beginning."""
     from nanoscale.generate.writing import Written, write
 
-    written = Written(prompt)
-    for piece in write(opened, tokens, wish, written):
-        if shown:
-            display.content(piece)
+    written = Written() if written is None else written
+    begun = not chat
+    for text in write(opened, tokens, wish, written):
+        new = text if begun else text.lstrip()
+        begun = begun or bool(new)
+        if shown and new:
+            display.content(new)
     if shown and not written.text.endswith("\n"):
         display.content("\n")
     return written
 
 
-def _document(written: Written) -> dict[str, Any]:
+def _document(written: Written, template: ChatFormat | None) -> dict[str, Any]:
     return {
-        "prompt": written.prompt,
-        "text": written.text,
+        "text": written.text if template is None else written.text.strip(),
         "finish": written.finish,
         "prompt_tokens": written.prompt_tokens,
         "tokens": len(written.tokens),

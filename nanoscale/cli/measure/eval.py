@@ -19,6 +19,7 @@ from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
+    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.rules import Host
 
@@ -35,7 +36,7 @@ def eval(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Run these lm-eval tasks instead of the loss, in one process",
+            help="Run these lm-eval tasks instead of the loss",
             show_default=False,
         ),
     ] = None,
@@ -71,17 +72,18 @@ def eval(
     The loss comes with its perplexity and bits per byte. The job's ranks compute it, in the run's layout or
     that of the overrides, on the run's data or on data.path=…. The run is not changed, and may be running. A
     Hugging Face folder needs overrides for its data. --device, --dtype and --tokenizer are for --tasks;
-    launcher.device and precision set them for the loss.
+    launcher.device and precision set them for the loss. Tasks use all GPUs of this machine, or --num-gpus of
+    them.
     """
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
-    if tasks is not None:
-        if overrides:
-            raise UserError("usage", f"{overrides[0]}: overrides cannot be used with --tasks")
-        names = [name for name in tasks.split(",") if name]
-        return _run_tasks(
-            model, names, step, limit, few_shot, tasks_dir, device, dtype, tokenizer, as_json
-        )
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    if tasks is not None:
+        _check_tasks(overrides, options, device, num_gpus)
+        names = [name for name in tasks.split(",") if name]
+        opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
+        return _run_tasks(
+            model, opening, names, limit, few_shot, tasks_dir, device, num_gpus, as_json
+        )
     return _loss(
         model, CommandLine(overrides, options=options, trust=trust), step, samples, as_json
     )
@@ -106,6 +108,25 @@ def _check(
     if tasks is None and any(value is not None for value in (limit, few_shot, *of_tasks)):
         names = "--limit, --few-shot, --tasks-dir, --device, --dtype and --tokenizer"
         raise UserError("usage", f"{names} are for --tasks only")
+
+
+def _check_tasks(
+    overrides: list[str] | None,
+    options: dict[str, Setting],
+    device: str | None,
+    num_gpus: int | None,
+) -> None:
+    """Refuse what is for the loss alone."""
+    if overrides:
+        raise UserError("usage", f"{overrides[0]}: overrides cannot be used with --tasks")
+    for key, setting in options.items():
+        if key != "launcher.devices":
+            option = setting.source.rpartition(" ")[2]
+            raise UserError("usage", f"{option} cannot be used with --tasks, which run here")
+    if num_gpus is not None and device is not None:
+        raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
+    if num_gpus is not None and num_gpus < 1:
+        raise UserError("usage", f"--num-gpus {num_gpus}: must be at least 1")
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -245,14 +266,13 @@ def _print(document: dict[str, Any]) -> None:
 
 def _run_tasks(
     model: str,
+    opening: dict[str, Any],
     names: list[str],
-    step: int | None,
     limit: int | None,
     few_shot: int | None,
     tasks_dir: Path | None,
     device: str | None,
-    dtype: opt.Dtype | None,
-    tokenizer: str | None,
+    num_gpus: int | None,
     as_json: bool,
 ) -> int:
     calm_threads()
@@ -260,12 +280,14 @@ def _run_tasks(
 
     require_one_launcher()
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
-    from nanoscale.generate.weights import open_model
+    from nanoscale.generate.replicas import replicated
+    from nanoscale.generate.weights import find_devices, open_model
 
     require_library()
-    opened = open_model(model, step=step, device=device, dtype=dtype, tokenizer=tokenizer)
-    with saying() as say:
-        answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"))
+    devices = find_devices(device, num_gpus, several=True)
+    opened = open_model(model, **opening, device=devices[0], weights=len(devices) == 1)
+    with saying() as say, replicated(model, opening, opened, devices) as run_all:
+        answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
         found = evaluate_tasks(answers, names, limit, few_shot, tasks_dir)
     results = found["results"]
     if as_json:

@@ -72,12 +72,20 @@ class Template:
 
         Raises RecordError if the template refuses the messages, or does not render their answers.
         """
-        forged = {token for m in messages for token in self.special if token in m["content"]}
-        if forged:
-            raise RecordError(f"has the special token {min(forged)} in a message's text")
+        self._refuse_special(messages)
         whole = self._render(messages)
         numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         return Chat(whole, tuple(self._answer(whole, messages, number) for number in numbers))
+
+    def question(self, messages: Sequence[dict[str, Any]]) -> Chat:
+        """Render a conversation up to the answer that follows it. Raises RecordError."""
+        self._refuse_special(messages)
+        return Chat(self._render(messages, asks=True), ())
+
+    def _refuse_special(self, messages: Sequence[dict[str, Any]]) -> None:
+        forged = {token for m in messages for token in self.special if token in m["content"]}
+        if forged:
+            raise RecordError(f"has the special token {min(forged)} in a message's text")
 
     def _answer(
         self, whole: str, messages: Sequence[dict[str, Any]], number: int
@@ -158,18 +166,18 @@ def parsed(text: str) -> Any:
         raise RecordError(f"is not JSON: {error}") from error
 
 
-def messages_of(record: Any, field: str) -> list[dict[str, Any]]:
+def messages_of(record: Any, field: str, asks: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a record, `{field: […]}` or the list itself, with `role` and `content`.
 
     ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
-    Raises RecordError.
+    With `asks`, its answer may be missing. Raises RecordError.
     """
     found = _conversation(record, field) if isinstance(record, dict) else record
     if not isinstance(found, list) or not found:
         raise RecordError("has no list of messages, or an empty one")
     messages = [_message(number, one) for number, one in enumerate(found, 1)]
     roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
+    if "assistant" not in roles and not asks:
         raise RecordError("has no answer: no message is an assistant's")
     if roles[0] == "assistant":
         raise RecordError("begins with an answer: its first message is an assistant's")
@@ -253,13 +261,14 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         _limit_memory(sum(sizes))
         for record in [requests.read(size) for size in sizes]:
             _limit_time(len(record))
-            _answer(answers, template, record, first["field"])
+            _answer(answers, template, record, first["field"], first["asks"])
         answers.flush()
 
 
-def _answer(answers: BinaryIO, template: Template, record: bytes, field: str) -> None:
+def _answer(answers: BinaryIO, template: Template, record: bytes, field: str, asks: bool) -> None:
     try:
-        chat = template.chat(messages_of(parsed(record.decode()), field))
+        messages = messages_of(parsed(record.decode()), field, asks)
+        chat = template.question(messages) if asks else template.chat(messages)
         most = LONGEST + LONGEST_A_BYTE * len(record)
         if len(chat.text) > most:
             raise RecordError(

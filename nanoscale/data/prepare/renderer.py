@@ -27,13 +27,14 @@ class TemplateProblem(Exception):  # noqa: N818
 class Renderer:
     """A renderer of chats in a process of its own, which is started on demand and restarted after its end."""
 
-    def __init__(self, template: Template, field: str) -> None:
-        """Render the messages in the field `field` of records."""
+    def __init__(self, template: Template, field: str, *, asks: bool = False) -> None:
+        """Render the messages in the field `field` of records; with `asks`, up to the answer that follows."""
         self._first = {
             "source": template.source,
             "named": template.named,
             "special": template.special,
             "field": field,
+            "asks": asks,
         }
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -25,7 +25,7 @@ from nanoscale.data.prepare.encode import Documents, Encoded, Reading
 from nanoscale.data.prepare.folder import PreparationProgress, UnfinishedFolder
 from nanoscale.data.prepare.render import Template
 from nanoscale.data.prepare.sources import TextSource, find_sources, problem
-from nanoscale.data.prepare.workers import Setup, Workers, encode_here
+from nanoscale.data.prepare.workers import Setup, encode_here
 from nanoscale.data.tokenizer import (
     CONFIG,
     END,
@@ -37,6 +37,7 @@ from nanoscale.data.tokenizer import (
     load,
     train_bpe,
 )
+from nanoscale.processes.pool import Pool
 
 FORMAT = 1
 """Raised whenever the same request would give other bytes."""
@@ -92,7 +93,7 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     Raises:
         UserError: the request is wrong, or a record is bad and `skip_bad` is false.
         KeyboardInterrupt: by Ctrl-C, after a commit.
-        LostWorkerError: a worker was killed.
+        LostProcessError: a worker was killed.
     """
     request = replace(request, out=request.out.expanduser().absolute())
     sources = find_sources(request.sources)
@@ -170,8 +171,8 @@ def _encoding(
         with closing(encode_here(chunks, setup, stop)) as results:
             yield results
     else:
-        with Workers(workers, setup, stop) as pool:
-            yield pool.encoded(chunks)
+        with Pool([setup] * workers, stop, queued=2) as pool:
+            yield pool.map(chunks)
 
 
 def _refuse_bad(part: UnfinishedFolder, request: PreparationRequest, path: Path) -> None:

@@ -1,0 +1,113 @@
+"""Conversations with a model, in its own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from nanoscale.common.errors import UserError
+from nanoscale.data.prepare.chat import ChatTokenizer, find_template
+from nanoscale.data.prepare.render import Chat, RecordError
+from nanoscale.data.prepare.renderer import Renderer
+from nanoscale.data.tokenizer import END, FileTokenizer
+from nanoscale.generate.weights import Opened
+from nanoscale.generate.writing import Wish, require_room
+
+Message = dict[str, str]
+_ANSWER, _QUESTION = "wxyzanswerzyxw", "wxyzquestionzyxw"
+"""Texts whose positions show what a template writes between an answer and the next question."""
+
+
+@contextmanager
+def conversing(opened: Opened) -> Iterator[ChatFormat]:
+    """Provide the chat template of a model, which runs in a process of its own.
+
+    Raises:
+        UserError: it is not a template.
+    """
+    given, path, eos = opened.tokenizer, None, END
+    if isinstance(given, FileTokenizer):
+        path, eos = given.path, given.name_of(given.eos)
+    source = find_template(path, opened.template, eos)
+    renderer = Renderer(source, "messages", asks=True)
+    try:
+        yield ChatFormat(ChatTokenizer(path, renderer), source.special, opened)
+    finally:
+        renderer.close()
+
+
+class ChatFormat:
+    """A model's chat template, with its tokenizer."""
+
+    def __init__(self, tokenizer: ChatTokenizer, special: Sequence[str], opened: Opened) -> None:
+        self._tokenizer, self._special, self._opened = tokenizer, special, opened
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation up to the answer that follows it.
+
+        Raises:
+            UserError: the template refuses the messages, or they exceed the model's context.
+        """
+        try:
+            tokens = self._tokens(self._render(messages))
+        except RecordError as error:
+            raise UserError("usage", f"the conversation {error}") from error
+        require_room(self._opened, tokens, "conversation")
+        return tokens
+
+    def ending(self, wish: Wish) -> tuple[Opened, Wish]:
+        """Return the model and the settings with which an answer ends where the turn does.
+
+        The template ends a turn with a special token, or else with the text before the next question.
+        """
+        dialogue = [_user(_QUESTION), _assistant(_ANSWER), _user(_QUESTION)]
+        try:
+            text = self._render(dialogue)
+        except RecordError:  # a template may refuse such texts; the end of a document remains
+            return self._opened, wish
+        between = text.partition(_ANSWER)[2].partition(_QUESTION)[0]
+        first = [one for one in self._special if between.strip().startswith(one)]
+        if first:
+            ends = self._opened.ends | {self._tokens(max(first, key=len))[0]}
+            return replace(self._opened, ends=ends), wish
+        stops = (*wish.stops, between) if between.strip() else wish.stops
+        return self._opened, replace(wish, stops=stops)
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        record = json.dumps({"messages": messages}).encode()
+        (outcome,) = self._tokenizer.renderer.render([record])
+        if isinstance(outcome, RecordError):
+            raise outcome
+        return outcome.text
+
+    def _tokens(self, text: str) -> list[int]:
+        ((ids, _),) = self._tokenizer.encode([Chat(text, ())])
+        found: list[int] = ids.tolist()
+        return found
+
+
+class Conversation:
+    """The messages so far."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+
+    def ask(self, question: str) -> list[Message]:
+        """Return the messages with a question, which is remembered only with its answer."""
+        return [*self._messages, _user(question)]
+
+    def remember(self, question: str, answer: str) -> None:
+        self._messages += [_user(question), _assistant(answer)]
+
+    def forget(self) -> None:
+        self._messages.clear()
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}

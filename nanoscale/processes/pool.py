@@ -1,0 +1,184 @@
+"""A pool of processes for independent work; results come back in the order of the work.
+
+The processes ignore Ctrl-C, which the parent handles. They end with the context, and with the parent however
+it ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from types import TracebackType
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from nanoscale.common.errors import UserError
+
+_LOOK_S = 0.2
+_AHEAD = 4
+"""Results per process that may wait for the first of them."""
+
+Work = TypeVar("Work")
+Result = TypeVar("Result")
+_Work = TypeVar("_Work", contravariant=True)
+_Result = TypeVar("_Result", covariant=True)
+
+
+class ProcessSetup(Protocol[_Work, _Result]):
+    """The settings that a process gets once; they are pickled."""
+
+    def load(self) -> Callable[[_Work], _Result]:
+        """Return the function that does the work; called in the process."""
+
+
+class LostProcessError(Exception):
+    """A process was killed, for example by the system when memory ran out; the text says how."""
+
+
+@dataclass
+class _Task(Generic[Work, Result]):
+    work: Work
+    results: list[Result] = field(default_factory=list)
+    """The result, once it is known."""
+
+
+@dataclass
+class Pool(Generic[Work, Result]):
+    """A pool with a process for each setup."""
+
+    setups: Sequence[ProcessSetup[Work, Result]]
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Once it is set, `map` raises KeyboardInterrupt."""
+    queued: int = 1
+    """The work that a process has at a time: one in progress, and the next ones."""
+    _free: deque[Connection] = field(default_factory=deque)
+    """Processes that can take more work, listed once for each."""
+    _processes: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        with _uninterruptible():
+            for setup in self.setups:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(theirs, setup), daemon=True)
+                process.start()
+                theirs.close()  # so that each side sees the end of the other
+                self._free.append(ours)
+                self._processes.append(process)
+        self._free *= self.queued
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes:
+            process.kill()  # they hold nothing that this process lacks
+            process.join()
+
+    def map(self, work: Iterable[Work]) -> Iterator[tuple[Work, Result]]:
+        """Yield all work with its results, in order; only some of it is in memory at a time.
+
+        Raises:
+            UserError: a process raised it.
+            LostProcessError: a process was killed.
+        """
+        remaining = iter(work)
+        pending: deque[_Task[Work, Result]] = deque()
+        busy: dict[Connection, deque[_Task[Work, Result]]] = defaultdict(deque)
+        more = True
+        while more or pending:
+            while more and self._free and len(pending) < _AHEAD * len(self.setups):
+                following = next(remaining, self)
+                if following is self:
+                    more = False
+                    break
+                task: _Task[Work, Result] = _Task(following)  # type: ignore[arg-type]
+                connection = self._free.popleft()
+                self._send(connection, task.work)
+                busy[connection].append(task)
+                pending.append(task)
+            while pending and pending[0].results:
+                done = pending.popleft()
+                yield done.work, done.results[0]
+            if self.stop.is_set():
+                raise KeyboardInterrupt
+            if busy:
+                self._receive(busy)
+
+    def _send(self, connection: Connection, work: Work) -> None:
+        try:
+            connection.send(work)
+        except OSError as error:
+            raise self._lost() from error
+
+    def _receive(self, busy: dict[Connection, deque[_Task[Work, Result]]]) -> None:
+        for connection in wait(list(busy), _LOOK_S):
+            assert isinstance(connection, Connection)
+            try:
+                result, error = connection.recv()
+            except (EOFError, OSError) as broken:
+                raise self._lost() from broken
+            if isinstance(error, UserError):
+                raise error
+            if error is not None:
+                raise RuntimeError(f"a process of the pool failed:\n{error}")
+            busy[connection].popleft().results.append(result)
+            if not busy[connection]:
+                del busy[connection]
+            self._free.append(connection)
+
+    def _lost(self) -> LostProcessError:
+        for process in self._processes:
+            process.join(_LOOK_S)
+        codes = [process.exitcode for process in self._processes if process.exitcode is not None]
+        return LostProcessError(
+            f"signal {-codes[0]}" if codes and codes[0] < 0 else f"exit code {codes or '?'}"
+        )
+
+
+def _serve(connection: Connection, setup: ProcessSetup[Any, Any]) -> None:
+    """Do the work that arrives, until the parent ends."""
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
+    with suppress(OSError):
+        try:
+            do = setup.load()
+            while True:
+                connection.send((do(received.get()), None))
+        except UserError as error:
+            connection.send((None, error))
+        except Exception:
+            connection.send((None, traceback.format_exc()))
+
+
+def _receive(connection: Connection, received: queue.SimpleQueue[Any]) -> None:
+    """Receive work as it comes, so that the next one is present when one is done."""
+    try:
+        while True:
+            received.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is dead
+
+
+class _uninterruptible:  # noqa: N801
+    """A context in which new processes ignore Ctrl-C from their start."""
+
+    def __enter__(self) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGINT, self._before)
