@@ -30,8 +30,8 @@ TEXTS = [
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_an_extra_needs_is_installed_by_its_own_name(extra: str) -> None:
-    *_, word, requirement = shlex.split(install_command(extra))
-    assert (word, [requirement]) == ("install", EXTRAS[extra])
+    command = shlex.split(install_command(extra))
+    assert sorted(command[command.index("install") + 1 :]) == sorted(EXTRAS[extra])
 
 
 def test_pip_reads_the_command() -> None:

@@ -100,7 +100,12 @@ def rehearse(
                 progress(f"{number} of {len(ranks)} ranks rehearsed …")
             code = process.wait()
         if code != 0:
-            lines = (folder / "errors").read_text(errors="replace").strip().splitlines()
+            lines = (
+                (folder / "errors")
+                .read_text(encoding="utf-8", errors="replace")
+                .strip()
+                .splitlines()
+            )
             raise UserError(
                 "rehearse", f"the rehearsal itself failed: {lines[-1] if lines else code}"
             )
@@ -119,6 +124,7 @@ def _process(folder: Path) -> Iterator[subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            encoding="utf-8",
             env=environment,
             start_new_session=True,
         )

@@ -6,20 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanoscale.config.composing.frozen import dump
+from nanoscale.config.schema import Launcher
 from nanoscale.processes.affinity import near_cores, ranges
 from nanoscale.runs import fence
 from nanoscale.runs.directory import RunDirectory, write_json
 from nanoscale.runs.rank_context import RankContext, StopFlag
 from nanoscale.train import job
 from tests.support.fake_nvml import build_fake_nvml, fake_environment
-from tests.support.recipes import debug_recipe
+from tests.support.recipes import complete, debug_recipe
 
 ROOT = str(Path(__file__).parents[2])
 SOCKETS = (frozenset(range(32)), frozenset(range(32, 64)))
@@ -104,8 +104,8 @@ worker.main(sys.argv[1], job)
 
 def as_rank(run: RunDirectory, device: str, folder: Path, **variables: str) -> dict:
     """Return the affinity that a rank of a job has when its work begins."""
-    config = debug_recipe().config
-    run.config.write_text(dump(replace(config, launcher=replace(config.launcher, device=device))))
+    config = complete(model=debug_recipe().config.model, launcher=Launcher(device=device))
+    run.config.write_text(dump(config))
     rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     core = max(os.sched_getaffinity(0))
     masks = f"{1:x},{1 << core:x}"
@@ -145,7 +145,9 @@ def test_environment_json_tells_the_cores_of_ranks_with_gpus(tmp_path, monkeypat
     monkeypatch.setattr(fence, "require", lambda _: None)
     run = RunDirectory.create(tmp_path, "x")
     write_json(run.environment, {"host": "h"})
-    context = RankContext(run, debug_recipe().config, 0, 0, 1, "h", 1, StopFlag())
+    context = RankContext(
+        run, complete(model=debug_recipe().config.model), 0, 0, 1, "h", 1, StopFlag()
+    )
     job.record_cores(context, torch.device("cpu"))
     assert json.loads(run.environment.read_text()) == {"host": "h"}
     job.record_cores(context, torch.device("cuda"))

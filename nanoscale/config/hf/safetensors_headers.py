@@ -60,9 +60,8 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         raise BadFileError(f"{INDEX} has no readable weight_map: {error}") from error
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise BadFileError(
-            f"{INDEX} names {', '.join(missing[:4])}, which {_is(missing)} not there"
-        )
+        do = "does" if len(missing) == 1 else "do"
+        raise BadFileError(f"{INDEX} names {', '.join(missing[:4])}, which {do} not exist")
     headers = {file: read_header(folder / file) for file in files}
     lost = sorted(name for name, file in where.items() if name not in headers[file])
     if lost:
@@ -130,7 +129,3 @@ def _tensors(file: Path, header: Any, begin: int, size: int) -> dict[str, Stored
     if end != size:
         raise BadFileError(f"{file.name} is cut off: its tensors need {end} bytes, it has {size}")
     return stored
-
-
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
