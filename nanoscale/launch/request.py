@@ -13,11 +13,9 @@ from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.yaml_file import read
-from nanoscale.launch.hosts.hosts import read_hosts
 from nanoscale.launch.preflight.deepspeed_settings import check_extra
-from nanoscale.runs.directory import (
-    RunDirectory,
-)
+from nanoscale.launch.transport.transport import read_hosts
+from nanoscale.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from nanoscale.checkpoint import store
-from nanoscale.cli.common import confirmation, slurm_jobs
+from nanoscale.cli.common import confirmation
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import check
+from nanoscale.launch.slurm import jobs
 from nanoscale.launch.slurm.slurm import JobState, SlurmError
 from nanoscale.runs import fence, removal, status, submission
 from nanoscale.runs.directory import RunDirectory
@@ -134,7 +135,7 @@ def test_an_active_run_is_refused(
     submission.write(run, Submission("7"))
     before = files(run.path)
     states: dict[str, JobState] = {"7": JobState("7", "PENDING", "Priority", "", None, 0)}
-    monkeypatch.setattr(slurm_jobs, "job_states", lambda jobs: states)
+    monkeypatch.setattr(jobs, "job_states", lambda jobs: states)
     assert nanoscale(words) == 2
     assert "nanoscale runs stop first" in capsys.readouterr().err
     status.write(run, status.prepared())
@@ -142,12 +143,12 @@ def test_an_active_run_is_refused(
     def no_answer(jobs: object) -> dict[str, JobState]:
         raise SlurmError("no route to the controller")
 
-    monkeypatch.setattr(slurm_jobs, "job_states", no_answer)
+    monkeypatch.setattr(jobs, "job_states", no_answer)
     assert nanoscale(words) == 2
     assert "no route to the controller" in capsys.readouterr().err
     assert files(run.path).keys() == before.keys()
     states.clear()
-    monkeypatch.setattr(slurm_jobs, "job_states", lambda jobs: states)
+    monkeypatch.setattr(jobs, "job_states", lambda jobs: states)
     assert nanoscale(words) == 0
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.common.slurm_jobs import Job, in_words, way_on
 from nanoscale.cli.jobs.attempt import report
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.rules import Devices, check
 from nanoscale.launch.lifecycle.attempt import Outcome
+from nanoscale.launch.slurm.jobs import Job, in_words, way_on
 from nanoscale.launch.slurm.slurm import JobState
 from nanoscale.runs import events, failure, lock, status, submission, trust
 from nanoscale.runs.directory import RunDirectory

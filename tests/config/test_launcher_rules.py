@@ -19,7 +19,7 @@ from nanoscale.config.rules import Devices, Host, check
 from nanoscale.config.rules.slurm import time_limit_s
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
-from nanoscale.launch.hosts.hosts import read_hosts
+from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2, cores=6)

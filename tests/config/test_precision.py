@@ -14,8 +14,8 @@ from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config, Precision
-from nanoscale.launch.hosts.hosts import read_hosts
 from nanoscale.launch.request import check_request
+from nanoscale.launch.transport.transport import read_hosts
 from nanoscale.plan.hardware.machines import planned_devices
 from tests.support.recipes import changed
 

@@ -14,7 +14,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting
 from nanoscale.config.rules import Host
 from nanoscale.launch.hosts.filters import exclude, include, read_filter, select
-from nanoscale.launch.hosts.hosts import parse, read_hosts
+from nanoscale.launch.hosts.hosts import parse
+from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 
 HOSTS = "w0 slots=4\nw1 slots=4\nme@w2 slots=1\nfe80::1%eth0 slots=4\n"

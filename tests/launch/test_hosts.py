@@ -11,7 +11,8 @@ import pytest
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing.compose import Setting, compose
 from nanoscale.config.rules import Devices, Host, check
-from nanoscale.launch.hosts.hosts import parse, read_hosts
+from nanoscale.launch.hosts.hosts import parse
+from nanoscale.launch.transport.transport import read_hosts
 from tests.support.recipes import changed
 
 HOSTS = """\

@@ -25,7 +25,7 @@ TYPED_BACK = {
     "checkpoint/store.py": "cli/test_advice_on_files.py",
     "cli/common/rehearsal.py": "rehearse/test_command.py",
     "cli/inspect/columns.py": "cli/test_ls.py",
-    "cli/common/slurm_jobs.py": "cli/test_remove.py",
+    "launch/slurm/jobs.py": "cli/test_remove.py",
     "cli/inspect/config.py": "cli/test_advice.py",
     "cli/inspect/help.py": "cli/test_help.py",
     "cli/jobs/data.py": "cli/test_advice_on_files.py",

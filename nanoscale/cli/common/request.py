@@ -114,7 +114,7 @@ def request_job(
         UserError: with everything that is wrong.
     """
     from nanoscale.launch.request import check_request
-    from nanoscale.launch.slurm.allocation import note_idle_nodes
+    from nanoscale.launch.transport.transport import transport_of
 
     if starts:
         line.require_startable()
@@ -127,8 +127,8 @@ def request_job(
         hosts=None if hosts is None else hosts(composed),
         repeats=line.config_file,
     )
-    if starts:
-        note_idle_nodes(checked.config.launcher)
+    if starts and (idle := transport_of(checked.config).idle_machines()):
+        display.note(idle)
     return checked
 
 

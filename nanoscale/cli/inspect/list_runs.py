@@ -12,8 +12,8 @@ from nanoscale.cli.common.output import console, print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.cli.inspect.columns import Column
+    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
 
@@ -55,8 +55,8 @@ def list_runs(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the runs, the oldest first. Several --where must all hold."""
-    from nanoscale.cli.common.slurm_jobs import jobs_of
     from nanoscale.cli.inspect.columns import column, condition
+    from nanoscale.launch.slurm.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
 
     runs = RunDirectory.all(root)
@@ -110,8 +110,8 @@ _UNKNOWN = (
 
 def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
     """Summarise one run in a few values."""
-    from nanoscale.cli.common.slurm_jobs import in_words
     from nanoscale.config.composing.frozen import read_values
+    from nanoscale.launch.slurm.jobs import in_words
     from nanoscale.runs import lock, metrics, status
 
     now, last = status.require(run), metrics.last(run)
@@ -140,7 +140,7 @@ def _print_table(rows: list[dict[str, Any]], columns: list[Column]) -> None:
     """Print the runs with some columns, or the usual ones."""
     from rich.table import Table
 
-    from nanoscale.cli.common.slurm_jobs import clock
+    from nanoscale.launch.slurm.jobs import clock
 
     usual = ("step", "loss", "model", "attempt", "created")
     names = [column.name for column in columns] or usual

@@ -20,7 +20,7 @@ _KEEP = "checkpoint.keep_"
 
 def remove_runs(runs: opt.Runs, yes: opt.Yes = False, as_json: opt.AsJson = False) -> int:
     """Delete runs with all their files, after a question. An active run is refused."""
-    from nanoscale.cli.common.slurm_jobs import require_inactive
+    from nanoscale.launch.slurm.jobs import require_inactive
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock
     from nanoscale.runs.removal import remove, size_of
@@ -76,8 +76,8 @@ def prune_checkpoints(
     are, and do not count. An active run is refused.
     """
     from nanoscale.checkpoint import store
-    from nanoscale.cli.common.slurm_jobs import require_inactive
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.slurm.jobs import require_inactive
     from nanoscale.runs import fence, status
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import RunLock

@@ -20,7 +20,7 @@ from nanoscale.cli.jobs.stop import stop_run
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.common.slurm_jobs import Job
+    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="List, show, follow, report, stop and delete runs.")
@@ -37,9 +37,9 @@ _LOOK_S = 0.1
 @app.command("show")
 def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
-    from nanoscale.cli.common.slurm_jobs import job_of
     from nanoscale.cli.inspect.list_runs import summary
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.slurm.jobs import job_of
     from nanoscale.runs import events, failure, metrics
     from nanoscale.runs.directory import RunDirectory
 
@@ -108,7 +108,7 @@ class _GoingOn:
         self._queued = False
 
     def __call__(self) -> bool:
-        from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
+        from nanoscale.launch.slurm.jobs import ASK_S, job_of
         from nanoscale.runs import lock
 
         if lock.owner(self._run) is not None:
@@ -121,7 +121,7 @@ class _GoingOn:
 
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
-    from nanoscale.cli.common.slurm_jobs import clock, output_of
+    from nanoscale.launch.slurm.jobs import clock, output_of
     from nanoscale.view.run.live import figures
 
     steps = "?" if document["steps"] is None else document["steps"]
@@ -154,7 +154,7 @@ def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> 
 
 def _batch_logs(run: RunDirectory) -> list[Path]:
     """List the log of the batch script of the run's job."""
-    from nanoscale.cli.common.slurm_jobs import output_of
+    from nanoscale.launch.slurm.jobs import output_of
     from nanoscale.runs import submission
 
     one = submission.read(run)

@@ -12,9 +12,9 @@ from nanoscale.cli.common.output import FAILED, INTERRUPTED, print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.common.slurm_jobs import Job
     from nanoscale.launch.lifecycle.attempt import Outcome
     from nanoscale.launch.lifecycle.command import LaunchPlan
+    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
     from nanoscale.view.run.live import LiveView
@@ -52,7 +52,7 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 
 def _follow(run: RunDirectory, view: LiveView) -> Job | None:
     """Show the run's events until nobody works on it; return the state of its job."""
-    from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
+    from nanoscale.launch.slurm.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
     said = ""
@@ -115,7 +115,7 @@ def _outcome(run: RunDirectory) -> Outcome | None:
 
 def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
     """Report that nobody recorded how the run ended, or that it never began."""
-    from nanoscale.cli.common.slurm_jobs import in_words, output_of, ways_on
+    from nanoscale.launch.slurm.jobs import in_words, output_of, ways_on
     from nanoscale.runs import status
 
     lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]

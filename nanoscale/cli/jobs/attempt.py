@@ -11,7 +11,6 @@ from typing import Any, TextIO
 from nanoscale.cli.common.output import console, print_json
 from nanoscale.cli.common.rehearsal import rehearsal_lines
 from nanoscale.cli.common.request import Refusals, saving_lines, saving_of
-from nanoscale.cli.common.slurm_jobs import ways_on
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 from nanoscale.common.units import GIB, byte_size, duration
@@ -23,6 +22,7 @@ from nanoscale.launch.lifecycle.command import here, plan_launch
 from nanoscale.launch.lifecycle.supervisor import Supervisor, prepare
 from nanoscale.launch.preflight.preflight import mixed_versions, require_ready
 from nanoscale.launch.request import Request
+from nanoscale.launch.slurm.jobs import ways_on
 from nanoscale.runs import events, failure, metrics, status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Failure

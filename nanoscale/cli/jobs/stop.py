@@ -15,7 +15,7 @@ from nanoscale.cli.common.output import DONE, FAILED
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.common.slurm_jobs import Job
+    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.runs.lock import Owner
 
@@ -35,7 +35,7 @@ def stop_run(
     ] = None,
 ) -> int:
     """Save and stop a run, and wait for its end; cancel its waiting SLURM job."""
-    from nanoscale.cli.common.slurm_jobs import job_of
+    from nanoscale.launch.slurm.jobs import job_of
     from nanoscale.runs import lock
     from nanoscale.runs.directory import RunDirectory
 
@@ -56,7 +56,7 @@ def _leave_queue(run: RunDirectory, job: Job) -> Job | None:
     """Cancel a job that waits; return the job if it has begun meanwhile."""
     from dataclasses import replace
 
-    from nanoscale.cli.common.slurm_jobs import job_of
+    from nanoscale.launch.slurm.jobs import job_of
     from nanoscale.launch.slurm.slurm import cancel
     from nanoscale.runs import events, submission
 
@@ -121,8 +121,8 @@ def _note(run: RunDirectory) -> None:
 
 
 def _wait(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float | None) -> int:
-    from nanoscale.cli.common.slurm_jobs import ASK_S, job_of
     from nanoscale.config.composing.frozen import load
+    from nanoscale.launch.slurm.jobs import ASK_S, job_of
     from nanoscale.runs import lock, status
 
     if timeout is None:

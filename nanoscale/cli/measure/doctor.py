@@ -61,14 +61,14 @@ def _machines(line: CommandLine) -> tuple[Config, Sequence[Host]]:
     """Return the configuration, without a job, and the hosts."""
     from nanoscale.common.devices import detect
     from nanoscale.config.rules import check_machines
-    from nanoscale.launch.hosts.hosts import read_hosts
     from nanoscale.launch.lifecycle.command import here
+    from nanoscale.launch.transport.transport import read_hosts, transport_of
     from nanoscale.runs.directory import check_root
 
     composed = line.compose()
     hosts = read_hosts(composed)
     config = check_machines(composed, detect(), hosts)
-    if config.launcher.name != "local":
+    if not transport_of(config).is_local:
         check_root(Path(config.run.root))  # the hosts look for a file there
     return config, hosts or (here(config),)
 

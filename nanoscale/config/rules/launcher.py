@@ -41,12 +41,6 @@ _MAY_BE_ZERO = {
 """Hardware figures that may be 0; the others are divisors."""
 
 
-def by_hostfile(composed: Composed) -> bool:
-    """True if the hosts are those of `launcher.hostfile`."""
-    launcher = composed.config.launcher
-    return launcher.hostfile is not None and _way(composed) in ("ssh", "pdsh")
-
-
 def resolve_launcher(resolution: Resolution) -> Launcher:
     """Return the launcher with its name, and the hostfile with an absolute path."""
     _check_concerns(resolution)
@@ -72,7 +66,7 @@ def resolve_ranks(
     return replace(launcher, device=device, devices=ranks, threads=threads)
 
 
-def _way(composed: Composed) -> str:
+def requested_launcher(composed: Composed) -> str:
     """Return the requested launcher: a hostfile implies ssh, unless another one was requested."""
     launcher = composed.config.launcher
     unsaid = launcher.name == "local" and not composed.asked_for("launcher.name")
@@ -82,7 +76,7 @@ def _way(composed: Composed) -> str:
 def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm"]:
     """Return the launcher's name: a hostfile of this machine alone needs no ssh, unless it was requested."""
     asked = resolution.config.launcher.name
-    if asked == _way(resolution.composed):
+    if asked == requested_launcher(resolution.composed):
         return asked
     if resolution.remote or not resolution.hosts:
         return "ssh"
@@ -97,7 +91,7 @@ def _name(resolution: Resolution) -> Literal["local", "ssh", "pdsh", "slurm"]:
 
 
 def _check_concerns(resolution: Resolution) -> None:
-    launcher, way = resolution.config.launcher, _way(resolution.composed)
+    launcher, way = resolution.config.launcher, requested_launcher(resolution.composed)
     if way in ("ssh", "pdsh") and launcher.hostfile is None:
         message = (
             f"is needed by launcher.name={way}: a file with a line `HOST slots=N` for each host"
@@ -116,7 +110,9 @@ def _check_concerns(resolution: Resolution) -> None:
 def _check_ssh_args(resolution: Resolution) -> None:
     """Check `launcher.ssh_args`: pdsh splits ssh's arguments at spaces, whatever quotes there are."""
     key, words = "launcher.ssh_args", resolution.config.launcher.ssh_args
-    if _way(resolution.composed) == "pdsh" and any(len(word.split()) != 1 for word in words):
+    if requested_launcher(resolution.composed) == "pdsh" and any(
+        len(word.split()) != 1 for word in words
+    ):
         message = "cannot hold an argument with a space, at which pdsh would split it"
         resolution.refuse("config", key, message, "launcher.name=ssh")
 

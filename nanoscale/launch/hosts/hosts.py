@@ -17,7 +17,6 @@ from nanoscale.common.errors import Violation
 from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
-from nanoscale.config.rules.launcher import by_hostfile
 from nanoscale.config.rules.resolution import counted
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
@@ -35,19 +34,13 @@ _FEW = 3
 """Up to this many hosts are named if they share a problem."""
 
 
-def read_hosts(composed: Composed) -> tuple[Host, ...]:
-    """Return the hosts of the configuration: of the hostfile, in its order, or of SLURM's job.
-
-    Return none if all ranks are on this machine.
+def read_hostfile(composed: Composed) -> tuple[Host, ...]:
+    """Return the hosts of `launcher.hostfile` in its order; none without a hostfile.
 
     Raises:
         UserError: with all problems of the hostfile, or else of the choice from it.
     """
-    if composed.config.launcher.name == "slurm":
-        from nanoscale.launch.slurm.allocation import given_nodes
-
-        return given_nodes(composed)
-    if not by_hostfile(composed):
+    if composed.config.launcher.hostfile is None:
         return ()
     text, name = _read(composed)
     hosts, violations = parse(text, name)

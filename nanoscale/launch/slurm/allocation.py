@@ -8,12 +8,10 @@ import socket
 from collections.abc import Mapping
 from math import lcm
 
-from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
 from nanoscale.config.rules.resolution import counted
-from nanoscale.config.schema import Launcher
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import refuse
 from nanoscale.launch.slurm.slurm import SlurmError, host_names
@@ -92,23 +90,19 @@ def require_one_launcher() -> None:
         _refuse_copies(env, "mpirun", "OMPI_COMM_WORLD_SIZE")
 
 
-def note_idle_nodes(launcher: Launcher) -> None:
-    """Show a line if this job of SLURM has nodes that no rank will run on.
-
-    Args:
-        launcher: of a configuration that `check` has resolved.
-    """
-    env = os.environ
+def idle_nodes(env: Mapping[str, str]) -> str | None:
+    """Return a sentence about the other nodes of this job of SLURM, which ranks of this machine leave idle."""
     nodes, node = env.get("SLURM_JOB_NODELIST"), env.get("SLURMD_NODENAME")
-    if launcher.name != "local" or not nodes or _in_step(env):
-        return
+    if not nodes or _in_step(env):
+        return None
     host = node or socket.gethostname().partition(".")[0]
     count = _integer(env, "SLURM_JOB_NUM_NODES") or _integer(env, "SLURM_NNODES")
-    if count != 1 or nodes != host:
-        display.note(
-            f"job {env.get('SLURM_JOB_ID')} of SLURM has {counted(count, 'node')} ({nodes}), and all ranks "
-            f"will run on {host}; to use the nodes of the job, add launcher=slurm"
-        )
+    if count == 1 and nodes == host:
+        return None
+    return (
+        f"job {env.get('SLURM_JOB_ID')} of SLURM has {counted(count, 'node')} ({nodes}), and all ranks "
+        f"will run on {host}; to use the nodes of the job, add launcher=slurm"
+    )
 
 
 def _in_step(env: Mapping[str, str]) -> bool:

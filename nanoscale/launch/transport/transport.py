@@ -17,8 +17,11 @@ import nanoscale
 from nanoscale.config import hostnames
 from nanoscale.config.composing.nodes import elastic
 from nanoscale.config.machines import Host
+from nanoscale.config.rules.launcher import requested_launcher
 from nanoscale.config.schema import Config
-from nanoscale.launch.slurm.allocation import cpus_a_node
+from nanoscale.config.values.composed import Composed
+from nanoscale.launch.hosts.hosts import read_hostfile
+from nanoscale.launch.slurm.allocation import cpus_a_node, given_nodes, idle_nodes
 from nanoscale.launch.slurm.slurm import container_prefix, srun_options
 
 Command = tuple[str, ...]
@@ -47,6 +50,15 @@ class Transport(ABC):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+    @staticmethod
+    def hosts(composed: Composed) -> tuple[Host, ...]:
+        """Return the hosts of a configuration; none if all ranks are on this machine.
+
+        Raises:
+            UserError: with everything that is wrong with them.
+        """
+        return ()
 
     @abstractmethod
     def commands(
@@ -88,6 +100,10 @@ class Transport(ABC):
         """Return the remedy that excludes a host."""
         return f"do without {host.name}"
 
+    def idle_machines(self) -> str | None:
+        """Return a sentence about machines of this session that no rank will run on, if there are any."""
+        return None
+
 
 class Local(Transport):
     """The agent of this machine, as a process of the launcher."""
@@ -107,9 +123,14 @@ class Local(Transport):
     def another_python(self, host: Host) -> str:
         return "use another interpreter"
 
+    def idle_machines(self) -> str | None:
+        return idle_nodes(os.environ)
+
 
 class Ssh(Transport):
     """A connection of ssh for each host of a hostfile."""
+
+    hosts = staticmethod(read_hostfile)
 
     def commands(
         self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
@@ -206,6 +227,7 @@ class Srun(Transport):
 
     check = "srun"
     is_reverse = True
+    hosts = staticmethod(given_nodes)
 
     def commands(
         self, hosts: Sequence[Host], addresses: str = _CONNECT_ADDRESS, key_file: str = _KEY_FILE
@@ -239,6 +261,11 @@ class Srun(Transport):
 
 
 _BY_LAUNCHER: dict[str, type[Transport]] = {"local": Local, "ssh": Ssh, "pdsh": Pdsh, "slurm": Srun}
+
+
+def read_hosts(composed: Composed) -> tuple[Host, ...]:
+    """Return the hosts of a composed configuration, as its launcher names them: see `Transport.hosts`."""
+    return _BY_LAUNCHER[requested_launcher(composed)].hosts(composed)
 
 
 def transport_of(config: Config) -> Transport:
