@@ -1,8 +1,9 @@
-"""Durations and sizes in readable units: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
+"""Durations, times and sizes in readable units: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
 
 from __future__ import annotations
 
 import math
+import time
 
 GIB = 2**30
 
@@ -29,6 +30,11 @@ def duration(seconds: float) -> str:
     unit, name = next((unit, name) for limit, unit, name in _LONG if seconds < limit)
     value = seconds / unit
     return f"{value:,.0f} {name}" if value >= 10 else f"{value:.2g} {name}"
+
+
+def clock(seconds: float | None) -> str:
+    """Return a UNIX time as local date and time; `?` if it is not known."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "?"
 
 
 def byte_size(count: float) -> str:

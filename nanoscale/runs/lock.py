@@ -37,6 +37,7 @@ from types import TracebackType
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import clock
 from nanoscale.runs.directory import RunDirectory
 
 BEAT_S = 3.0
@@ -87,7 +88,7 @@ class Owner:
         return self.pid > 0 and (self.host, self.kernel) == (socket.gethostname(), _kernel())
 
     def __str__(self) -> str:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        since = clock(self.since)
         return f"process {self.pid} of {self.user} on {self.host} since {since} ({self.command})"
 
 

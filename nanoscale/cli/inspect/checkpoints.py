@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,7 @@ from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, console, print_json
 from nanoscale.cli.inspect.remove import prune_checkpoints
 from nanoscale.common import display
-from nanoscale.common.units import byte_size
+from nanoscale.common.units import byte_size, clock
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
@@ -56,7 +55,8 @@ def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
         return
     for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
         display.show(f"{name:<17} {document.get(name, 'not recorded')}")
-    display.show(f"{'saved':<17} {_when(document.get('time'))}")
+    saved = document.get("time")
+    display.show(f"{'saved':<17} {clock(saved) if saved else 'not recorded'}")
     for sentence in document["damage"]:
         display.show(f"{'damaged':<17} {sentence}")
     _print_tensors(document["tensors"])
@@ -285,7 +285,7 @@ def _line(row: dict[str, Any]) -> str:
         return f"{row['name']}  damaged: {row['error']}"
     size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
     loss = "" if row["eval_loss"] is None else f"  eval loss {row['eval_loss']:.4f}"
-    return f"{row['name']}  {_when(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
+    return f"{row['name']}  {clock(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
 
 
 def _print_tensors(tensors: dict[str, Any]) -> None:
@@ -304,9 +304,3 @@ def _print_files(files: dict[str, Any]) -> None:
     for name, file in files.items():
         table.add_row(name, f"{file['bytes']:,}", file["xxh3_128"])
     console().print(table)
-
-
-def _when(seconds: float | None) -> str:
-    if seconds is None:
-        return "not recorded"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import clock
 from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.suggest import nearest_key
 from nanoscale.config.violations import shown
-from nanoscale.launch.slurm.jobs import clock
 from nanoscale.runs import metrics
 from nanoscale.runs.directory import RunDirectory
 

@@ -140,7 +140,7 @@ def _print_table(rows: list[dict[str, Any]], columns: list[Column]) -> None:
     """Print the runs with some columns, or the usual ones."""
     from rich.table import Table
 
-    from nanoscale.launch.slurm.jobs import clock
+    from nanoscale.common.units import clock
 
     usual = ("step", "loss", "model", "attempt", "created")
     names = [column.name for column in columns] or usual

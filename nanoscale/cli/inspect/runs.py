@@ -121,7 +121,8 @@ class _GoingOn:
 
 
 def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
-    from nanoscale.launch.slurm.jobs import clock, output_of
+    from nanoscale.common.units import clock
+    from nanoscale.launch.slurm.jobs import output_of
     from nanoscale.view.run.live import figures
 
     steps = "?" if document["steps"] is None else document["steps"]

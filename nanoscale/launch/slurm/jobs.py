@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import clock
 from nanoscale.launch.slurm.slurm import JobState, SlurmError, job_states
 from nanoscale.runs import lock, status, submission
 from nanoscale.runs.directory import RunDirectory
@@ -176,10 +176,3 @@ def in_words(state: str, going_on: bool, job: Job | None) -> str:
     if state == "prepared" and job is not None and not job.problem:
         return f"starting ({job})" if job.is_there else f"never began ({job}: {job.end})"
     return state
-
-
-def clock(seconds: float | None) -> str:
-    """Format a UNIX time for people."""
-    if not seconds:
-        return "?"
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

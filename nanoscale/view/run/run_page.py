@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
-from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB, byte_size, clock, duration
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.view.charts import curves
 from nanoscale.view.page import render
@@ -111,10 +110,6 @@ def figure(value: float | None, unit: str) -> str:
     if unit == "%":
         return f"{value:.1f} %"
     return f"{value:,.0f}"
-
-
-def clock(value: float | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value)) if value else "?"
 
 
 def _charts(about: Document) -> Iterator[str]:
