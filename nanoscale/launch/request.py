@@ -15,6 +15,7 @@ from nanoscale.config.values.composed import Composed
 from nanoscale.config.values.yaml_file import read
 from nanoscale.launch.preflight.deepspeed_settings import check_extra
 from nanoscale.launch.transport.transport import read_hosts
+from nanoscale.plan.saving import SavingPlan, plan_saving
 from nanoscale.runs.directory import RunDirectory
 
 
@@ -51,6 +52,12 @@ class Request:
     def run(self) -> RunDirectory:
         """The run's directory, which may not exist yet."""
         return RunDirectory(Path(self.config.run.root).absolute() / str(self.config.run.name))
+
+    @property
+    def saving(self) -> SavingPlan:
+        """The plan of the job's checkpoints and their disk space."""
+        step_s = self.plan["step_time_s"] if self.plan else None
+        return plan_saving(self.config, step_s, len(self.run.checkpoint_steps()))
 
 
 def check_request(

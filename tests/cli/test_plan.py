@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nanoscale.cli.inspect.plan import SoftwareName
-from nanoscale.cli.jobs.attempt import precision_lines
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.rules import Devices, check
@@ -17,6 +16,7 @@ from nanoscale.launch.request import Request
 from nanoscale.plan.hardware.software import RECORDS
 from nanoscale.plan.predict import predict
 from nanoscale.view.plan.prediction_json import document
+from nanoscale.view.run.launch_text import precision_lines
 
 H100 = ("recipe=llama-8b", "cluster=h100-sxm", "parallel.activation_checkpointing=selective")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from nanoscale.cli.jobs.attempt import report
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
@@ -26,6 +25,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.runs.lock import RunLock
 from nanoscale.runs.submission import Submission
+from nanoscale.view.run.outcome_text import print_outcome
 
 RECORD = {
     "step": 7,
@@ -338,7 +338,7 @@ def test_how_to_go_on(runs):
 
 def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
     before = io.StringIO()
-    report(runs[0], Outcome("stopped", 130), before)
+    print_outcome(runs[0], Outcome("stopped", 130), before)
     assert (
         "checkpoint  none was saved: the training would start again from step 1"
         in before.getvalue()
@@ -346,7 +346,7 @@ def test_an_end_without_a_checkpoint_does_not_promise_to_go_on(runs):
     assert "start over  nanoscale resume b" in before.getvalue()
     runs[0].checkpoint(3).mkdir()
     after = io.StringIO()
-    report(runs[0], Outcome("stopped", 130), after)
+    print_outcome(runs[0], Outcome("stopped", 130), after)
     assert "continue    nanoscale resume b" in after.getvalue() and "step 1" not in after.getvalue()
 
 

@@ -99,12 +99,12 @@ def test_the_live_view_shows_nothing_that_a_terminal_obeys(run, stream):
 
 
 def test_the_panel_of_a_failure_shows_nothing_that_a_terminal_obeys(run, monkeypatch):
-    from nanoscale.cli.jobs.attempt import report
+    from nanoscale.view.run.outcome_text import print_outcome
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "300")
-    report(run, Outcome("failed", 1, failure.read(run)), io.StringIO())
+    print_outcome(run, Outcome("failed", 1, failure.read(run)), io.StringIO())
     assert_harmless(screen.getvalue())
 
 

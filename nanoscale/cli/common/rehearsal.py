@@ -50,17 +50,6 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
     return replace(request, program=result)
 
 
-def rehearsal_lines(request: Request) -> list[str]:
-    """Return whether a job of several ranks was rehearsed, in a line to show; nothing for one rank."""
-    from nanoscale.view.rehearsal.text import verdict
-
-    if request.config.world_size == 1 or request.config.backend.name == "deepspeed":
-        return []
-    if request.program is None:
-        return ["not rehearsed: --rehearse plays every kind of rank before the launch"]
-    return [f"rehearsed: {verdict(request.program)}"]
-
-
 def rehearsed(config: ResolvedConfig, ranks: str, steps: int) -> dict[str, Any]:
     """Return the result of a rehearsal, from the cache if the same code has played it before.
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from nanoscale.config.rules import Devices, Host
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.request import Request
-    from nanoscale.plan.saving import SavingPlan
 
 
 @dataclass(frozen=True)
@@ -197,19 +196,4 @@ def require_disk(request: Request, refusals: Refusals, *, force: bool) -> None:
     """
     if not force:
         with refusals.gather():
-            saving_of(request).require_disk()
-
-
-def saving_of(request: Request) -> SavingPlan:
-    """Return the plan of the job's checkpoints and their disk space."""
-    from nanoscale.plan.saving import plan_saving
-
-    step_s = request.plan["step_time_s"] if request.plan else None
-    return plan_saving(request.config, step_s, len(request.run.checkpoint_steps()))
-
-
-def saving_lines(request: Request) -> list[str]:
-    """Return the plan of checkpoints as lines to show, warnings included."""
-    saving = saving_of(request)
-    lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
-    return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]
+            request.saving.require_disk()

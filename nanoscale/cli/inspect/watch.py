@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import FAILED, INTERRUPTED, print_json
@@ -27,9 +27,9 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
 
     Ctrl-C ends the watching, not the run. The exit code is that of the run.
     """
-    from nanoscale.cli.jobs.attempt import document, report
     from nanoscale.runs.directory import RunDirectory
     from nanoscale.view.run.live import LiveView
+    from nanoscale.view.run.outcome_text import document, print_lost, print_outcome
 
     directory = RunDirectory.open(run)
     stream = sys.stderr if as_json else sys.stdout
@@ -43,8 +43,9 @@ def watch_run(run: opt.Run, as_json: opt.AsJson = False) -> int:
         return INTERRUPTED
     outcome = _outcome(directory)
     if outcome is None:
-        return _say_lost(directory, job, stream)
-    report(directory, outcome, stream)
+        print_lost(directory, job, stream)
+        return FAILED
+    print_outcome(directory, outcome, stream)
     if as_json:
         print_json(document(directory, outcome))
     return outcome.exit_code
@@ -111,18 +112,3 @@ def _outcome(run: RunDirectory) -> Outcome | None:
         return None
     cause = failure.read(run) if now.state == "failed" else None
     return Outcome(now.state, now.exit_code, cause)
-
-
-def _say_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> int:
-    """Report that nobody recorded how the run ended, or that it never began."""
-    from nanoscale.launch.slurm.jobs import in_words, output_of, ways_on
-    from nanoscale.runs import status
-
-    lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
-    if job is not None:
-        lines.append(f"  job         {job.sentence()}")
-        output = output_of(run, job.submission)
-        lines += [] if output is None else [f"  its output  {output}"]
-    lines += ways_on(run)
-    display.show("\n".join(lines), stream=stream)
-    return FAILED

@@ -285,8 +285,8 @@ def _complete(run: RunDirectory, config: ResolvedConfig) -> str:
 
 
 def _say_complete(run: RunDirectory, config: ResolvedConfig, as_json: bool) -> None:
-    from nanoscale.cli.jobs.attempt import document
     from nanoscale.launch.lifecycle.attempt import Outcome
+    from nanoscale.view.run.outcome_text import document
 
     (display.note if as_json else display.show)(_complete(run, config))
     if as_json:

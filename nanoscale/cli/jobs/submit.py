@@ -13,7 +13,7 @@ import typer
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, console, print_json
-from nanoscale.cli.common.rehearsal import rehearsal_lines, with_program
+from nanoscale.cli.common.rehearsal import with_program
 from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
 from nanoscale.common import display
 
@@ -229,10 +229,13 @@ def _show(batch: BatchJob, variants: list[Variant], refusals: Refusals, as_json:
     """Show the result of `--dry-run`."""
     import shutil
 
-    from nanoscale.cli.common.request import saving_lines, saving_of
-    from nanoscale.config.model_math import parameters
     from nanoscale.config.rules.resolution import counted
-    from nanoscale.view.run.launch_text import derived_values, settings
+    from nanoscale.view.run.launch_text import (
+        derived_values,
+        rehearsal_lines,
+        saving_lines,
+        settings,
+    )
 
     config, nodes = batch.requests[0].config, batch.requests[0].hosts
     if as_json:
@@ -241,9 +244,9 @@ def _show(batch: BatchJob, variants: list[Variant], refusals: Refusals, as_json:
             "nodes": config.launcher.nodes or 1,
             "devices": config.launcher.devices,
             "settings": settings(config),
-            "derived": derived_values(config, parameters(config.model)),
+            "derived": derived_values(config),
             "text": batch.script,
-            "checkpoints": saving_of(batch.requests[0]).document(),
+            "checkpoints": batch.requests[0].saving.document(),
         }
         print_json({**document, **_document(batch, variants), **refusals.document()})
         return
@@ -261,7 +264,7 @@ def _show(batch: BatchJob, variants: list[Variant], refusals: Refusals, as_json:
 
 
 def _say(batch: BatchJob, variants: list[Variant], job: Submission) -> None:
-    from nanoscale.cli.common.request import saving_lines
+    from nanoscale.view.run.launch_text import rehearsal_lines, saving_lines
 
     runs = [request.run for request in batch.requests]
     what = f"{len(runs)} runs are" if batch.is_array else f"{runs[0].name} is"

@@ -111,16 +111,6 @@ def way_on(run: RunDirectory) -> str:
     return shlex.join(["sbatch", *task, one.script])
 
 
-def ways_on(run: RunDirectory) -> list[str]:
-    """Return the last lines about a run that ended early: the command, and whether that starts from step 1."""
-    if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
-        return [f"  continue    {way_on(run)}"]
-    return [
-        "  checkpoint  none was saved: the training would start again from step 1",
-        f"  start over  {way_on(run)}",
-    ]
-
-
 def job_of(run: RunDirectory) -> Job | None:
     """Return the newest job of a run; None if it was never submitted to SLURM."""
     one = submission.read(run)

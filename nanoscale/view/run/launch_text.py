@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.common.units import GIB, duration, share
 from nanoscale.config.data.sample_count import times_seen
 from nanoscale.config.hardware.data_sheets import wide_kind
-from nanoscale.config.model_math import describe_adapters
+from nanoscale.config.model_math import describe_adapters, parameters
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Precision, Zero
 from nanoscale.config.stages import stage_layers
 from nanoscale.launch.lifecycle.command import LaunchPlan
-from nanoscale.plan.saving import SavingPlan
+from nanoscale.launch.request import Request
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.plan.prediction_json import bf16_advice
+from nanoscale.view.rehearsal.text import verdict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,15 +27,9 @@ _MOST_RANKS = 64
 """The most rows; more would push the rest off the screen."""
 
 
-def document(
-    plan: LaunchPlan,
-    config: ResolvedConfig,
-    parameters: int,
-    run: RunDirectory,
-    predicted: dict[str, Any] | None,
-    saving: SavingPlan,
-) -> dict[str, Any]:
+def document(request: Request, plan: LaunchPlan, run: RunDirectory) -> dict[str, Any]:
     """Return the document of `train --dry-run --json`."""
+    config = request.config
     return {
         "world_size": plan.world_size,
         "hosts": [
@@ -52,15 +47,16 @@ def document(
         "environment": plan.environment,
         "mesh": asdict(plan.mesh),
         "settings": settings(config),
-        "derived": derived_values(config, parameters),
+        "derived": derived_values(config),
         "run_dir": str(run.path),
         "epochs": times_seen(config),
-        "plan": predicted,
-        "checkpoints": saving.document(),
+        "plan": request.plan,
+        "checkpoints": request.saving.document(),
+        "rehearsed": request.program is not None,
     }
 
 
-def derived_values(config: ResolvedConfig, parameters: int) -> dict[str, int]:
+def derived_values(config: ResolvedConfig) -> dict[str, int]:
     """Return the numbers that follow from the configuration."""
     return {
         "dp": config.parallel.dp,
@@ -69,7 +65,7 @@ def derived_values(config: ResolvedConfig, parameters: int) -> dict[str, int]:
         "accumulation": config.accumulation,
         "tokens_per_step": config.tokens_per_step,
         "steps": config.train.steps,
-        "parameters": parameters,
+        "parameters": parameters(config.model),
     }
 
 
@@ -186,18 +182,11 @@ def _several(numbers: list[int]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
 
 
-def print_plan(
-    console: Console,
-    plan: LaunchPlan,
-    config: ResolvedConfig,
-    parameters: int,
-    run: RunDirectory,
-    predicted: dict[str, Any] | None,
-    saving: SavingPlan,
-) -> None:
-    """Print `train --dry-run`. `predicted` is plan.json, if the devices are known."""
+def print_plan(console: Console, request: Request, plan: LaunchPlan, run: RunDirectory) -> None:
+    """Print `train --dry-run`."""
     from rich.table import Table
 
+    config, saving = request.config, request.saving
     values = Table("", "", title="job", title_justify="left", show_header=False)
     units = {
         "parameters": "",
@@ -207,13 +196,13 @@ def print_plan(
         "tokens_per_step": "tokens",
         "steps": "",
     }
-    numbers = derived_values(config, parameters)
+    numbers = derived_values(config)
     for name, unit in units.items():
         values.add_row(name.replace("_", " "), f"{numbers[name]:,} {unit}".rstrip())
     values.add_row("mesh", str(plan.mesh))
     for name, text in settings(config).items():
         values.add_row(name, text)
-    for name, text in forecast(predicted).items() if predicted else ():
+    for name, text in forecast(request.plan).items() if request.plan else ():
         values.add_row(name, text)
     values.add_row("checkpoints", "\n".join(saving.sentences()))
     console.print(f"run directory {run.path}\n", markup=False, soft_wrap=True)
@@ -243,3 +232,45 @@ def print_plan(
     for warning in saving.warnings():
         console.print(f"\nwarning: {warning}", markup=False, soft_wrap=True)
     console.print("\nnothing was written or started")
+    for line in rehearsal_lines(request):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def request_lines(request: Request) -> list[str]:
+    """Describe what a launch begins with: dtypes, data, rehearsal and checkpoints."""
+    return [
+        *precision_lines(request),
+        *_data_lines(request),
+        *rehearsal_lines(request),
+        *saving_lines(request),
+    ]
+
+
+def precision_lines(request: Request) -> list[str]:
+    """Describe the dtypes, and the speed in bf16 if fp32 was chosen on GPUs."""
+    chosen = " (precision.compute=auto)" if request.asked.precision.compute == "auto" else ""
+    lines = [f"precision: {describe_precision(request.config.precision)}{chosen}"]
+    advice = forecast(request.plan).get("in bf16") if request.plan else None
+    return [*lines, advice] if advice else lines
+
+
+def _data_lines(request: Request) -> list[str]:
+    """Describe how often the data is seen; nothing if its size is not known before the launch."""
+    times = times_seen(request.config)
+    return [] if times is None else [f"data: {seen_text(times)}"]
+
+
+def rehearsal_lines(request: Request) -> list[str]:
+    """Return whether a job of several ranks was rehearsed, in a line to show; nothing for one rank."""
+    if request.config.world_size == 1 or request.config.backend.name == "deepspeed":
+        return []
+    if request.program is None:
+        return ["not rehearsed: --rehearse plays every kind of rank before the launch"]
+    return [f"rehearsed: {verdict(request.program)}"]
+
+
+def saving_lines(request: Request) -> list[str]:
+    """Return the plan of checkpoints as lines to show, warnings included."""
+    saving = request.saving
+    lines = [f"checkpoints: {sentence}" for sentence in saving.sentences()]
+    return [*lines, *(f"warning: {warning}" for warning in saving.warnings())]

@@ -1,0 +1,158 @@
+"""How a run ended: for `train`, `resume` and `runs watch`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from nanoscale.common import display
+from nanoscale.common.errors import UserError
+from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.launch.lifecycle.attempt import Outcome
+from nanoscale.launch.slurm.jobs import Job, in_words, output_of, way_on
+from nanoscale.runs import events, failure, metrics, status
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.failure import Failure
+from nanoscale.runs.tail import read_end
+from nanoscale.view.run.live import number
+from nanoscale.view.run.run_report import prediction
+
+_LOG_LINES, _LOG_BYTES = 12, 1 << 14
+_NOISE = ("The hostname of the client socket cannot be retrieved",)
+"""Messages of torch on any network that does not resolve addresses to names."""
+
+
+def document(run: RunDirectory, outcome: Outcome) -> dict[str, Any]:
+    """Return the final document of `train --json` and `resume --json`."""
+    last = metrics.last(run)
+    return {
+        "run_dir": str(run.path),
+        "status": outcome.state,
+        "attempt": status.read(run).attempt,
+        "steps": _reached(run, last),
+        "metrics": last,
+        "failure": failure.document(outcome.failure) if outcome.failure else None,
+        "exit_code": outcome.exit_code,
+    }
+
+
+def print_outcome(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
+    """Print how a run ended, and its failure.
+
+    Raises:
+        UserError: a rank found an error in the request.
+    """
+    if outcome.failure is not None:
+        error = failure.user_error(outcome.failure)
+        if error is not None:
+            raise error
+        _print_failure(run, outcome.failure)
+    _print_summary(run, outcome, stream)
+
+
+def print_lost(run: RunDirectory, job: Job | None, stream: TextIO) -> None:
+    """Print that nobody recorded how the run ended, or that it never began."""
+    lines = [in_words(status.read(run).state, False, job), f"  run         {run.path}"]
+    if job is not None:
+        lines.append(f"  job         {job.sentence()}")
+        output = output_of(run, job.submission)
+        lines += [] if output is None else [f"  its output  {output}"]
+    display.show("\n".join([*lines, *_ways_on(run)]), stream=stream)
+
+
+def _print_failure(run: RunDirectory, cause: Failure) -> None:
+    """Print the panel of a failure: the rank, the cause, the remedy and the log."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    title = f"{cause.who} failed"
+    text = cause.traceback.rstrip() or _end_of_log(run, cause)
+    lines = [text, ""] if text else []
+    lines.append(f"diagnosis  {cause.diagnosis}")
+    if cause.remedy:
+        lines.append(f"remedy     {cause.remedy}")
+    if cause.also_failed:
+        lines.append(f"ended too  ranks {', '.join(map(str, cause.also_failed))}")
+    lines.append(f"log        {run.path / cause.log}")
+    screen = display.console(sys.stderr)
+    if not screen.is_terminal:
+        display.note("\n".join([f"{title}:", *lines]))
+        return
+    with display.surviving(sys.stderr):
+        screen.print(Panel(Text("\n".join(lines)), title=Text(title), border_style="red"))
+
+
+def _end_of_log(run: RunDirectory, cause: Failure) -> str:
+    try:
+        end = read_end(run.path / cause.log, _LOG_BYTES)
+    except OSError:
+        return ""
+    lines = end.decode(errors="replace").splitlines()
+    telling = [line for line in lines if not any(noise in line for noise in _NOISE)]
+    return "\n".join(telling[-_LOG_LINES:])
+
+
+def _print_summary(run: RunDirectory, outcome: Outcome, stream: TextIO) -> None:
+    now = status.read(run)
+    last = metrics.last(run)
+    words: list[str] = [outcome.state]
+    step = _reached(run, last)
+    if step:
+        words.append(f"after {step} steps")
+    if now.started is not None and now.ended is not None:
+        words.append(f"in {duration(now.ended - now.started)}")
+    if last is not None:
+        words.append(f"with loss {number(last['loss'], '.4f')}")
+    checkpoints = run.checkpoint_steps()
+    compared = _against_plan(run, last)
+    lines = [" ".join(words), f"  run         {run.path}"]
+    if checkpoints:
+        lines.append(f"  checkpoint  {run.checkpoint(checkpoints[-1])}")
+    lines.append(f"  logs        {run.attempt_logs(now.attempt)}")
+    if run.profile.exists():
+        lines.append(f"  profile     {run.profile}")
+    if run.report.exists():
+        lines.append(f"  report      {run.report}")
+    if compared:
+        lines.append(f"  plan        {compared}")
+    if outcome.state != "completed":
+        lines += _ways_on(run)
+    with display.surviving(stream):
+        display.show("\n".join(lines), stream=stream)
+
+
+def _ways_on(run: RunDirectory) -> list[str]:
+    """Return the last lines about a run that ended early: the command, and whether that starts from step 1."""
+    if run.checkpoint_steps() or any(run.checkpoints.glob("damaged-*")):
+        return [f"  continue    {way_on(run)}"]
+    return [
+        "  checkpoint  none was saved: the training would start again from step 1",
+        f"  start over  {way_on(run)}",
+    ]
+
+
+def _reached(run: RunDirectory, last: dict[str, Any] | None) -> int:
+    """Return the last known trained step: not every step is logged."""
+    end = events.last(run, "end")
+    return max(last["step"] if last else 0, end["step"] if end else 0)
+
+
+def _against_plan(run: RunDirectory, last: dict[str, Any] | None) -> str | None:
+    """Compare the prediction with the last logged step; None if one of them is missing."""
+    if last is None:
+        return None
+    try:
+        plan = prediction(run)
+        return None if plan is None else _beside(plan, last)
+    except (UserError, KeyError, TypeError):  # `runs report` names the damaged file
+        return None
+
+
+def _beside(plan: dict[str, Any], last: dict[str, Any]) -> str:
+    speed = (
+        f"{number(last['tokens_per_s'], ',.0f')} tokens/s, predicted {plan['tokens_per_s']:,.0f}"
+    )
+    if plan["hardware"]["device"] == "cpu":
+        return speed  # the measurement covers a process with its libraries
+    memory = plan["memory"]["allocated_gib"]
+    return f"{speed}; {byte_size(GIB * last['memory_gib'])}, predicted {byte_size(GIB * memory)}"
