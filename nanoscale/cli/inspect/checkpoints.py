@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import FAILED, console, print_json
+from nanoscale.cli.common.output import FAILED, print_json
 from nanoscale.cli.inspect.remove import prune_checkpoints
 from nanoscale.common import display
-from nanoscale.common.units import byte_size, clock
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
@@ -29,38 +28,33 @@ app.command("prune")(prune_checkpoints)
 def list_checkpoints(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """List the checkpoints of a run, the oldest first."""
     from nanoscale.checkpoint.store import list_checkpoints
+    from nanoscale.view.run.checkpoint_text import line, set_aside, summary
 
     directory = _open(run)
-    rows = [_summary(stored) for stored in list_checkpoints(directory.checkpoints)]
-    rows += _set_aside(directory.checkpoints).values()
+    rows = [summary(stored) for stored in list_checkpoints(directory.checkpoints)]
+    rows += set_aside(directory.checkpoints).values()
     if as_json:
         print_json(rows)
         return
     if not rows:
         display.show(f"no checkpoints in {directory.checkpoints}")
     for row in rows:
-        display.show(_line(row))
+        display.show(line(row))
 
 
 @app.command("inspect")
 def inspect_checkpoint(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson = False) -> None:
     """Show a checkpoint's progress, the shape and dtype of each tensor, and each file."""
     from nanoscale.checkpoint.store import find_checkpoint, find_damage
+    from nanoscale.view.run.checkpoint_text import print_manifest
 
     stored = find_checkpoint(_open(run).checkpoints, step)
     document = {"path": str(stored.path), **_manifest(stored)}
     document["damage"] = find_damage(stored.path, sums=False)
     if as_json:
         print_json(document)
-        return
-    for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
-        display.show(f"{name:<17} {document.get(name, 'not recorded')}")
-    saved = document.get("time")
-    display.show(f"{'saved':<17} {clock(saved) if saved else 'not recorded'}")
-    for sentence in document["damage"]:
-        display.show(f"{'damaged':<17} {sentence}")
-    _print_tensors(document["tensors"])
-    _print_files(document["files"])
+    else:
+        print_manifest(document)
 
 
 @app.command("verify")
@@ -71,9 +65,10 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
     aside as damaged are read too, and do not change the exit code.
     """
     from nanoscale.checkpoint.store import find_checkpoint, find_damage, list_checkpoints
+    from nanoscale.view.run.checkpoint_text import print_damage, set_aside
 
     folder = _open(run).checkpoints
-    aside = _set_aside(folder) if step is None else {}
+    aside = set_aside(folder) if step is None else {}
     if step is None and aside:
         chosen = list_checkpoints(folder)
     else:
@@ -88,32 +83,9 @@ def verify_checkpoints(run: opt.Run, step: opt.Step = None, as_json: opt.AsJson 
         ]
         print_json(rows)
     else:
-        for path, found in damage.items():
-            display.show(f"{path.name}  {'damaged' if found else 'whole'}")
-            for sentence in [*found, *([_how_to_undo(aside[path])] if path in aside else [])]:
-                display.show(f"  {sentence}")
+        print_damage(damage, aside)
     if any(found for path, found in damage.items() if path not in aside):
         raise typer.Exit(FAILED)
-
-
-def _set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Return a row for each checkpoint that a run set aside as damaged, by its path."""
-    from nanoscale.checkpoint.store import list_set_aside, undo
-
-    return {
-        it.path: {
-            "name": it.path.name,
-            "path": str(it.path),
-            "step": it.step,
-            "set_aside": True,
-            "undo": undo(it.path),
-        }
-        for it in list_set_aside(folder)
-    }
-
-
-def _how_to_undo(row: dict[str, Any]) -> str:
-    return f"set aside as damaged when the run was resumed; to undo that: {row['undo']}"
 
 
 class Format(StrEnum):
@@ -176,7 +148,7 @@ def export_checkpoint(
     from nanoscale.checkpoint.hf.export import export, require_whole
     from nanoscale.checkpoint.store import find_checkpoint
     from nanoscale.config.composing.frozen import load
-    from nanoscale.config.rules.resolution import counted
+    from nanoscale.view.run.checkpoint_text import print_exported
 
     directory, largest = _open(run), _bytes(max_shard_size)
     stored, config = find_checkpoint(directory.checkpoints, step), load(directory.config)
@@ -185,18 +157,12 @@ def export_checkpoint(
     require_whole(stored)
     require_model(directory, stored)
     kind = dtype or opt.Dtype(config.precision.compute)
-    written = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
+    exported = export(stored, config, folder, kind, largest, _progress(as_json), drop_bias)
+    written = asdict(exported) | {"folder": str(folder)}
     if as_json:
-        print_json(asdict(written) | {"folder": str(folder)})
-        return
-    size = f"{byte_size(written.bytes)} in {kind}"
-    files = counted(len(written.files), "file")
-    display.show(f"{stored.path.name} is now {folder}: {size}, {files} of weights")
-    if written.dropped_bias:
-        most = f"up to {written.dropped_bias:.3g} of a router's scores"
-        display.show(f"  without the routing bias ({most}): it chooses other experts than this run")
-    if not written.tokenizer:
-        display.show("  without a tokenizer: data.tokenizer is not set for the tokens of this run")
+        print_json(written)
+    else:
+        print_exported(stored.path.name, written)
 
 
 def _with_base(config: ResolvedConfig, base: Path | None) -> ResolvedConfig:
@@ -260,47 +226,3 @@ def _manifest(stored: StoredCheckpoint) -> dict[str, Any]:
         return stored.manifest
     except DamagedCheckpointError as error:
         raise UserError("checkpoint", f"{stored.path} is damaged: {error}") from error
-
-
-def _summary(stored: StoredCheckpoint) -> dict[str, Any]:
-    from nanoscale.checkpoint.store import DamagedCheckpointError
-
-    row: dict[str, Any] = {"name": stored.path.name, "path": str(stored.path), "step": stored.step}
-    try:
-        manifest = stored.manifest
-    except DamagedCheckpointError as error:
-        return row | {"error": str(error)}
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    names = ("consumed_samples", "tokens", "world_size", "time", "eval_loss")
-    kept = {name: manifest.get(name) for name in names}
-    return row | kept | {"bytes": size, "files": len(manifest["files"])}
-
-
-def _line(row: dict[str, Any]) -> str:
-    from nanoscale.config.rules.resolution import counted
-
-    if "set_aside" in row:
-        return f"{row['name']}  {_how_to_undo(row)}"
-    if "error" in row:
-        return f"{row['name']}  damaged: {row['error']}"
-    size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
-    loss = "" if row["eval_loss"] is None else f"  eval loss {row['eval_loss']:.4f}"
-    return f"{row['name']}  {clock(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
-
-
-def _print_tensors(tensors: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("tensor", "shape", "type", box=None)
-    for name, tensor in tensors.items():
-        table.add_row(name, " × ".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"])
-    console().print(table)
-
-
-def _print_files(files: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table("file", "bytes", "XXH3-128", box=None)
-    for name, file in files.items():
-        table.add_row(name, f"{file['bytes']:,}", file["xxh3_128"])
-    console().print(table)

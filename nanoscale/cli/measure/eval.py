@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,6 +136,7 @@ def _loss(
 ) -> int:
     from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
     from nanoscale.processes.messages import EVALUATION
+    from nanoscale.view.evaluation_text import document, print_loss
 
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
@@ -157,11 +157,11 @@ def _loss(
         except OneShotJobError as error:
             display.note(f"error: {error}")
             return FAILED
-    document = _document(config, task, figures)
+    about = document(config, task, figures)
     if as_json:
-        print_json(document)
+        print_json(about)
     else:
-        _print(document)
+        print_loss(about)
     return DONE
 
 
@@ -203,64 +203,6 @@ def _of_folder(folder: Path, line: CommandLine) -> tuple[ResolvedConfig, tuple[H
     return with_weights(checked.composed, checked.config, fetch=True), checked.hosts
 
 
-def _document(
-    config: ResolvedConfig, task: dict[str, Any], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the document of `eval --json`. Values that are not finite are null."""
-
-    parts = [_part(part) for part in figures["parts"]]
-    shares = [part["share"] for part in figures["parts"]]
-    loss = sum(share * part["loss"] for share, part in zip(shares, parts, strict=True))
-    alone = parts[0] if len(parts) == 1 else None
-    return {
-        "checkpoint": task["checkpoint"] or config.model.init_from,
-        "step": task["step"],
-        "loss": _finite(loss),
-        "perplexity": _perplexity(loss),
-        "bits_per_byte": alone and alone["bits_per_byte"],
-        **{name: sum(part[name] for part in parts) for name in ("samples", "tokens", "seconds")},
-        "bytes": alone and alone["bytes"],
-        "sources": [] if alone else [part | {"loss": _finite(part["loss"])} for part in parts],
-        "world_size": config.world_size,
-        "data": figures["data"],
-    }
-
-
-def _part(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the same for one source."""
-    loss, text_bytes = figures["loss_sum"] / figures["tokens"], figures["bytes"]
-    bits = figures["loss_sum"] / math.log(2) / text_bytes if text_bytes else None
-    named = {name: figures[name] for name in ("name", "samples", "tokens", "seconds", "bytes")}
-    return {**named, "loss": loss, "perplexity": _perplexity(loss), "bits_per_byte": _finite(bits)}
-
-
-def _perplexity(loss: float) -> float | None:
-    return _finite(math.exp(loss)) if loss < 700 else None
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _print(document: dict[str, Any]) -> None:
-    def shown(value: float | None, form: str) -> str:
-        return "not finite" if value is None else format(value, form)
-
-    display.show(document["checkpoint"])
-    display.show(f"  loss           {shown(document['loss'], '.4f')}")
-    display.show(f"  perplexity     {shown(document['perplexity'], ',.3f')}")
-    if document["bytes"]:
-        display.show(f"  bits per byte  {shown(document['bits_per_byte'], '.4f')}")
-    for part in document["sources"]:
-        words = f"{shown(part['loss'], '.4f')}, perplexity {shown(part['perplexity'], ',.3f')}"
-        display.show(f"    {part['name']}: loss {words}, {part['samples']:,} samples")
-    speed = document["tokens"] / document["seconds"]
-    ranks = f"{document['world_size']} rank{'s' if document['world_size'] > 1 else ''}"
-    display.show(f"  samples        {document['samples']:,}, {document['tokens']:,} tokens")
-    display.show(f"  speed          {speed:,.0f} tokens/s, {ranks}")
-    display.show(f"  data           {document['data']}")
-
-
 # --- tasks ----------------------------------------------------------------------------------------
 
 
@@ -282,6 +224,7 @@ def _run_tasks(
     from nanoscale.generate.harness import Answers, evaluate_tasks, require_library
     from nanoscale.generate.replicas import replicated
     from nanoscale.generate.weights import find_devices, open_model
+    from nanoscale.view.evaluation_text import plain_numbers
 
     require_library()
     devices = find_devices(device, num_gpus, several=True)
@@ -289,24 +232,12 @@ def _run_tasks(
     with saying() as say, replicated(model, opening, opened, devices) as run_all:
         answers = Answers(opened, lambda done, of: say(f"{done:,} of {of:,} requests"), run_all)
         found = evaluate_tasks(answers, names, limit, few_shot, tasks_dir)
-    results = found["results"]
     if as_json:
-        print_json({"model": opened.source, "limit": limit, "tasks": _plain(results)})
+        tasks = plain_numbers(found["results"])
+        print_json({"model": opened.source, "limit": limit, "tasks": tasks})
         return DONE
     from lm_eval.utils import make_table
 
     display.show(opened.source)
     display.show(make_table(found).rstrip())
     return DONE
-
-
-def _plain(value: Any) -> Any:
-    """Convert numpy's numbers to Python's; numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, bool | str | int | None):
-        return value
-    try:
-        return _finite(float(value))
-    except (TypeError, ValueError):
-        return str(value)

@@ -1,0 +1,98 @@
+"""The output of `nanoscale checkpoints`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nanoscale.checkpoint.store import (
+    DamagedCheckpointError,
+    StoredCheckpoint,
+    list_set_aside,
+    undo,
+)
+from nanoscale.common import display
+from nanoscale.common.units import byte_size, clock
+from nanoscale.config.rules.resolution import counted
+
+
+def summary(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Return a row for a checkpoint: its progress and its size, or its damage."""
+    row: dict[str, Any] = {"name": stored.path.name, "path": str(stored.path), "step": stored.step}
+    try:
+        manifest = stored.manifest
+    except DamagedCheckpointError as error:
+        return row | {"error": str(error)}
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    names = ("consumed_samples", "tokens", "world_size", "time", "eval_loss")
+    kept = {name: manifest.get(name) for name in names}
+    return row | kept | {"bytes": size, "files": len(manifest["files"])}
+
+
+def set_aside(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Return a row for each checkpoint that a run set aside as damaged, by its path."""
+    return {
+        it.path: {
+            "name": it.path.name,
+            "path": str(it.path),
+            "step": it.step,
+            "set_aside": True,
+            "undo": undo(it.path),
+        }
+        for it in list_set_aside(folder)
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a checkpoint of `checkpoints ls` in one line."""
+    if "set_aside" in row:
+        return f"{row['name']}  {_how_to_undo(row)}"
+    if "error" in row:
+        return f"{row['name']}  damaged: {row['error']}"
+    size = f"{byte_size(row['bytes'])} in {counted(row['files'], 'file')}"
+    loss = "" if row["eval_loss"] is None else f"  eval loss {row['eval_loss']:.4f}"
+    return f"{row['name']}  {clock(row['time'])}  {row['tokens'] or 0:,} tokens  {size}{loss}"
+
+
+def print_damage(damage: dict[Path, list[str]], aside: dict[Path, dict[str, Any]]) -> None:
+    """Print whether each checkpoint is whole, and how to undo that one was set aside."""
+    for path, sentences in damage.items():
+        display.show(f"{path.name}  {'damaged' if sentences else 'whole'}")
+        for sentence in [*sentences, *([_how_to_undo(aside[path])] if path in aside else [])]:
+            display.show(f"  {sentence}")
+
+
+def print_manifest(document: dict[str, Any]) -> None:
+    """Print what `checkpoints inspect` shows of one checkpoint."""
+    from rich.table import Table
+
+    for name in ("path", "step", "consumed_samples", "tokens", "world_size"):
+        display.show(f"{name:<17} {document.get(name, 'not recorded')}")
+    saved = document.get("time")
+    display.show(f"{'saved':<17} {clock(saved) if saved else 'not recorded'}")
+    for sentence in document["damage"]:
+        display.show(f"{'damaged':<17} {sentence}")
+    tensors = Table("tensor", "shape", "type", box=None)
+    for name, tensor in document["tensors"].items():
+        tensors.add_row(name, " × ".join(map(str, tensor["shape"])) or "scalar", tensor["dtype"])
+    display.console().print(tensors)
+    files = Table("file", "bytes", "XXH3-128", box=None)
+    for name, file in document["files"].items():
+        files.add_row(name, f"{file['bytes']:,}", file["xxh3_128"])
+    display.console().print(files)
+
+
+def print_exported(name: str, written: dict[str, Any]) -> None:
+    """Print what `checkpoints export` has written of the checkpoint of this name."""
+    size = f"{byte_size(written['bytes'])} in {written['dtype']}"
+    files = counted(len(written["files"]), "file")
+    display.show(f"{name} is now {written['folder']}: {size}, {files} of weights")
+    if written["dropped_bias"]:
+        most = f"up to {written['dropped_bias']:.3g} of a router's scores"
+        display.show(f"  without the routing bias ({most}): it chooses other experts than this run")
+    if not written["tokenizer"]:
+        display.show("  without a tokenizer: data.tokenizer is not set for the tokens of this run")
+
+
+def _how_to_undo(row: dict[str, Any]) -> str:
+    return f"set aside as damaged when the run was resumed; to undo that: {row['undo']}"
