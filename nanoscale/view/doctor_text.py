@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import byte_size
@@ -144,3 +145,42 @@ def _medians(pairs: Sequence[Pair]) -> tuple[str, str]:
 
 def _gb_s(value: float) -> str:
     return f"{value:.3g}"
+
+
+def document(
+    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None
+) -> dict[str, Any]:
+    """Return the document of `doctor --json`."""
+    by_host: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for verdict in verdicts:
+        by_host[verdict.host].append(_plain(verdict))
+    hosts = [{"host": name, "verdicts": found} for name, found in by_host.items()]
+    return {"hosts": hosts, "bandwidth": _measured(names, measured)}
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "check": verdict.check,
+        "good": verdict.good,
+        "finding": verdict.finding,
+        "remedy": "" if verdict.good else verdict.remedy,
+    }
+
+
+def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any] | None:
+    if measured is None:
+        return None
+    found = measured.figures
+    verdicts = [{"host": verdict.host, **_plain(verdict)} for verdict in measured.verdicts]
+    if found is None:
+        return {"hosts": [], "left_out": list(names), "verdicts": verdicts}
+    return {
+        "backend": found.backend,
+        "ranks": found.ranks,
+        "hosts": list(found.hosts),
+        "left_out": [name for name in names if name not in found.hosts],
+        "all_reduce": [asdict(one) for one in found.all_reduce],
+        "point_to_point": [asdict(pair) for pair in found.pairs],
+        "pairs_left_out": found.left_out,
+        "verdicts": verdicts,
+    }

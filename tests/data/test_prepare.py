@@ -327,10 +327,10 @@ def test_ctrl_c_on_the_command_line_ends_with_130(tmp_path, small_chunks, monkey
     source = write_jsonl(tmp_path / "a.jsonl", texts(50))
     words = ["data", "prepare", str(source), "--out", str(tmp_path / "out"), "--tokenizer", "byte"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanoscale.cli.jobs.data._Screen.progress", interrupt)
+        patch.setattr("nanoscale.view.data_text.PreparationScreen.progress", interrupt)
         assert nanoscale_command([*words, "--workers", "1"]) == 130
     assert "continues from here" in capsys.readouterr().err
-    monkeypatch.setattr("nanoscale.cli.jobs.data._LINE_S", 0.0)
+    monkeypatch.setattr("nanoscale.view.data_text._LINE_S", 0.0)
     assert nanoscale_command([*words, "--workers", "1", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["train"]["documents"] == 50

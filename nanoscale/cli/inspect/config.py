@@ -64,16 +64,17 @@ def explain(
 ) -> None:
     """Explain a key: its meaning, its value, and what set it."""
     from nanoscale.config.composing.compose import compose
+    from nanoscale.view.config_text import explained, print_explained
 
     names = _named(key)
     composed = compose(overrides or [], config_dir=config_dir, config_file=config)
     here = _here(composed)
-    explained = [_explained(name, composed, here) for name in names if name in composed.history]
+    found = [explained(name, composed, here) for name in names if name in composed.history]
     if as_json:
-        print_json(explained[0] if names == [key] else explained)
+        print_json(found[0] if names == [key] else found)
         return
-    for index, document in enumerate(explained):
-        _print_explained(document, first=index == 0)
+    for index, document in enumerate(found):
+        print_explained(document, first=index == 0)
 
 
 @app.command("from-deepspeed")
@@ -147,12 +148,47 @@ def list_groups(
 ) -> None:
     """List the groups, or one group's options and keys."""
     from nanoscale.config.composing.library import Library
+    from nanoscale.config.reference import declared, meaning
+    from nanoscale.view.config_text import option_rows, options_document, print_rows
 
     library = Library(config_dir)
     if group is None:
-        _list_all(library, as_json)
-    else:
-        _list_one(library, group, as_json)
+        groups = {
+            name: {
+                "meaning": "Complete jobs." if name == "recipe" else meaning(name),
+                "options": list(library.options(name)),
+            }
+            for name in library.groups()
+        }
+        if as_json:
+            print_json(groups)
+        else:
+            print_rows([(name, ", ".join(about["options"])) for name, about in groups.items()])
+        return
+    _require_group(group, library)
+    options = library.options(group)
+    keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
+    if as_json:
+        fields = ("type", "unit", "meaning")
+        rows = [{"key": key.name} | {name: getattr(key, name) for name in fields} for key in keys]
+        print_json({"options": options_document(options), "keys": rows})
+        return
+    print_rows([*option_rows(options, f"{group}="), *((key.name, key.meaning) for key in keys)])
+
+
+def _require_group(name: str, library: Library) -> None:
+    """Raise a UserError unless a group or a section has this name."""
+    from nanoscale.common.errors import Violation
+    from nanoscale.config.reference import sections
+    from nanoscale.config.suggest import nearest
+    from nanoscale.config.violations import refuse
+
+    tops = [section for section in sections() if section and "." not in section]
+    known = list(dict.fromkeys([*library.groups(), *tops]))
+    if name not in known:
+        near = tuple(f"nanoscale config ls {each}" for each in nearest(name, known))
+        message = "unknown group; the groups are " + ", ".join(library.groups())
+        refuse([Violation(name, None, "command line", message, near)])
 
 
 def _for_deepspeed(composed: Composed) -> dict[str, Any]:
@@ -209,111 +245,3 @@ def _here(composed: Composed) -> Config | None:
         return check_request(composed, devices=planned_devices(composed)).config
     except UserError:
         return None
-
-
-def _explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:
-    from functools import reduce
-
-    from nanoscale.config.reference import declared
-
-    key = declared()[name]
-    *earlier, last = composed.history[name]
-    path = name.split(".")
-    value = reduce(getattr, path, composed.config)
-    becomes = value if here is None else reduce(getattr, path, here)
-    return {
-        "key": name,
-        "value": value,
-        "becomes": becomes if becomes != value else None,
-        "type": key.type,
-        "unit": key.unit,
-        "bounds": key.bounds,
-        "meaning": key.meaning,
-        "default": key.default,
-        "set_by": last.source,
-        "overrode": [{"value": each.value, "source": each.source} for each in reversed(earlier)],
-    }
-
-
-def _print_explained(document: dict[str, Any], *, first: bool) -> None:
-    from rich.text import Text
-
-    from nanoscale.config.violations import shown
-
-    out = console()
-    if not first:
-        out.print()
-    unit = f" {document['unit']}" if document["unit"] else ""
-    out.print(Text.assemble((document["key"], "bold"), f" = {shown(document['value'])}{unit}"))
-    bounds = f", {document['bounds']}" if document["bounds"] else ""
-    rows = [
-        ("meaning", document["meaning"]),
-        *([("becomes", shown(document["becomes"]))] if document["becomes"] is not None else []),
-        ("type", f"{document['type']}{bounds}"),
-        ("set by", document["set_by"]),
-        *(
-            ("overrode", f"{shown(each['value'])}, {each['source']}")
-            for each in document["overrode"]
-        ),
-    ]
-    for label, text in rows:
-        out.print(Text.assemble((f"  {label:<9}", "dim"), text))
-
-
-def _list_all(library: Library, as_json: bool) -> None:
-    from nanoscale.config.reference import meaning
-
-    groups = {
-        name: {
-            "meaning": "Complete jobs." if name == "recipe" else meaning(name),
-            "options": list(library.options(name)),
-        }
-        for name in library.groups()
-    }
-    if as_json:
-        print_json(groups)
-        return
-    for name, about in groups.items():
-        _print_row(name, ", ".join(about["options"]), width=11)
-
-
-def _list_one(library: Library, group: str, as_json: bool) -> None:
-    from nanoscale.common.errors import Violation
-    from nanoscale.config.reference import declared, sections
-    from nanoscale.config.suggest import nearest
-    from nanoscale.config.violations import refuse
-
-    tops = [name for name in sections() if name and "." not in name]
-    known = list(dict.fromkeys([*library.groups(), *tops]))
-    if group not in known:
-        near = tuple(f"nanoscale config ls {name}" for name in nearest(group, known))
-        message = "unknown group; the groups are " + ", ".join(library.groups())
-        refuse([Violation(group, None, "command line", message, near)])
-    options = library.options(group)
-    keys = [key for name, key in declared().items() if name.startswith(f"{group}.")]
-    if as_json:
-        print_json(
-            {
-                "options": [
-                    {"name": name, "about": option.about, "origin": option.origin}
-                    for name, option in options.items()
-                ],
-                "keys": [
-                    {"key": key.name, "type": key.type, "unit": key.unit, "meaning": key.meaning}
-                    for key in keys
-                ],
-            }
-        )
-        return
-    width = max([len(f"{group}={name}") for name in options] + [len(key.name) for key in keys])
-    for name, option in options.items():
-        origin = "" if option.origin == "nanoscale" else f" ({option.origin})"
-        _print_row(f"{group}={name}", option.about + origin, width)
-    for key in keys:
-        _print_row(key.name, key.meaning, width)
-
-
-def _print_row(name: str, text: str, width: int) -> None:
-    from rich.text import Text
-
-    console().print(Text.assemble((f"{name:<{width}}  ", "bold"), text))

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import console, print_json
+from nanoscale.cli.common.output import print_json
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.cli.inspect.columns import Column
-    from nanoscale.launch.slurm.jobs import Job
-    from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.run.columns import Column
 
 
 def list_runs(
@@ -55,9 +53,10 @@ def list_runs(
     as_json: opt.AsJson = False,
 ) -> None:
     """List the runs, the oldest first. Several --where must all hold."""
-    from nanoscale.cli.inspect.columns import column, condition
     from nanoscale.launch.slurm.jobs import jobs_of
     from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.run.columns import column, condition
+    from nanoscale.view.run.run_table import print_runs, row
 
     runs = RunDirectory.all(root)
     names = [name.strip() for name in columns.split(",")] if columns is not None else []
@@ -67,8 +66,8 @@ def list_runs(
     needed = [*shown, *(it.column for it in conditions), *([order] if order is not None else [])]
 
     jobs = jobs_of(runs)
-    rows = [_row(run, jobs.get(run), needed) for run in runs]
-    rows = [row for row in rows if all(it.holds(row) for it in conditions)]
+    rows = [row(run, jobs.get(run), needed) for run in runs]
+    rows = [values for values in rows if all(it.holds(values) for it in conditions)]
     if order is not None:
         rows = _ordered(rows, order, descending=str(sort).startswith("-"))
     if limit is not None:
@@ -76,7 +75,7 @@ def list_runs(
     if as_json:
         print_json(rows)
     elif rows:
-        _print_table(rows, shown)
+        print_runs(rows, shown)
     else:
         such = " such" if conditions and runs else ""
         display.show(f"no{such} runs in {root.absolute()}")
@@ -87,70 +86,3 @@ def _ordered(rows: list[dict[str, Any]], order: Column, descending: bool) -> lis
     known = [row for row in rows if row[order.name] is not None]
     unknown = [row for row in rows if row[order.name] is None]
     return sorted(known, key=order.order, reverse=descending) + unknown
-
-
-def _row(run: RunDirectory, job: Job | None, columns: list[Column]) -> dict[str, Any]:
-    """Return a run's values, or the problem of a damaged file: the other runs are listed anyway."""
-    from nanoscale.cli.inspect.columns import values
-    from nanoscale.common.errors import UserError
-
-    try:
-        return values(run, columns) | summary(run, job)
-    except UserError as error:
-        unknown = dict.fromkeys((*(it.name for it in columns), *_UNKNOWN))
-        return unknown | {"name": run.name, "path": str(run.path), "said": f"damaged: {error}"}
-
-
-_UNKNOWN = (
-    "state", "going_on", "job", "attempt", "exit_code", "step", "steps", "model", "loss", "created",
-    "started", "ended",
-)  # fmt: skip
-"""The unknown keys in the summary of a run with a damaged file."""
-
-
-def summary(run: RunDirectory, job: Job | None = None) -> dict[str, Any]:
-    """Summarise one run in a few values."""
-    from nanoscale.config.composing.frozen import read_values
-    from nanoscale.launch.slurm.jobs import in_words
-    from nanoscale.runs import lock, metrics, status
-
-    now, last = status.require(run), metrics.last(run)
-    keys = read_values(run.config, ("train.steps", "model.name"))
-    going_on = lock.owner(run) is not None
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        "state": now.state,
-        "going_on": going_on,
-        "said": in_words(now.state, going_on, job),
-        "job": job.document() if job else None,
-        "attempt": now.attempt,
-        "exit_code": now.exit_code,
-        "step": last["step"] if last else 0,
-        "steps": keys["train.steps"],
-        "model": keys["model.name"],
-        "loss": last.get("loss") if last else None,
-        "created": now.created,
-        "started": now.started,
-        "ended": now.ended,
-    }
-
-
-def _print_table(rows: list[dict[str, Any]], columns: list[Column]) -> None:
-    """Print the runs with some columns, or the usual ones."""
-    from rich.table import Table
-
-    from nanoscale.common.units import clock
-
-    usual = ("step", "loss", "model", "attempt", "created")
-    names = [column.name for column in columns] or usual
-    table = Table("run", "state", *names, box=None)
-    for row in rows:
-        loss = "" if row["loss"] is None else f"{row['loss']:.4f}"
-        count = "?" if row["step"] is None else row["step"]
-        steps = "?" if row["steps"] is None else row["steps"]
-        attempt = "?" if row["attempt"] is None else str(row["attempt"])
-        cells = (f"{count}/{steps}", loss, row["model"] or "?", attempt, clock(row["created"]))
-        chosen = [column.text(row) for column in columns] or cells
-        table.add_row(row["name"], row["said"], *chosen)
-    display.print_table(console(), table)

@@ -11,7 +11,7 @@ import typer
 
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.output import console, print_json, print_yaml
+from nanoscale.cli.common.output import print_json, print_yaml
 from nanoscale.common import display
 from nanoscale.config.violations import override
 
@@ -33,23 +33,14 @@ Name = Annotated[
 @app.command("ls")
 def list_recipes(config_dir: opt.ConfigDir = None, as_json: opt.AsJson = False) -> None:
     """List the recipes; one of yours hides a packaged one of the same name."""
-    from rich.text import Text
-
     from nanoscale.config.composing.library import RECIPE, Library
+    from nanoscale.view.config_text import option_rows, options_document, print_rows
 
     options = Library(config_dir).options(RECIPE)
     if as_json:
-        print_json(
-            [
-                {"name": name, "about": option.about, "origin": option.origin}
-                for name, option in options.items()
-            ]
-        )
-        return
-    width = max(map(len, options), default=0)
-    for name, option in options.items():
-        origin = "" if option.origin == "nanoscale" else f" ({option.origin})"
-        console().print(Text.assemble((f"{name:<{width}}  ", "bold"), option.about + origin))
+        print_json(options_document(options))
+    else:
+        print_rows(option_rows(options))
 
 
 @app.command("show")

@@ -20,7 +20,6 @@ from nanoscale.cli.jobs.stop import stop_run
 from nanoscale.common import display
 
 if TYPE_CHECKING:
-    from nanoscale.launch.slurm.jobs import Job
     from nanoscale.runs.directory import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="List, show, follow, report, stop and delete runs.")
@@ -37,27 +36,19 @@ _LOOK_S = 0.1
 @app.command("show")
 def show_run(run: opt.Run, as_json: opt.AsJson = False) -> None:
     """Show the state of a run, its figures and its events."""
-    from nanoscale.cli.inspect.list_runs import summary
     from nanoscale.config.composing.frozen import load
     from nanoscale.launch.slurm.jobs import job_of
-    from nanoscale.runs import events, failure, metrics
     from nanoscale.runs.directory import RunDirectory
+    from nanoscale.view.run.run_table import document, print_run
 
     directory = RunDirectory.open(run)
     load(directory.config)  # refuses a damaged one
-    cause = failure.read(directory)
     job = job_of(directory)
-    document = {
-        **summary(directory, job),
-        "checkpoints": directory.checkpoint_steps(),
-        "metrics": metrics.last(directory),
-        "failure": failure.document(cause) if cause else None,
-        "events": events.read(directory),
-    }
+    about = document(directory, job)
     if as_json:
-        print_json(document)
+        print_json(about)
     else:
-        _print_run(directory, document, job)
+        print_run(directory, about, job)
 
 
 @app.command("logs")
@@ -118,39 +109,6 @@ class _GoingOn:
             job = job_of(self._run)
             self._asked, self._queued = time.monotonic(), job is not None and job.is_there
         return self._queued
-
-
-def _print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> None:
-    from nanoscale.common.units import clock
-    from nanoscale.launch.slurm.jobs import output_of
-    from nanoscale.view.run.live import figures
-
-    steps = "?" if document["steps"] is None else document["steps"]
-    rows = {
-        "run": str(run.path),
-        "state": f"{document['said']} (attempt {document['attempt']})",
-        "model": document["model"] or "?",
-        "created": clock(document["created"]),
-        "step": f"{document['step']}/{steps}",
-        "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
-    }
-    if job is not None:
-        rows["slurm"] = job.sentence()
-        output = output_of(run, job.submission)
-        if output is not None:
-            rows["its output"] = str(output)
-    if run.profile.exists():
-        rows["profile"] = str(run.profile)
-    if document["metrics"]:
-        rows |= figures(document["metrics"])
-    if document["failure"]:
-        cause = document["failure"]
-        rows["failure"] = f"{cause['diagnosis']} (rank {cause['rank']} on {cause['host']})"
-        rows["log"] = str(run.path / cause["log"])
-    for label, value in rows.items():
-        display.show(f"{label:<12} {value}")
-    for event in document["events"]:
-        display.show(f"{clock(event['time'])}  {event['kind']:<10} {event['message']}")
 
 
 def _batch_logs(run: RunDirectory) -> list[Path]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -41,6 +40,8 @@ def doctor(
     as_json: opt.AsJson = False,
 ) -> int:
     """Check this machine or all hosts, and their network."""
+    from nanoscale.view import doctor_text
+
     options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     config, hosts = _machines(CommandLine(overrides, config_dir=config_dir, options=options))
     verdicts, measured = _examine(config, hosts, quick=quick)
@@ -48,11 +49,9 @@ def doctor(
         _measure_cpu()
     names = list(dict.fromkeys(verdict.host for verdict in verdicts))
     if as_json:
-        print_json(_document(names, verdicts, measured))
+        print_json(doctor_text.document(names, verdicts, measured))
     else:
-        from nanoscale.view.doctor_text import print_doctor
-
-        print_doctor(console(), names, verdicts, measured, verbose=verbose)
+        doctor_text.print_doctor(console(), names, verdicts, measured, verbose=verbose)
     all_of_them = [*verdicts, *(measured.verdicts if measured is not None else ())]
     return DONE if all(verdict.good for verdict in all_of_them) else FAILED
 
@@ -124,42 +123,3 @@ def _measure_cpu() -> None:
         planned, measured = predict(config).time.seconds, float(done.stdout)
         with suppress(OSError, RuntimeError):  # without a cache, plans stay rough
             keep_speed((known_speed() or 1.0) * planned / measured)
-
-
-def _document(
-    names: Sequence[str], verdicts: Sequence[Verdict], measured: Measured | None
-) -> dict[str, Any]:
-    """Return the document of `doctor --json`."""
-    by_host: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for verdict in verdicts:
-        by_host[verdict.host].append(_plain(verdict))
-    hosts = [{"host": name, "verdicts": found} for name, found in by_host.items()]
-    return {"hosts": hosts, "bandwidth": _measured(names, measured)}
-
-
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    return {
-        "check": verdict.check,
-        "good": verdict.good,
-        "finding": verdict.finding,
-        "remedy": "" if verdict.good else verdict.remedy,
-    }
-
-
-def _measured(names: Sequence[str], measured: Measured | None) -> dict[str, Any] | None:
-    if measured is None:
-        return None
-    found = measured.figures
-    verdicts = [{"host": verdict.host, **_plain(verdict)} for verdict in measured.verdicts]
-    if found is None:
-        return {"hosts": [], "left_out": list(names), "verdicts": verdicts}
-    return {
-        "backend": found.backend,
-        "ranks": found.ranks,
-        "hosts": list(found.hosts),
-        "left_out": [name for name in names if name not in found.hosts],
-        "all_reduce": [asdict(one) for one in found.all_reduce],
-        "point_to_point": [asdict(pair) for pair in found.pairs],
-        "pairs_left_out": found.left_out,
-        "verdicts": verdicts,
-    }

@@ -1,0 +1,89 @@
+"""The output of `nanoscale config` and `nanoscale recipes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common import display
+from nanoscale.config.reference import declared
+from nanoscale.config.violations import shown
+
+if TYPE_CHECKING:
+    from nanoscale.config.composing.library import Option
+    from nanoscale.config.schema import Config
+    from nanoscale.config.values.composed import Composed
+
+
+def explained(name: str, composed: Composed, here: Config | None) -> dict[str, Any]:
+    """Return all that is known of a key; `here` is the configuration resolved for this machine."""
+    key = declared()[name]
+    *earlier, last = composed.history[name]
+    path = name.split(".")
+    value = reduce(getattr, path, composed.config)
+    becomes = value if here is None else reduce(getattr, path, here)
+    return {
+        "key": name,
+        "value": value,
+        "becomes": becomes if becomes != value else None,
+        "type": key.type,
+        "unit": key.unit,
+        "bounds": key.bounds,
+        "meaning": key.meaning,
+        "default": key.default,
+        "set_by": last.source,
+        "overrode": [{"value": each.value, "source": each.source} for each in reversed(earlier)],
+    }
+
+
+def print_explained(document: dict[str, Any], *, first: bool) -> None:
+    """Print a key: its meaning, its value, and what set it."""
+    from rich.text import Text
+
+    out = display.console()
+    if not first:
+        out.print()
+    unit = f" {document['unit']}" if document["unit"] else ""
+    out.print(Text.assemble((document["key"], "bold"), f" = {shown(document['value'])}{unit}"))
+    bounds = f", {document['bounds']}" if document["bounds"] else ""
+    rows = [
+        ("meaning", document["meaning"]),
+        *([("becomes", shown(document["becomes"]))] if document["becomes"] is not None else []),
+        ("type", f"{document['type']}{bounds}"),
+        ("set by", document["set_by"]),
+        *(
+            ("overrode", f"{shown(each['value'])}, {each['source']}")
+            for each in document["overrode"]
+        ),
+    ]
+    for label, text in rows:
+        out.print(Text.assemble((f"  {label:<9}", "dim"), text))
+
+
+def options_document(options: Mapping[str, Option]) -> list[dict[str, Any]]:
+    """Return the options of a group for `--json`."""
+    return [
+        {"name": name, "about": option.about, "origin": option.origin}
+        for name, option in options.items()
+    ]
+
+
+def option_rows(options: Mapping[str, Option], prefix: str = "") -> list[tuple[str, str]]:
+    """Return the name and the meaning of each option, with its origin unless it is packaged."""
+    return [
+        (
+            prefix + name,
+            option.about + ("" if option.origin == "nanoscale" else f" ({option.origin})"),
+        )
+        for name, option in options.items()
+    ]
+
+
+def print_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Print names and their meanings in two columns."""
+    from rich.text import Text
+
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, meaning in rows:
+        display.console().print(Text.assemble((f"{name:<{width}}  ", "bold"), meaning))

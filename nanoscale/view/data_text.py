@@ -1,0 +1,148 @@
+"""The output of `nanoscale data`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from nanoscale.common import display
+from nanoscale.common.units import byte_size, duration
+from nanoscale.config.violations import override
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from nanoscale.data.prepare.folder import PreparationProgress
+
+_LINE_S = 10.0
+_BAR = 40
+
+
+class PreparationScreen:
+    """A display of progress on standard error: a bar on a terminal, occasional lines elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = display.console(sys.stderr)
+        self._live: Any = None
+        self._began: tuple[float, int, int] | None = None
+        self._last = time.monotonic()
+
+    def __enter__(self) -> PreparationScreen:
+        if self._console.is_terminal:
+            from rich.live import Live
+
+            self._live = Live(console=self._console, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, sentence: str) -> None:
+        self._console.print(sentence, markup=False)
+
+    def progress(self, progress: PreparationProgress, total: int) -> None:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now, progress.read, progress.text_bytes
+            return
+        if self._live is None and now - self._last < _LINE_S:
+            return
+        self._last = now
+        sentence = self._sentence(progress, total, now - self._began[0])
+        if self._live is None:
+            self.note(sentence)
+        else:
+            self._live.update(_with_bar(sentence, progress.read / total))
+
+    def _sentence(self, progress: PreparationProgress, total: int, elapsed: float) -> str:
+        assert self._began is not None
+        _, read, text = self._began
+        speed = (progress.text_bytes - text) / elapsed
+        left = (total - progress.read) * elapsed / max(1, progress.read - read)
+        words = [
+            f"{byte_size(progress.read)} of {byte_size(total)}",
+            f"{speed / 1e6:.2f} MB/s",
+            f"ETA {duration(left)}",
+            f"{progress.documents:,} documents",
+            f"{progress.tokens:,} tokens",
+        ]
+        if progress.bad:
+            words.append(f"{progress.bad:,} bad records")
+        return "  ".join(words)
+
+
+def print_prepared(out: Path, manifest: dict[str, Any]) -> None:
+    """Print what `data prepare` has written, and the command that trains on it."""
+    for bad in manifest["bad_records"]:
+        display.note(f"left out: {bad['place']} {bad['what']}")
+    if manifest["bad"]:
+        display.note(f"left out: {manifest['bad']:,} bad records in total")
+    train, valid = manifest["train"], manifest["valid"]
+    words = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+    held = f"; held out {valid['documents']:,}, {valid['tokens']:,} tokens"
+    display.show(f"{words}{held if valid['documents'] else ''}, {manifest['type']}")
+    if "answers" in train:
+        display.show(f"  answers     {_share(train)} of the tokens are learned")
+    display.show(f"  folder      {out.expanduser().absolute()}")
+    display.show(f"  vocabulary  {manifest['vocabulary']:,}")
+    begun = " model.init_from=… data.packing=whole" if "answers" in train else ""
+    display.show(
+        f"  train       nanoscale train recipe=… data=megatron {override('data.path', str(out))}{begun}"
+    )
+
+
+def print_inspected(document: dict[str, Any]) -> None:
+    """Print `data inspect`."""
+    display.show(f"{document['path']} ({document['kind'].lower()}, {document['type']})")
+    tokenizer = document["tokenizer"]
+    if tokenizer:
+        display.show("  ".join(f"{name} {value}" for name, value in tokenizer.items()))
+    for name, split in document["splits"].items():
+        _print_split(name, split)
+    for problem in document["problems"]:
+        display.show(f"wrong: {problem}")
+    if document["model_vocab"] is not None and not document["problems"]:
+        display.show(f"fits the model's vocabulary of {document['model_vocab']:,} tokens")
+
+
+def _print_split(name: str, split: dict[str, Any]) -> None:
+    display.show(f"\n{name}: {split['documents']:,} documents, {split['tokens']:,} tokens")
+    display.show(f"  ids from {split['smallest_token']:,} to {split['largest_token']:,}")
+    if split["ended_by_eos"] is not None:
+        display.show(f"  {split['ended_by_eos']:,} documents end with the end-of-text token")
+    if split["answers"] is not None:
+        display.show(f"  {_share(split)} of the tokens belong to answers, shown in ⟦ ⟧ below")
+    lengths = split["lengths"]
+    middle = f"median {lengths['median']:,}, mean {lengths['mean']:,.1f}"
+    display.show(
+        f"  tokens per document: {lengths['shortest']:,} to {lengths['longest']:,}, {middle}"
+    )
+    most = max(row["documents"] for row in lengths["histogram"])
+    for row in lengths["histogram"]:
+        bar = "█" * round(_BAR * row["documents"] / most)
+        display.show(
+            f"  {row['from']:>12,} … {row['below'] - 1:<12,} {row['documents']:>12,} {bar}"
+        )
+    for sample in split["samples"]:
+        shown = sample["ids"] if sample["text"] is None else repr(sample["text"])
+        display.show(f"  document {sample['document']:,} ({sample['tokens']:,} tokens): {shown}")
+
+
+def _with_bar(sentence: str, share: float) -> Any:
+    from rich.columns import Columns
+    from rich.progress_bar import ProgressBar
+
+    return Columns([ProgressBar(total=1.0, completed=share, width=_BAR), sentence])
+
+
+def _share(split: dict[str, Any]) -> str:
+    return f"{split['answers']:,} ({split['answers'] / split['tokens']:.1%})"
