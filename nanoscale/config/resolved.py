@@ -6,7 +6,7 @@ attributes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import reduce
 from typing import Any
 
@@ -80,3 +80,21 @@ def resolved(config: Config) -> ResolvedConfig:
 
 def _values(section: Config | Parallel | Train) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in fields(section)}
+
+
+def differences(old: ResolvedConfig, new: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the keys whose values differ, with the old and the new one."""
+    before, after = _flat(asdict(old)), _flat(asdict(new))
+    keys = [*before, *(key for key in after if key not in before)]
+    changed = ((key, before.get(key), after.get(key)) for key in keys)
+    return {key: (was, now) for key, was, now in changed if was != now}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from nanoscale.checkpoint.store import FORMAT, render_manifest, sum_files
-from nanoscale.cli.jobs.resume import differences
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
+from nanoscale.config.resolved import differences
 from nanoscale.config.rules import Devices, check
 from nanoscale.config.schema import Config, Parallel, RopeScaling, Train
 from nanoscale.runs import status

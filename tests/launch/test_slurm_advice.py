@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from nanoscale.cli.jobs.submit import _BLAMED
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check
 from nanoscale.launch.slurm.jobs import way_on
+from nanoscale.launch.submission.submit import _BLAMED
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission

@@ -40,6 +40,7 @@ TYPED_BACK = {
     "cli/jobs/stop.py": "launch/test_slurm_advice.py",
     "cli/jobs/sweep.py": "sweep/test_sweep.py",
     "cli/jobs/submit.py": "cli/test_advice_on_files.py",
+    "launch/submission/submit.py": "cli/test_advice_on_files.py",
     "config/composing/interpolation.py": "cli/test_advice.py",
     "config/composing/library.py": "cli/test_advice.py",
     "config/composing/nodes.py": "cli/test_advice_on_files.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.options import as_settings
@@ -54,6 +54,7 @@ def resume(
     """Resume from the newest complete checkpoint, in any layout."""
     from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
     from nanoscale.config.composing.frozen import load
+    from nanoscale.config.resolved import differences
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import replace_configuration
     from nanoscale.launch.slurm.allocation import require_one_launcher
@@ -113,6 +114,7 @@ def _request(run: RunDirectory, line: CommandLine) -> Request:
     from nanoscale.common.errors import UserError, Violation
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.reference import mapping_around
+    from nanoscale.config.resolved import differences
 
     stored = newest(run)
     request = request_job(line, verify=lambda composed: _require_recorded(run, stored, composed))
@@ -192,27 +194,8 @@ def _restored(stored: StoredCheckpoint | None, new: ResolvedConfig) -> set[str]:
     return {key for key, value in values(new).items() if key in recorded and recorded[key] == value}
 
 
-def differences(old: ResolvedConfig, new: ResolvedConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the keys whose values differ, with the old and the new one."""
-    from dataclasses import asdict
-
-    before, after = _flat(asdict(old)), _flat(asdict(new))
-    keys = [*before, *(key for key in after if key not in before)]
-    changed = ((key, before.get(key), after.get(key)) for key in keys)
-    return {key: (was, now) for key, was, now in changed if was != now}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
 def _say_what_differs(old: ResolvedConfig, new: ResolvedConfig) -> None:
+    from nanoscale.config.resolved import differences
     from nanoscale.config.violations import shown
 
     for key, (was, now) in differences(old, new).items():

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
-from nanoscale.launch.lifecycle.prepare import new_run
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.resolved import differences
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import override, refuse, shown
+from nanoscale.launch.lifecycle.prepare import (
+    check_new_run,
+    check_new_runs,
+    name_run,
+    name_runs,
+    new_run,
+)
 from nanoscale.launch.request import Request
 from nanoscale.launch.slurm import slurm
+from nanoscale.launch.slurm.slurm import SlurmError
 from nanoscale.launch.submission.batch_script import array_script, batch_script, runs_list
 from nanoscale.runs import submission
 from nanoscale.runs.directory import ARRAY, RunDirectory, taken_back, write_atomically
 from nanoscale.runs.submission import Submission
+
+_PARTITIONS, _ASSOCIATIONS = "sinfo --summarize", "sacctmgr show associations user=$USER"
+_NODES = "sinfo --Node --Format=NodeHost,CPUs,Memory,Gres,Features"
+_BLAMED = (
+    (r"time limit", "launcher.slurm.time", _PARTITIONS),
+    (r"qos", "launcher.slurm.qos", _ASSOCIATIONS),
+    (r"account", "launcher.slurm.account", _ASSOCIATIONS),
+    (r"partition", "launcher.slurm.partition", _PARTITIONS),
+    (r"feature", "launcher.slurm.constraint", _NODES),
+    (r"gres|generic resource", "launcher.slurm.gpus", _NODES),
+    (r"node (count|configuration)", "launcher.nodes", _NODES),
+    (r"unrecognized option|ambiguous", "launcher.slurm.directives", "sbatch --help"),
+)
+"""sbatch's complaint, the key that it may be about, and a command that shows more."""
+
+_ALIKE = ("launcher.", "cluster.python", "run.root")
+"""Keys that the script of an array depends on."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +78,22 @@ class BatchJob:
         """
         return self._script(self.requests[0])
 
-    def needs_the_same(self, one: Request) -> bool:
-        """True if the same script serves another run."""
-        return self._script(one) == self.script
+    def check(self) -> None:
+        """Check that the runs can be created. Writes nothing.
+
+        Raises:
+            UserError: a name is used or invalid, or no run can be created under run.root.
+        """
+        if self.is_array:
+            check_new_runs(self.requests, self.name)
+        else:
+            check_new_run(self.requests[0].config)
+
+    def require_one_script(self) -> None:
+        """Raise a UserError unless the same script serves all runs."""
+        for other in self.requests[1:]:
+            if self._script(other) != self.script:
+                _refuse_unlike(self.requests[0], other)
 
     def _script(self, one: Request) -> str:
         if not self.is_array:
@@ -62,8 +105,7 @@ class BatchJob:
         """Create the run directories and submit them; if SLURM refuses, they are removed.
 
         Raises:
-            UserError: a run cannot be created, or there is no sbatch here.
-            SlurmError: SLURM refused.
+            UserError: a run cannot be created, there is no sbatch here, or SLURM refused.
         """
         script = self.script
         with taken_back(self.root) as made:
@@ -76,8 +118,51 @@ class BatchJob:
                 runs = "".join(f"{request.run.path}\n" for request in self.requests)
                 write_atomically(runs_list(self.path.parent), runs)
             write_atomically(self.path, script)
-            job = slurm.submit(self.path)
+            try:
+                job = slurm.submit(self.path)
+            except SlurmError as error:
+                raise _refused(error, self.requests[0].composed) from error
         for number, request in enumerate(self.requests):
             task = number if self.is_array else None
             submission.write(request.run, replace(job, task=task))
         return job
+
+
+def batch_job(requests: Sequence[Request], at_once: int | None) -> BatchJob:
+    """Return the job of one run or of an array, with their names."""
+    if len(requests) > 1:
+        return BatchJob(*name_runs(requests), at_once)
+    if at_once is not None:
+        raise UserError("usage", "--at-once needs an array of runs, as in train.seed=1,2,3")
+    (one,) = requests
+    config = name_run(one.composed, one.config, repeats=one.repeats is not None)
+    return BatchJob(str(config.run.name), [replace(one, config=config)])
+
+
+def _refuse_unlike(one: Request, other: Request) -> None:
+    unlike = differences(one.config, other.config)
+    message = "differs between the runs ({}), and one script asks SLURM for what they all need"
+    refuse(
+        [
+            Violation(
+                key,
+                None,
+                other.composed.source(key),
+                message.format(" and ".join(map(shown, values))),
+                (override(key, values[1]),),
+            )
+            for key, values in unlike.items()
+            if key.startswith(_ALIKE)
+        ]
+    )
+
+
+def _refused(error: SlurmError, composed: Composed) -> UserError:
+    """Return sbatch's message as an error, with the key that it may be about."""
+    said = str(error).replace("Batch job submission failed: ", "")
+    for pattern, key, command in _BLAMED:
+        if re.search(pattern, said, re.IGNORECASE):
+            value = reduce(getattr, key.split("."), composed.config)
+            cause = Violation(key, value, composed.source(key), said, (command,))
+            return UserError("slurm", "SLURM rejected the job", [cause])
+    return UserError("slurm", f"SLURM rejected the job: {said}")
