@@ -34,7 +34,7 @@ TYPED_BACK = {
     "cli/main.py": "cli/test_advice.py",
     "cli/inspect/recipes.py": "cli/test_advice.py",
     "cli/jobs/init.py": "cli/test_init.py",
-    "cli/jobs/resume.py": "cli/test_advice_on_files.py",
+    "launch/lifecycle/continuation.py": "cli/test_advice_on_files.py",
     "cli/inspect/remove.py": "cli/test_remove.py",
     "cli/inspect/runs.py": "cli/test_runs.py",
     "cli/jobs/stop.py": "launch/test_slurm_advice.py",

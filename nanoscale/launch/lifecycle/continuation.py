@@ -1,0 +1,187 @@
+"""The conditions under which a run continues: the same run, from a checkpoint, and not complete."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from nanoscale.checkpoint.configuration import (
+    IN_MANIFEST,
+    manifest_key,
+    newest,
+    unexplained,
+    values,
+)
+from nanoscale.checkpoint.store import (
+    StoredCheckpoint,
+    find_damage,
+    list_checkpoints,
+    list_set_aside,
+    undo,
+)
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.config.composing.frozen import load
+from nanoscale.config.reference import mapping_around
+from nanoscale.config.resolved import ResolvedConfig, differences
+from nanoscale.config.values.composed import Composed
+from nanoscale.config.violations import override, shown
+from nanoscale.launch.request import Request
+from nanoscale.runs import metrics, status
+from nanoscale.runs.directory import RunDirectory
+
+_IDENTITY = (
+    "model.",
+    "lora.",
+    "optimizer.name",
+    "data.source",
+    "data.path",
+    "data.valid_path",
+    "data.mixture",
+    "data.tokenizer",
+    "data.bpe_vocab",
+    "data.valid_fraction",
+    "data.packing",
+    "train.seq_len",
+    "train.seed",
+)
+"""Keys that a checkpoint's tensors, or its number of consumed samples, depend on."""
+
+
+def require_same_run(run: RunDirectory, request: Request, overrides: Sequence[str]) -> None:
+    """Require that the changes leave it the run of its checkpoints.
+
+    Args:
+        overrides: the changes.
+
+    Raises:
+        UserError: they would make it another run.
+    """
+    old, new, composed = load(run.config), request.config, request.composed
+    moved = [key for key in ("run.name", "run.root") if composed.by_hand(key)]
+    restored = _restored(newest(run), new)
+    other = [key for key in differences(old, new) if key.startswith(_IDENTITY)]
+    other = [key for key in other if manifest_key(key) not in restored]
+    if not run.checkpoint_steps():
+        other = []
+    if new.lora.rank:  # the model may have moved, if it is unchanged
+        other = [key for key in other if key not in ("model.init_from", "model.name")]
+    another = shlex.join(["nanoscale", "train", "--config", str(run.config), *overrides])
+    violations = [
+        Violation(
+            key,
+            was_set[-1].value if (was_set := composed.history.get(declared)) else None,
+            composed.source(declared),
+            message,
+        )
+        for keys, message in (
+            (moved, "cannot be changed by resume: a run stays where it is"),
+            (other, "cannot be changed by resume: the checkpoints are of the run as it was"),
+        )
+        for key in keys
+        for declared in [mapping_around(key) or key]
+    ]
+    if violations:
+        violations[-1] = replace(violations[-1], suggestions=(another,))
+        raise UserError("run", "a changed value would make it another run", violations)
+
+
+def require_recorded(run: RunDirectory, composed: Composed) -> str | None:
+    """Compare config.yaml with the newest checkpoint's, in what no override has changed.
+
+    Return a sentence if the checkpoint has none.
+
+    Raises:
+        UserError: they differ.
+    """
+    stored = newest(run)
+    if stored is None:
+        return None
+    changed = unexplained(run, stored)
+    if changed is None:
+        return (
+            f"{stored.path.name} was saved by an earlier version, which recorded no configuration: "
+            "config.yaml cannot be compared with it"
+        )
+    violations = [
+        Violation(
+            key,
+            now,
+            composed.source(key),
+            f"was {shown(was)} when {stored.path.name} was saved, and no override has changed it",
+            (override(key, was), override(key, now)),
+            "the first restores the checkpoint's value, the second accepts the value of config.yaml",
+        )
+        for key, (was, now) in changed.items()
+        if not composed.by_hand_around(key)
+    ]
+    if violations:
+        message = f"{run.config} is damaged or was edited since {stored.path.name} was saved"
+        raise UserError("checkpoint", message, violations)
+    return None
+
+
+def starting_point(run: RunDirectory) -> Iterator[str]:
+    """Yield the sentences about the checkpoint that the ranks will load, and about damaged ones.
+
+    Raises:
+        UserError: there are checkpoints, and all of them are damaged.
+    """
+    damaged = [
+        f"{it.path.name} was set aside as damaged (to undo that: {undo(it.path)})"
+        for it in list_set_aside(run.checkpoints)
+    ]
+    for stored in reversed(list_checkpoints(run.checkpoints)):
+        try:
+            damage = find_damage(stored.path, sums=False)
+        except OSError:  # it may be intact, and readable on the ranks' hosts
+            damage = []
+        if not damage:
+            name = stored.path.name
+            yield f"resuming from {name}; its checksums are verified when it is loaded"
+            return
+        damaged.append(f"{stored.path.name} is damaged ({damage[0]})")
+        yield damaged[-1]
+    if damaged:
+        raise UserError(
+            "checkpoint",
+            f"no complete checkpoint is left in {run.checkpoints}: {', '.join(damaged)}; to start "
+            f"again from step 1: nanoscale train --config {shlex.quote(str(run.config))}",
+        )
+    yield "there is no checkpoint yet: starting from the beginning"
+
+
+def is_complete(run: RunDirectory, previous: ResolvedConfig, config: ResolvedConfig) -> bool:
+    """True if a run is completed, and the configuration with the changes trains no further."""
+    if status.read(run).state != "completed":
+        return False
+    if ended_early(run, previous) and config.train.stop_when != previous.train.stop_when:
+        return False
+    return config.train.steps <= previous.train.steps
+
+
+def completion(run: RunDirectory, config: ResolvedConfig) -> str:
+    """Return the sentence about a complete run, and the command that trains longer."""
+    steps = config.train.steps
+    if step := ended_early(run, config):
+        return (
+            f"the run is complete: train.stop_when ended it at step {step} of {steps}; to continue, type\n"
+            f"  nanoscale resume {shlex.quote(run.reference)} "
+            "train.stop_when.patience=0 train.stop_when.eval_loss=null"
+        )
+    return (
+        f"the run is complete: it trained all {steps} steps; to train longer, type\n"
+        f"  nanoscale resume {shlex.quote(run.reference)} train.steps={2 * steps}"
+    )
+
+
+def ended_early(run: RunDirectory, config: ResolvedConfig) -> int | None:
+    """Return the last step of a completed run that `train.stop_when` ended; None if it trained all steps."""
+    last = metrics.last(run)
+    return last["step"] if last and last["step"] < config.train.steps else None
+
+
+def _restored(stored: StoredCheckpoint | None, new: ResolvedConfig) -> set[str]:
+    """Return the keys that have the value of the checkpoint."""
+    recorded = stored.manifest.get(IN_MANIFEST, {}) if stored is not None else {}
+    return {key for key, value in values(new).items() if key in recorded and recorded[key] == value}
