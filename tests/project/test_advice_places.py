@@ -37,7 +37,7 @@ TYPED_BACK = {
     "launch/lifecycle/continuation.py": "cli/test_advice_on_files.py",
     "cli/inspect/remove.py": "cli/test_remove.py",
     "cli/inspect/runs.py": "cli/test_runs.py",
-    "cli/jobs/stop.py": "launch/test_slurm_advice.py",
+    "launch/lifecycle/stopping.py": "launch/test_slurm_advice.py",
     "cli/jobs/sweep.py": "sweep/test_sweep.py",
     "cli/jobs/submit.py": "cli/test_advice_on_files.py",
     "launch/submission/submit.py": "cli/test_advice_on_files.py",

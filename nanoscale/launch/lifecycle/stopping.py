@@ -1,0 +1,97 @@
+"""Asking a run to save and stop, wherever its launcher is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from nanoscale.common.errors import UserError, Violation
+from nanoscale.launch.slurm.jobs import ASK_S, Job, job_of
+from nanoscale.launch.slurm.slurm import SlurmError, cancel, signal_batch
+from nanoscale.runs import events, lock, submission
+from nanoscale.runs.directory import RunDirectory
+from nanoscale.runs.lock import Owner
+from nanoscale.runs.trust import is_own
+
+_LOOK_S = 0.1
+
+
+def leave_queue(run: RunDirectory, job: Job) -> Job | None:
+    """Cancel a job that waits; return the job if it has begun meanwhile."""
+    _require_own(run, job)
+    with _refused(run, job):
+        cancel(job.submission, only_waiting=True)
+    after = job_of(run)
+    if after is not None and after.is_there:
+        return after
+    submission.write(run, replace(job.submission, cancelled=time.time()))
+    events.append(run, "cancelled", f"{job} was removed from the queue")
+    return None
+
+
+def ask_to_stop(run: RunDirectory, owner: Owner | None, job: Job | None) -> Owner | Job:
+    """Ask the launcher or the SLURM job of a run to save and stop; return which one.
+
+    Raises:
+        UserError: the job may be another run's, or SLURM refuses.
+    """
+    if owner is not None and (owner.is_here or job is None or not job.is_there):
+        if owner.is_here:
+            _note(run)
+        lock.terminate(run, owner)
+        return owner
+    assert job is not None
+    _require_own(run, job)
+    with _refused(run, job):
+        _note(run)
+        signal_batch(job.submission, "TERM")
+    return job
+
+
+def wait_for_end(run: RunDirectory, owner: Owner | None, job: Job | None, timeout: float) -> bool:
+    """Wait until neither the launcher nor the job works on a run; return False after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    asked = time.monotonic()
+    while (owner is not None and lock.owner(run) == owner) or (job is not None and job.is_there):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+        if job is not None and time.monotonic() - asked > ASK_S:
+            job, asked = job_of(run), time.monotonic()
+    return True
+
+
+def _require_own(run: RunDirectory, job: Job) -> None:
+    """Raise a UserError if slurm.json may name the job of another run, since another user wrote it."""
+    if is_own(run):
+        return
+    number = str(job.submission)
+    cluster = job.submission.cluster
+    there = [] if cluster is None else [f"--clusters={cluster}"]
+    signal = [] if job.waits else ["--batch", "--signal=TERM"]
+    command = shlex.join(["scancel", *there, *signal, number])
+    suggestions = (command,) if re.fullmatch(r"[0-9]+(_[0-9]+)?", number) else ()
+    message = f"{run.path} was not made by your own runs, and {job} may be another run's"
+    raise UserError("slurm", message, [Violation("RUN", run.name, "", message, suggestions)])
+
+
+def _note(run: RunDirectory) -> None:
+    """Record that the next signal is the user's: the run is then stopped, not preempted."""
+    with suppress(OSError):
+        events.append(
+            run, events.STOP, f"`nanoscale runs stop` was typed on {socket.gethostname()}"
+        )
+
+
+@contextmanager
+def _refused(run: RunDirectory, job: Job) -> Iterator[None]:
+    try:
+        yield
+    except SlurmError as error:
+        message = f"{job} cannot be stopped: {error}"
+        raise UserError("slurm", message, [Violation("RUN", run.name, "", message)]) from error
