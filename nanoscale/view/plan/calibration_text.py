@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
 from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.config.hardware.data_sheets import CPU
+from nanoscale.config.violations import override
+from nanoscale.plan.calibration import KNOBS, Calibration, predicted
+from nanoscale.plan.observed_runs import ObservedRun
+from nanoscale.plan.predict import predict
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,3 +92,44 @@ def _advice(document: dict[str, Any]) -> list[str]:
             0, f"{', '.join(too_much)} above 1: the machine is faster than its description"
         )
     return lines
+
+
+def document(runs: Sequence[ObservedRun], found: Calibration, file: Path) -> dict[str, Any]:
+    """Return what the file of a calibration holds."""
+    assumed = runs[0].observation.hardware.efficiency
+    learned = found.values(assumed)
+    return {
+        "efficiency": learned,
+        "device": runs[0].device,
+        "override": override("cluster.efficiency", str(file)),
+        "learned": [
+            {
+                "name": name,
+                "factor": factor,
+                "efficiencies": [key for key in KNOBS[name] if key in learned],
+            }
+            for name, factor in found.factors.items()
+        ],
+        "assumed": {name: getattr(assumed, name) for name in learned},
+        "runs": [_outcome(run, found) for run in runs],
+        "time": time.time(),
+    }
+
+
+def _outcome(run: ObservedRun, found: Calibration) -> dict[str, Any]:
+    """Compare prediction and measurement, before and after. Memory is shown, but not calibrated."""
+    observation = run.observation
+    before, after = predicted(observation), predicted(observation, found)
+    plan = predict(observation.config, observation.hardware)
+    return {
+        "run": observation.name,
+        "steps": run.steady.steps,
+        "measured_s": observation.seconds,
+        "before_s": before,
+        "before_error": before / observation.seconds - 1,
+        "after_s": after,
+        "after_error": after / observation.seconds - 1,
+        # On a CPU it is that of the whole process, mostly of libraries.
+        "memory_gib": None if run.device == CPU else run.steady.memory_gib,
+        "predicted_memory_gib": None if run.device == CPU else plan.worst.allocated / GIB,
+    }
