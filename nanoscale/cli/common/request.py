@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import DONE, error_document, exit_code, show_error
 from nanoscale.cli.common.trust import require_trust
 from nanoscale.common import display
@@ -18,6 +21,23 @@ if TYPE_CHECKING:
     from nanoscale.config.rules import Devices, Host
     from nanoscale.config.values.composed import Composed
     from nanoscale.launch.request import Request
+
+_Verb = Callable[..., int | None]
+HOSTS = ("hostfile", "include", "exclude", "num_nodes", "num_gpus")
+LAUNCH = (*HOSTS, "no_preflight", "trust")
+_DECLARED = {
+    "overrides": opt.Overrides,
+    "config": opt.ConfigFile,
+    "config_dir": opt.ConfigDir,
+    "hostfile": opt.Hostfile,
+    "include": opt.Include,
+    "exclude": opt.Exclude,
+    "num_nodes": opt.NumNodes,
+    "num_gpus": opt.NumGpus,
+    "no_preflight": opt.NoPreflight,
+    "trust": opt.Trust,
+}
+"""The arguments and options that make a command line's request."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,35 @@ class CommandLine:
         require_one_launcher()
         if self.config_file is not None:
             require_trust(self.config_file, self.compose, trust=self.trust)
+
+
+def requesting(*names: str) -> Callable[[_Verb], _Verb]:
+    """Return the decorator of a verb with OVERRIDES and these options: it gets them as its parameter `line`."""
+
+    def decorate(verb: _Verb) -> _Verb:
+        @wraps(verb)
+        def run(**given: Any) -> int | None:
+            made = {name: given.pop(name) for name in ("overrides", *names)}
+            files = made.pop("config", None), made.pop("config_dir", None)
+            trust = made.pop("trust", False)
+            line = CommandLine(made.pop("overrides"), *files, opt.as_settings(**made), trust)
+            return verb(**given, line=line)
+
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(verb, eval_str=True).parameters.values():
+            expanded = ("overrides", *names) if each.name == "line" else ()
+            parameters += [
+                each.replace(
+                    name=name,
+                    annotation=_DECLARED[name],
+                    default=False if name in ("no_preflight", "trust") else None,
+                )
+                for name in expanded
+            ] or [each]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 class Refusals:

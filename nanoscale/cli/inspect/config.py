@@ -10,6 +10,7 @@ import typer
 from nanoscale.cli.common import completion
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.output import console, print_json, print_yaml
+from nanoscale.cli.common.request import CommandLine, requesting
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ app = typer.Typer(no_args_is_help=True, help="Show and explain the configuration
 
 
 @app.command("show")
+@requesting("config_dir", "config")
 def show(
-    overrides: opt.Overrides = None,
-    config_dir: opt.ConfigDir = None,
-    config: opt.ConfigFile = None,
+    line: CommandLine,
     deepspeed: Annotated[
         bool,
         typer.Option("--deepspeed", help="Show the JSON for DeepSpeed instead"),
@@ -34,10 +34,9 @@ def show(
     """Show the whole configuration as YAML."""
     from dataclasses import asdict
 
-    from nanoscale.config.composing.compose import compose
     from nanoscale.config.values.yaml_file import to_yaml
 
-    composed = compose(overrides or [], config_dir=config_dir, config_file=config)
+    composed = line.compose()
     values = _for_deepspeed(composed) if deepspeed else asdict(composed.config)
     if as_json or deepspeed:
         print_json(values)
@@ -49,6 +48,7 @@ def show(
 
 
 @app.command("explain")
+@requesting("config_dir", "config")
 def explain(
     key: Annotated[
         str,
@@ -57,17 +57,14 @@ def explain(
             autocompletion=completion.keys,
         ),
     ],
-    overrides: opt.Overrides = None,
-    config_dir: opt.ConfigDir = None,
-    config: opt.ConfigFile = None,
+    line: CommandLine,
     as_json: opt.AsJson = False,
 ) -> None:
     """Explain a key: its meaning, its value, and what set it."""
-    from nanoscale.config.composing.compose import compose
     from nanoscale.view.config_text import explained, print_explained
 
     names = _named(key)
-    composed = compose(overrides or [], config_dir=config_dir, config_file=config)
+    composed = line.compose()
     here = _here(composed)
     found = [explained(name, composed, here) for name in names if name in composed.history]
     if as_json:

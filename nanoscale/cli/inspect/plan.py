@@ -10,9 +10,8 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, console, print_json
-from nanoscale.cli.common.request import CommandLine, request_job
+from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,15 +28,9 @@ class SoftwareName(StrEnum):
     MEGATRON = "megatron"
 
 
+@requesting("config", "config_dir", *HOSTS)
 def plan(
-    overrides: opt.Overrides = None,
-    config: opt.ConfigFile = None,
-    config_dir: opt.ConfigDir = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
+    line: CommandLine,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the arithmetic behind every number")
     ] = False,
@@ -78,22 +71,20 @@ def plan(
     """
     from nanoscale.plan.hardware.software import RECORDS
 
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
     if calibrate:
-        if options or config or html or search or explain:
+        if line.options or line.config_file or html or search or explain:
             raise UserError(
                 "usage", "--calibrate goes with RUN…, cluster=…, --write and --json alone"
             )
         from nanoscale.cli.measure.calibrate import calibrate_from
 
-        return calibrate_from(overrides or [], write, config_dir, overwrite, as_json)
+        return calibrate_from(line.overrides or [], write, line.config_dir, overwrite, as_json)
     if write is not None:
         require_writable("--write", write, overwrite=overwrite)
         if html is not None and html.resolve() == write.resolve():
             raise UserError("usage", f"--write and --html both name {html}")
-    line = CommandLine(overrides, config, config_dir, options)
     if search:
         return _search(line.compose(), RECORDS[software.value], write, html, overwrite, as_json)
     if write is not None:

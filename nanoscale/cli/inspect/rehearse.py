@@ -8,16 +8,16 @@ import typer
 
 from nanoscale.cli.common import options as opt
 from nanoscale.cli.common.files import require_writable, write_file
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DOES_NOT_FIT, DONE, FAILED, print_json
 from nanoscale.cli.common.rehearsal import rehearsed
-from nanoscale.cli.common.request import CommandLine, request_job
+from nanoscale.cli.common.request import HOSTS, CommandLine, request_job, requesting
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 
+@requesting("config", "config_dir", *HOSTS)
 def rehearse(
-    overrides: opt.Overrides = None,
+    line: CommandLine,
     ranks: Annotated[
         str,
         typer.Option(
@@ -27,13 +27,6 @@ def rehearse(
         ),
     ] = "distinct",
     steps: Annotated[int, typer.Option("--steps", help="Play this many steps")] = 2,
-    config: opt.ConfigFile = None,
-    config_dir: opt.ConfigDir = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
     as_json: opt.AsJson = False,
@@ -49,8 +42,6 @@ def rehearse(
         raise UserError("usage", f"--steps {steps}: must be at least 1")
     if html is not None:
         require_writable("--html", html, overwrite=overwrite)
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
-    line = CommandLine(overrides, config, config_dir, options)
     request = request_job(line, starts=False, devices=planned_devices)
     result = rehearsed(request.config, ranks, steps)
     if html is not None:

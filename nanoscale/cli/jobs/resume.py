@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, print_json
-from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
+from nanoscale.cli.common.request import (
+    LAUNCH,
+    CommandLine,
+    Refusals,
+    planned,
+    request_job,
+    requesting,
+    require_disk,
+)
 from nanoscale.common import display
 
 if TYPE_CHECKING:
@@ -18,18 +25,12 @@ if TYPE_CHECKING:
     from nanoscale.runs.directory import RunDirectory
 
 
+@requesting(*LAUNCH)
 def resume(
     run: opt.Run,
-    overrides: opt.Overrides = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
-    no_preflight: opt.NoPreflight = False,
+    line: CommandLine,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
-    trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Resume from the newest complete checkpoint, in any layout."""
@@ -45,8 +46,7 @@ def resume(
 
     require_one_launcher()
     directory = RunDirectory.open(run)
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    line = CommandLine(overrides, directory.config, options=options, trust=trust)
+    line = replace(line, config_file=directory.config)
     line.require_startable()
     line = replace(line, trust=True)
     refusals = Refusals(postponed=dry_run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, print_json
 from nanoscale.cli.common.rehearsal import with_program
-from nanoscale.cli.common.request import CommandLine, Refusals, planned, request_job, require_disk
+from nanoscale.cli.common.request import (
+    CommandLine,
+    Refusals,
+    planned,
+    request_job,
+    requesting,
+    require_disk,
+)
 
 if TYPE_CHECKING:
     from nanoscale.config.composing.compose import Setting
@@ -21,13 +28,9 @@ if TYPE_CHECKING:
     from nanoscale.launch.request import Request
 
 
+@requesting("config", "config_dir", "num_nodes", "num_gpus", "no_preflight", "trust")
 def submit(
-    overrides: opt.Overrides = None,
-    config: opt.ConfigFile = None,
-    config_dir: opt.ConfigDir = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
-    no_preflight: opt.NoPreflight = False,
+    line: CommandLine,
     at_once: Annotated[
         int | None,
         typer.Option(
@@ -41,7 +44,6 @@ def submit(
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     rehearse: opt.Rehearse = False,
-    trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Submit a job to SLURM; lists of values make an array."""
@@ -49,9 +51,8 @@ def submit(
     from nanoscale.launch.submission.submit import batch_job
     from nanoscale.view.run import submission_text as text
 
-    options = as_settings(num_nodes=num_nodes, num_gpus=num_gpus, no_preflight=no_preflight)
-    variants = expand(overrides or [])
-    line = CommandLine(variants[0].words, config, config_dir, _through_slurm(options), trust)
+    variants = expand(line.overrides or [])
+    line = replace(line, overrides=variants[0].words, options=_through_slurm(line.options))
     line.require_startable()
     line = replace(line, trust=True)
     requests = [_request(replace(line, overrides=one.words), fetch=not dry_run) for one in variants]
@@ -78,7 +79,7 @@ def submit(
     return DONE
 
 
-def _through_slurm(options: dict[str, Setting]) -> dict[str, Setting]:
+def _through_slurm(options: Mapping[str, Setting]) -> dict[str, Setting]:
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
 

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.rehearsal import with_program
-from nanoscale.cli.common.request import CommandLine, Refusals, request_new_run
+from nanoscale.cli.common.request import LAUNCH, CommandLine, Refusals, request_new_run, requesting
 
 
+@requesting("config", "config_dir", *LAUNCH)
 def train(
-    overrides: opt.Overrides = None,
-    config: opt.ConfigFile = None,
-    config_dir: opt.ConfigDir = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
-    no_preflight: opt.NoPreflight = False,
+    line: CommandLine,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
     rehearse: opt.Rehearse = False,
-    trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Check, plan, launch and follow a job until its end."""
@@ -29,8 +20,6 @@ def train(
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
 
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
-    line = CommandLine(overrides, config, config_dir, options, trust)
     refusals = Refusals(postponed=dry_run)
     request = request_new_run(line, refusals, force=force, fetch=not dry_run)
     request = with_program(request, rehearse=rehearse, force=force)

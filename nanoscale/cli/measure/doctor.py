@@ -7,19 +7,13 @@ from typing import Annotated
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
-from nanoscale.cli.common.request import CommandLine
+from nanoscale.cli.common.request import HOSTS, CommandLine, requesting
 
 
+@requesting("config_dir", *HOSTS)
 def doctor(
-    overrides: opt.Overrides = None,
-    config_dir: opt.ConfigDir = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
+    line: CommandLine,
     quick: Annotated[
         bool,
         typer.Option(
@@ -35,8 +29,6 @@ def doctor(
     from nanoscale.launch.lifecycle.examination import examine, machines, measure_cpu
     from nanoscale.view import doctor_text
 
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus)
-    line = CommandLine(overrides, config_dir=config_dir, options=options)
     config, hosts = machines(line.compose())
     with saying() as say:
         verdicts, measured = examine(config, hosts, say, quick=quick)

@@ -9,23 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoscale.cli.common import options as opt
-from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, print_json, saying
-from nanoscale.cli.common.request import CommandLine, request_job
+from nanoscale.cli.common.request import LAUNCH, CommandLine, request_job, requesting
 from nanoscale.cli.jobs.generate import calm_threads
 from nanoscale.common import display
 from nanoscale.common.errors import UserError
 
 if TYPE_CHECKING:
     from nanoscale.checkpoint.store import StoredCheckpoint
-    from nanoscale.config.composing.compose import Setting
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.rules import Host
 
 
+@requesting(*LAUNCH)
 def eval(
     model: opt.Model,
-    overrides: opt.Overrides = None,
+    line: CommandLine,
     step: opt.Step = None,
     samples: Annotated[
         int | None,
@@ -57,13 +56,6 @@ def eval(
     device: opt.Device = None,
     dtype: opt.ComputeDtype = None,
     tokenizer: opt.Tokenizer = None,
-    hostfile: opt.Hostfile = None,
-    include: opt.Include = None,
-    exclude: opt.Exclude = None,
-    num_nodes: opt.NumNodes = None,
-    num_gpus: opt.NumGpus = None,
-    no_preflight: opt.NoPreflight = False,
-    trust: opt.Trust = False,
     as_json: opt.AsJson = False,
 ) -> int:
     """Compute a checkpoint's validation loss, or run lm-eval tasks.
@@ -75,17 +67,14 @@ def eval(
     them.
     """
     _check(samples, limit, few_shot, tasks, (tasks_dir, device, dtype, tokenizer))
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
     if tasks is not None:
-        _check_tasks(overrides, options, device, num_gpus)
+        num_gpus = _gpus_of_tasks(line, device)
         names = [name for name in tasks.split(",") if name]
         opening = {"step": step, "dtype": dtype, "tokenizer": tokenizer}
         return _run_tasks(
             model, opening, names, limit, few_shot, tasks_dir, device, num_gpus, as_json
         )
-    return _loss(
-        model, CommandLine(overrides, options=options, trust=trust), step, samples, as_json
-    )
+    return _loss(model, line, step, samples, as_json)
 
 
 def _check(
@@ -109,23 +98,21 @@ def _check(
         raise UserError("usage", f"{names} are for --tasks only")
 
 
-def _check_tasks(
-    overrides: list[str] | None,
-    options: dict[str, Setting],
-    device: str | None,
-    num_gpus: int | None,
-) -> None:
-    """Refuse what is for the loss alone."""
-    if overrides:
-        raise UserError("usage", f"{overrides[0]}: overrides cannot be used with --tasks")
-    for key, setting in options.items():
+def _gpus_of_tasks(line: CommandLine, device: str | None) -> int | None:
+    """Return --num-gpus, and refuse what is for the loss alone."""
+    num_gpus: int | None = None
+    if line.overrides:
+        raise UserError("usage", f"{line.overrides[0]}: overrides cannot be used with --tasks")
+    for key, setting in line.options.items():
         if key != "launcher.devices":
             option = setting.source.rpartition(" ")[2]
             raise UserError("usage", f"{option} cannot be used with --tasks, which run here")
+        num_gpus = setting.value
     if num_gpus is not None and device is not None:
         raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
     if num_gpus is not None and num_gpus < 1:
         raise UserError("usage", f"--num-gpus {num_gpus}: must be at least 1")
+    return num_gpus
 
 
 # --- the loss -------------------------------------------------------------------------------------
