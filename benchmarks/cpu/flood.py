@@ -47,7 +47,7 @@ def flood(context: RankContext) -> str:
 
 def launch(root: str) -> int:
     """Launch one rank that floods, as `nanoscale train` launches one that trains."""
-    from nanoscale.cli.jobs import attempt as cli
+    from nanoscale.cli.jobs import launching as cli
     from nanoscale.config.resolved import resolved
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train

@@ -14,7 +14,7 @@ from nanoscale.agent.link import Link
 from nanoscale.agent.logs import RankLogs
 from nanoscale.agent.network import interface_towards, is_loopback
 from nanoscale.agent.rank import HostRanks, start_rank, start_store
-from nanoscale.agent.watch import Watch, send
+from nanoscale.agent.rank_watch import Watch, send
 from nanoscale.processes.messages import Message
 from nanoscale.processes.proc import available_gib, oom_kills
 from nanoscale.runs.directory import RunDirectory, read_json, write_json

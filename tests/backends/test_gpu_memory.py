@@ -14,7 +14,7 @@ from nanoscale.checkpoint.staging import Staging
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.launch.request import check_request
-from nanoscale.plan.hardware.machines import planned_devices
+from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import predict
 from nanoscale.rehearse.life import build, micro_batches, world_of
 from nanoscale.rehearse.played.cuda import Gpu

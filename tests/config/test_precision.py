@@ -16,7 +16,7 @@ from nanoscale.config.rules.numbers import lacks_bf16
 from nanoscale.config.schema import Config, Precision
 from nanoscale.launch.request import check_request
 from nanoscale.launch.transport.transport import read_hosts
-from nanoscale.plan.hardware.machines import planned_devices
+from nanoscale.plan.hardware.planned_devices import planned_devices
 from tests.support.recipes import changed
 
 CPU = Devices("cpu", 2)

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer as Native
 import nanoscale
 from nanoscale.cli.main import run as nanoscale_command
 from nanoscale.common.errors import UserError
-from nanoscale.data.prepare import chunks, run
-from nanoscale.data.prepare.run import _interrupted
+from nanoscale.data.prepare import chunks, preparation
+from nanoscale.data.prepare.preparation import _interrupted
 from nanoscale.data.prepare.sources import find_sources
 from nanoscale.data.tokenizer import train_bpe
 from nanoscale.processes.pool import LostProcessError, Pool
@@ -111,7 +111,7 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path, small_chunks, work
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from nanoscale.data.prepare import chunks, folder, run
+from nanoscale.data.prepare import chunks, folder, preparation
 from tests.data.texts import Silent, prepared
 
 def die(*_):
@@ -126,7 +126,7 @@ class Killer(Silent):
             die()
 
 chunks.CHUNK = 6000  # so that the tokens are not buffer's: they reach the file before a commit
-run.COMMIT_S = 0.0
+preparation.COMMIT_S = 0.0
 {patch}
 if __name__ == "__main__":
     prepared(Path("out"), "a.jsonl.gz", "b.parquet", "c.jsonl", validation=0.1, workers=2,
@@ -222,7 +222,7 @@ def test_a_worker_that_is_killed_is_an_error_and_what_was_done_is_kept(tmp_path,
     enter = Pool.__enter__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Pool, "__enter__", lambda self: made.append(self) or enter(self))
-        patch.setattr(run, "COMMIT_S", 0.0)
+        patch.setattr(preparation, "COMMIT_S", 0.0)
         with pytest.raises(LostProcessError, match="signal 9"):
             prepared(tmp_path / "out", source, watcher=Killer(), workers=2)
     prepared(tmp_path / "out", source)

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from nanoscale.cli.main import run as nanoscale
 from nanoscale.common.errors import UserError
-from nanoscale.data.prepare import chunks, encode, run
+from nanoscale.data.prepare import chunks, encode, preparation
 from tests.data.texts import (
     as_bytes,
     found,
@@ -33,7 +33,7 @@ GOOD = texts(6)
 
 @pytest.fixture(autouse=True)
 def nothing_is_committed_before_the_end(monkeypatch):
-    monkeypatch.setattr(run, "COMMIT_S", float("inf"))
+    monkeypatch.setattr(preparation, "COMMIT_S", float("inf"))
 
 
 def line(text: object) -> bytes:
@@ -213,7 +213,7 @@ def test_empty_texts_are_no_documents(tmp_path):
 
 def test_what_is_refused_may_go_on_with_skip(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK", 300)
-    monkeypatch.setattr(run, "COMMIT_S", 0.0)
+    monkeypatch.setattr(preparation, "COMMIT_S", 0.0)
     source = tmp_path / "a.jsonl"
     source.write_bytes(b"".join(map(line, texts(50))) + b"nothing\n" + line("end"))
     with pytest.raises(UserError, match=":51: is not JSON") as caught:

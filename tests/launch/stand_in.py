@@ -12,7 +12,7 @@ from typing import NoReturn
 
 
 def launch(job: str, root: str, ranks: str, grace_s: str) -> int:
-    from nanoscale.cli.jobs import attempt as cli
+    from nanoscale.cli.jobs import launching as cli
     from nanoscale.config.resolved import resolved
     from nanoscale.config.rules import Devices
     from nanoscale.config.schema import Config, Launcher, Parallel, Run, Train

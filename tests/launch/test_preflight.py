@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoscale.cli.jobs import attempt as cli
+from nanoscale.cli.jobs import launching as cli
 from nanoscale.common.errors import UserError
 from nanoscale.common.versions import versions
 from nanoscale.config.rules import Devices, Host

@@ -21,7 +21,7 @@ from nanoscale.common.devices import Devices
 from nanoscale.config.composing.frozen import dump, load
 from nanoscale.config.rules import check
 from nanoscale.launch.slurm.jobs import way_on
-from nanoscale.launch.submission.submit import _BLAMED
+from nanoscale.launch.submission.batch_job import _BLAMED
 from nanoscale.runs import status, submission
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.submission import Submission

@@ -14,7 +14,7 @@ from nanoscale.config.schema import Model, Parallel
 from nanoscale.models.transformer import Transformer, rope_rotation
 from nanoscale.parallel import activation
 from nanoscale.plan.memory.activations import shape_of, stage_activations
-from nanoscale.plan.memory.shape import Execution
+from nanoscale.plan.memory.block_shape import Execution
 from nanoscale.rehearse.played.live_memory import LiveMemory
 
 LLAMA = Model(

@@ -15,9 +15,9 @@ from nanoscale.config.model_math import parameters
 from nanoscale.config.resolved import ResolvedConfig, resolved
 from nanoscale.config.schema import Config, Model, Optimizer, Precision
 from nanoscale.plan.memory.activations import block_memory, products, saved, stage_activations
+from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.peak import rank_memory, setting_memory
 from nanoscale.plan.memory.setting import setting_of
-from nanoscale.plan.memory.shape import Execution, Shape
 from nanoscale.plan.memory.shards import rank_stages
 from nanoscale.plan.memory.states import BytesPerParameter, bytes_per_parameter, textbook
 

@@ -14,11 +14,11 @@ from nanoscale.config.rules import check
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.machines import planned_devices
+from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.predict import SURE, fits_probability, predict, spread
 from nanoscale.plan.search.candidates import SHORTEST_PIECE, SearchSpace, expert_degrees, shapes
-from nanoscale.plan.search.request import recipe_of, search_space, to_type
 from nanoscale.plan.search.search import SearchResult, search
+from nanoscale.plan.search.search_space import recipe_of, search_space, to_type
 from nanoscale.view.plan.reasons import advice, reasons
 from tests.plan.machines import job
 

@@ -18,7 +18,7 @@ from nanoscale.config.rules.resolution import Rule
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.hardware.hardware import hardware_of
-from nanoscale.plan.hardware.machines import planned_devices
+from nanoscale.plan.hardware.planned_devices import planned_devices
 from nanoscale.plan.search.candidates import (
     SHORTEST_PIECE,
     SearchSpace,
@@ -29,7 +29,7 @@ from nanoscale.plan.search.candidates import (
     schedules,
     shapes,
 )
-from nanoscale.plan.search.request import search_space, to_type
+from nanoscale.plan.search.search_space import search_space, to_type
 
 GPUS = "cluster=h100-sxm"
 JOBS = {

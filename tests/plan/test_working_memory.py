@@ -8,8 +8,8 @@ import pytest
 
 from nanoscale.config.schema import Model, Parallel
 from nanoscale.plan.memory.activations import saved, shape_of, working_memory
+from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.setting import setting_of
-from nanoscale.plan.memory.shape import Execution, Shape
 from tests.support.recipes import complete
 
 MODEL = Model(layers=2, hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=512, vocab=64)

@@ -15,7 +15,7 @@ import pytest
 
 from nanoscale.cli.common import rehearsal
 from nanoscale.cli.main import run as nanoscale
-from nanoscale.rehearse import run
+from nanoscale.rehearse import rehearsals
 from nanoscale.runs.directory import read_json
 from tests.support.waiting import wait_until
 
@@ -77,7 +77,7 @@ def test_a_rehearsal_is_shown_kept_and_copied_into_the_run(
     assert {row["axis"] for row in result["collectives"]} == {"dp"}
     assert "<svg" in Path("page.html").read_text()
 
-    monkeypatch.setattr(run, "rehearse", None)  # it is not played again
+    monkeypatch.setattr(rehearsals, "rehearse", None)  # it is not played again
     assert nanoscale(words) == 0
     assert "all members of every group agree" in capsys.readouterr().out
     assert nanoscale(["train", *LAYOUT, "--dry-run", "--json"]) == 0

@@ -30,9 +30,9 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
     from dataclasses import replace
 
     from nanoscale.config.hardware.data_sheets import UnknownHardwareError
-    from nanoscale.rehearse import run
+    from nanoscale.rehearse import rehearsals
     from nanoscale.rehearse.document import failed
-    from nanoscale.view.rehearsal.text import mistakes, verdict
+    from nanoscale.view.rehearsal_text import mistakes, verdict
 
     config = request.config
     if not rehearse:
@@ -40,8 +40,8 @@ def with_program(request: Request, *, rehearse: bool, force: bool) -> Request:
             gpu, _ = device_of(config)
         except UnknownHardwareError:
             return request
-        name = run.digest(config, gpu, sorted(_played_ranks(config, "distinct")), STEPS)
-        return replace(request, program=run.known(name))
+        name = rehearsals.digest(config, gpu, sorted(_played_ranks(config, "distinct")), STEPS)
+        return replace(request, program=rehearsals.known(name))
     result = rehearsed(config, "distinct", STEPS)
     if failed(result):
         raise UserError("rehearsal", "the rehearsal failed\n" + "\n".join(mistakes(result)))
@@ -60,20 +60,20 @@ def rehearsed(config: ResolvedConfig, ranks: str, steps: int) -> dict[str, Any]:
     Raises:
         UserError: the request is wrong.
     """
-    from nanoscale.rehearse import run
+    from nanoscale.rehearse import rehearsals
     from nanoscale.rehearse.document import document, failed
 
     _refuse_deepspeed(config)
     played = _played_ranks(config, ranks)
     gpu, context = device_of(config)
-    name = run.digest(config, gpu, sorted(played), steps)
-    result = run.known(name)
+    name = rehearsals.digest(config, gpu, sorted(played), steps)
+    result = rehearsals.known(name)
     if result is None:
         with saying() as say:
-            records = run.rehearse(config, gpu, list(played), steps, say)
+            records = rehearsals.rehearse(config, gpu, list(played), steps, say)
         result = document(config, records, played, steps, gpu, context)
         if not failed(result):
-            run.keep(name, result)
+            rehearsals.keep(name, result)
     return result
 
 

@@ -236,7 +236,7 @@ def _here(composed: Composed) -> Config | None:
     """Return the configuration resolved for the devices of its plan; None if it cannot run."""
     from nanoscale.common.errors import UserError
     from nanoscale.launch.request import check_request
-    from nanoscale.plan.hardware.machines import planned_devices
+    from nanoscale.plan.hardware.planned_devices import planned_devices
 
     try:
         return check_request(composed, devices=planned_devices(composed)).config

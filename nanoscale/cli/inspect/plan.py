@@ -103,7 +103,7 @@ def _one(
     overwrite: bool,
     as_json: bool,
 ) -> int:
-    from nanoscale.plan.hardware.machines import planned_devices
+    from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.predict import predict
 
     config = request_job(line, starts=False, devices=planned_devices).config
@@ -132,9 +132,9 @@ def _search(
     as_json: bool,
 ) -> int:
     from nanoscale.plan.hardware.hardware import hardware_of
-    from nanoscale.plan.hardware.machines import planned_devices
-    from nanoscale.plan.search.request import recipe_of, search_space
+    from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.plan.search.search import search
+    from nanoscale.plan.search.search_space import recipe_of, search_space
     from nanoscale.view.plan.search_text import print_found, search_document
 
     devices = planned_devices(composed)

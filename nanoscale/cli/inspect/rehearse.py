@@ -35,7 +35,7 @@ def rehearse(
 
     The hardware is what `cluster` describes, or this machine.
     """
-    from nanoscale.plan.hardware.machines import planned_devices
+    from nanoscale.plan.hardware.planned_devices import planned_devices
     from nanoscale.rehearse.document import failed
 
     if steps < 1:
@@ -45,13 +45,13 @@ def rehearse(
     request = request_job(line, starts=False, devices=planned_devices)
     result = rehearsed(request.config, ranks, steps)
     if html is not None:
-        from nanoscale.view.rehearsal.page import rehearsal_page
+        from nanoscale.view.rehearsal_page import rehearsal_page
 
         write_file("--html", html, rehearsal_page(result), overwrite=overwrite)
     if as_json:
         print_json({name: value for name, value in result.items() if name != "program"})
     else:
-        from nanoscale.view.rehearsal.text import lines
+        from nanoscale.view.rehearsal_text import lines
 
         for text in lines(result):
             display.show(text)

@@ -34,7 +34,7 @@ def resume(
     as_json: opt.AsJson = False,
 ) -> int:
     """Resume from the newest complete checkpoint, in any layout."""
-    from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
+    from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
     from nanoscale.config.composing.frozen import load
     from nanoscale.config.resolved import differences
     from nanoscale.launch.fleet.signals import Signals

@@ -48,7 +48,7 @@ def submit(
 ) -> int:
     """Submit a job to SLURM; lists of values make an array."""
     from nanoscale.config.composing.variants import expand
-    from nanoscale.launch.submission.submit import batch_job
+    from nanoscale.launch.submission.batch_job import batch_job
     from nanoscale.view.run import submission_text as text
 
     variants = expand(line.overrides or [])

@@ -16,7 +16,7 @@ def train(
     as_json: opt.AsJson = False,
 ) -> int:
     """Check, plan, launch and follow a job until its end."""
-    from nanoscale.cli.jobs.attempt import attempt, ready_fleet, show_plan
+    from nanoscale.cli.jobs.launching import attempt, ready_fleet, show_plan
     from nanoscale.launch.fleet.signals import Signals
     from nanoscale.launch.lifecycle.prepare import new_run
 

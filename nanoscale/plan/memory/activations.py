@@ -14,8 +14,8 @@ from math import ceil, isqrt
 
 from nanoscale.common.units import byte_size
 from nanoscale.config.schema import Model, Parallel
+from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
 from nanoscale.plan.memory.moe import saved_by_mixture, working_of_mixture
-from nanoscale.plan.memory.shape import Execution, Shape, Sizes
 
 STATISTIC = 4
 """Bytes of a norm's mean or root, and of the log-sum of an attention row: fp32, whatever the compute dtype."""

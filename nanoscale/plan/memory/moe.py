@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanoscale.plan.memory.shape import Execution, Shape, Sizes
+    from nanoscale.plan.memory.block_shape import Execution, Shape, Sizes
 
 INDEX = 8
 """Bytes of the number of a row or of an expert."""

@@ -8,7 +8,7 @@ from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.plan.hardware.software import NANOSCALE, Software
 from nanoscale.plan.memory.activations import shape_of
-from nanoscale.plan.memory.shape import Execution, Shape
+from nanoscale.plan.memory.block_shape import Execution, Shape
 from nanoscale.plan.memory.states import BYTES, BytesPerParameter, bytes_per_parameter
 
 

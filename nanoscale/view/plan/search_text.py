@@ -9,8 +9,8 @@ from nanoscale.common.units import byte_size, duration, share
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import SURE, Prediction
 from nanoscale.plan.search.candidates import SearchSpace
-from nanoscale.plan.search.request import to_type
 from nanoscale.plan.search.search import SearchResult
+from nanoscale.plan.search.search_space import to_type
 from nanoscale.plan.time.offload import offloaded
 from nanoscale.view.plan.prediction_json import document
 from nanoscale.view.plan.reasons import reasons

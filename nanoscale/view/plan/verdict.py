@@ -10,8 +10,8 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import share
 from nanoscale.config.values.composed import Composed
 from nanoscale.plan.predict import Prediction
-from nanoscale.plan.search.request import search_space, to_type
 from nanoscale.plan.search.search import search
+from nanoscale.plan.search.search_space import search_space, to_type
 from nanoscale.view.plan.prediction_text import verdict
 
 PROPOSALS = 3

@@ -18,7 +18,7 @@ from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.launch.request import Request
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.plan.prediction_json import bf16_advice
-from nanoscale.view.rehearsal.text import verdict
+from nanoscale.view.rehearsal_text import verdict
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import Any
 from nanoscale.common.units import GIB, byte_size
 from nanoscale.view.charts import Bar, curves, stacked_bars
 from nanoscale.view.page import render
-from nanoscale.view.rehearsal.text import head, mistakes, verdict
+from nanoscale.view.rehearsal_text import head, mistakes, verdict
 
 _COLOURS = {
     "weights": "#4c78a8",
