@@ -179,6 +179,18 @@ class RunDirectory:
         """Return the log of a rank's output in an attempt; `rank` is the global one."""
         return self.attempt_logs(attempt) / f"{host}.rank-{rank}.{stream}"
 
+    def log_files(self, attempt: int | None, rank: int | None, stream: Stream | None) -> list[Path]:
+        """List the log files of an attempt, the last if None, by rank, then host, then stream."""
+        attempt = self.last_attempt() if attempt is None else attempt
+        files = []
+        for path in self.attempt_logs(attempt).glob("*.rank-*"):
+            who, _, kind = path.name.rpartition(".")
+            host, _, number = who.rpartition(".rank-")
+            wanted = kind in STREAMS and stream in (None, kind)
+            if wanted and number.isdecimal() and rank in (None, int(number)):
+                files.append((int(number), host, kind != "out", path))
+        return [path for *_, path in sorted(files)]
+
     def agent_log(self, attempt: int, host: str) -> Path:
         """Return the log of a host's agent in an attempt."""
         return self.attempt_logs(attempt) / f"{host}.agent.log"

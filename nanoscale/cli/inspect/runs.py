@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,7 +16,6 @@ from nanoscale.cli.inspect.remove import remove_runs
 from nanoscale.cli.inspect.report import report_run
 from nanoscale.cli.inspect.watch import watch_run
 from nanoscale.cli.jobs.stop import stop_run
-from nanoscale.common import display
 
 if TYPE_CHECKING:
     from nanoscale.runs.directory import RunDirectory
@@ -29,8 +27,6 @@ app.command("rm")(remove_runs)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)
 app.command("report")(report_run)
-
-_LOOK_S = 0.1
 
 
 @app.command("show")
@@ -72,91 +68,30 @@ def show_logs(
     ] = False,
 ) -> None:
     """Print the output of the ranks, each line with its host and rank."""
+    from nanoscale.launch.slurm.jobs import Activity, batch_logs
     from nanoscale.runs.directory import RunDirectory
-    from nanoscale.runs.tail import LineTail
+    from nanoscale.view.run.log_text import print_logs
 
     directory = RunDirectory.open(run)
-    tails: dict[Path, LineTail] = {}
-    going_on = _GoingOn(directory)
-    while True:
-        more = follow and going_on()
-        ranks = () if batch else _log_files(directory, attempt, rank, stream)
-        for path in _batch_logs(directory) if batch else ranks:
-            _print_lines(path, tails.setdefault(path, LineTail(path)), last=not more)
-        if not more:
-            break
-        time.sleep(_LOOK_S)
-    if not tails:
+    goes_on = Activity(directory) if follow else lambda: False
+
+    def list_files() -> list[Path]:
+        return batch_logs(directory) if batch else directory.log_files(attempt, rank, stream)
+
+    if not print_logs(list_files, goes_on):
         _refuse_logs(directory, attempt, rank, batch)
-
-
-class _GoingOn:
-    """A test whether a run is active, or waits in SLURM's queue."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._asked = float("-inf")
-        self._queued = False
-
-    def __call__(self) -> bool:
-        from nanoscale.launch.slurm.jobs import ASK_S, job_of
-        from nanoscale.runs import lock
-
-        if lock.owner(self._run) is not None:
-            self._asked = float("-inf")
-            return True
-        if time.monotonic() - self._asked > ASK_S:
-            job = job_of(self._run)
-            self._asked, self._queued = time.monotonic(), job is not None and job.is_there
-        return self._queued
-
-
-def _batch_logs(run: RunDirectory) -> list[Path]:
-    """List the log of the batch script of the run's job."""
-    from nanoscale.launch.slurm.jobs import output_of
-    from nanoscale.runs import submission
-
-    one = submission.read(run)
-    path = output_of(run, one) if one is not None else None
-    return [path] if path is not None and path.exists() else []
-
-
-def _log_files(
-    run: RunDirectory,
-    attempt: int | None,
-    rank: int | None,
-    stream: Literal["out", "err"] | None,
-) -> list[Path]:
-    """List the log files of an attempt, the last if None, by rank, then host, then stream."""
-    attempt = run.last_attempt() if attempt is None else attempt
-    files = []
-    for path in run.attempt_logs(attempt).glob("*.rank-*"):
-        who, _, kind = path.name.rpartition(".")
-        host, _, number = who.rpartition(".rank-")
-        wanted = kind in ("out", "err") and (stream is None or kind == stream)
-        if wanted and number.isdecimal() and rank in (None, int(number)):
-            files.append((int(number), host, kind != "out", path))
-    return [path for *_, path in sorted(files)]
-
-
-def _print_lines(path: Path, tail: Any, last: bool) -> None:
-    host, ranks, rank = path.stem.rpartition(".rank-")
-    prefix = f"{host}:{rank} │ ".encode() if ranks else b""
-    for lines in tail.batches():
-        display.content(b"".join(prefix + line.rstrip() + b"\n" for line in lines))
-    if last and (rest := tail.rest()):
-        display.content(prefix + rest.rstrip() + b"\n")
 
 
 def _refuse_logs(run: RunDirectory, attempt: int | None, rank: int | None, batch: bool) -> None:
     from nanoscale.common.errors import UserError, Violation
+    from nanoscale.launch.slurm.jobs import batch_logs
 
     have = [path.name.removeprefix("attempt-") for path in sorted(run.logs.glob("attempt-*"))]
     message = f"{run.name} has no such log; its attempts: {', '.join(have) or 'none'}"
     wanted = f"attempt {run.last_attempt() if attempt is None else attempt}"
     wanted += "" if rank is None else f", rank {rank}"
     what = "output of a batch script" if batch else wanted
-    printed = not batch and _batch_logs(run)
+    printed = not batch and batch_logs(run)
     other = (
         (shlex.join(["nanoscale", "runs", "logs", run.reference, "--batch"]),) if printed else ()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -166,3 +167,28 @@ def in_words(state: str, going_on: bool, job: Job | None) -> str:
     if state == "prepared" and job is not None and not job.problem:
         return f"starting ({job})" if job.is_there else f"never began ({job}: {job.end})"
     return state
+
+
+def batch_logs(run: RunDirectory) -> list[Path]:
+    """List the log of the batch script of the run's job."""
+    one = submission.read(run)
+    path = output_of(run, one) if one is not None else None
+    return [path] if path is not None and path.exists() else []
+
+
+class Activity:
+    """A test whether a run is active, or waits in SLURM's queue."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._asked = float("-inf")
+        self._queued = False
+
+    def __call__(self) -> bool:
+        if lock.owner(self._run) is not None:
+            self._asked = float("-inf")
+            return True
+        if time.monotonic() - self._asked > ASK_S:
+            job = job_of(self._run)
+            self._asked, self._queued = time.monotonic(), job is not None and job.is_there
+        return self._queued
