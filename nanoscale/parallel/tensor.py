@@ -30,7 +30,6 @@ from nanoscale.parallel.sequence_parallel import ResidualStream
 _BY_COLUMN = ("attention.wq", "attention.wk", "attention.wv", "mlp.gate", "mlp.up")
 _BY_ROW = ("attention.wo", "mlp.down")
 _NORMS = ("attention_norm", "mlp_norm")
-_HEAD_NORMS = ("attention.q_norm", "attention.k_norm")
 
 
 def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -61,7 +60,7 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
             divide(module, block, mesh, {"weight": Shard(1), "bias": Replicate()}, rank0_only)
         if name in _NORMS:
             _replicate(module, block, mesh, stream)
-        if name in _HEAD_NORMS:  # norms of a rank's heads
+        if isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if isinstance(module, Attention | SwiGLU | GeluMLP):
             stream.around(module)

@@ -109,8 +109,6 @@ _LLAMA = {
     "attention.wk": TensorPosition("self_attn.k_proj"),
     "attention.wv": TensorPosition("self_attn.v_proj"),
     "attention.wo": TensorPosition("self_attn.o_proj"),
-    "attention.q_norm": TensorPosition("self_attn.q_norm"),
-    "attention.k_norm": TensorPosition("self_attn.k_norm"),
     "mlp_norm": TensorPosition("post_attention_layernorm"),
     "mlp.gate": TensorPosition("mlp.gate_proj"),
     "mlp.up": TensorPosition("mlp.up_proj"),
@@ -167,7 +165,8 @@ def _places(
             found[name] = tuple(each) if "{expert}" in full else (merged,)
         else:
             _, layer, within = module.split(".", 2)
-            there = block[within]
+            # Modules of newer families have our names in Hugging Face's `self_attn`.
+            there = block.get(within) or TensorPosition(within.replace("attention.", "self_attn."))
             transposed = there.transposed and kind == "weight"
             full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
             found[name] = (TensorPosition(full, transposed, there.part, there.parts),)
