@@ -26,6 +26,7 @@ from nanoscale.checkpoint.metadata import MetadataError
 from nanoscale.common.errors import UserError, Violation
 from nanoscale.common.units import byte_size
 from nanoscale.runs import fence
+from nanoscale.runs.directory import sync_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -354,14 +355,6 @@ def _index_problem(file: Path, files: dict[str, Any]) -> str | None:
         if shard.start + shard.length > files.get(shard.file, {"bytes": -1})["bytes"]:
             return f"names bytes beyond the end of {shard.file!r}"
     return None
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _file_damage(file: Path, files: dict[str, Any], sums: bool, patient: bool) -> list[str]:

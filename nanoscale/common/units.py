@@ -1,4 +1,4 @@
-"""Durations, times and sizes in readable units: `13 ms`, `4.2 h`, `12 years`, `348 MiB`, `1,460 GiB`."""
+"""Durations, times, sizes and numbers as texts: `13 ms`, `4.2 h`, `348 MiB`, `1,460 GiB`, `2 steps`."""
 
 from __future__ import annotations
 
@@ -55,3 +55,13 @@ def share(needed: int, capacity: int) -> str:
 def three_digits(value: float) -> str:
     """Return a number with three significant digits, or all those before its point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 step`, `2 steps`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(words: list[str]) -> str:
+    """Join texts: `a`, `a and b`, `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

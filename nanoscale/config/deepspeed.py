@@ -11,12 +11,28 @@ from nanoscale.config.schema import Backend, Zero
 _NO_LIMIT = 1e38
 """A limit of the gradient norm that never clips: DeepSpeed computes the norm only if there is a limit."""
 
-OWNED = {
+SAME = {
     "train_batch_size": "train.global_batch",
     "train_micro_batch_size_per_gpu": "train.micro_batch",
+    "gradient_clipping": "optimizer.clip_norm",
+    "sequence_parallel_size": "parallel.cp",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "zero.nvme_path",
+    "zero_optimization.offload_param.device": "zero.offload_param",
+    "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
+    "zero_optimization.reduce_bucket_size": "backend.reduce_bucket",
+    "zero_optimization.allgather_bucket_size": "backend.allgather_bucket",
+    "zero_optimization.stage3_prefetch_bucket_size": "backend.prefetch_bucket",
+    "zero_optimization.zero_hpz_partition_size": "zero.hpz",
+    "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
+}
+"""Settings with a key of the same meaning and unit, by their path in DeepSpeed's configuration."""
+
+OWNED = SAME | {
     "gradient_accumulation_steps": "train.global_batch",
     "managed_gradient_accumulation": "train.global_batch",
-    "gradient_clipping": "optimizer.clip_norm",
     "optimizer": "optimizer.name",
     "scheduler": "scheduler.name",
     "bf16": "precision.compute",
@@ -25,25 +41,13 @@ OWNED = {
     "data_types": "precision.reduce",
     "communication_data_type": "precision.reduce",
     "seq_parallel_communication_data_type": "precision.reduce",
-    "zero_optimization.stage": "zero.stage",
-    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
-    "zero_optimization.offload_optimizer.nvme_path": "zero.nvme_path",
-    "zero_optimization.offload_param.device": "zero.offload_param",
-    "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
     "zero_optimization.overlap_comm": "backend.overlap_comm",
-    "zero_optimization.reduce_bucket_size": "backend.reduce_bucket",
-    "zero_optimization.allgather_bucket_size": "backend.allgather_bucket",
-    "zero_optimization.stage3_prefetch_bucket_size": "backend.prefetch_bucket",
-    "zero_optimization.zero_hpz_partition_size": "zero.hpz",
-    "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
-    "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
     "tensor_parallel": "parallel.tp",
-    "sequence_parallel_size": "parallel.cp",
     "data_parallel_size": "parallel.dp",
     "activation_checkpointing": "parallel.activation_checkpointing",
     "compile": "backend.compile",
 }
-"""Settings that a key of ours decides, by their path in DeepSpeed's configuration."""
+"""Settings that a key of ours decides."""
 
 
 def deepspeed_settings(config: ResolvedConfig) -> dict[str, Any]:

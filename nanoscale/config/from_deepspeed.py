@@ -13,28 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.config.deepspeed import unowned
+from nanoscale.config.deepspeed import SAME, unowned
 from nanoscale.config.violations import refuse
 
-_SAME = {
-    "train_batch_size": "train.global_batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-    "gradient_clipping": "optimizer.clip_norm",
+_SAME = SAME | {
     "steps_per_print": "train.log_every",
-    "sequence_parallel_size": "parallel.cp",
     "tensor_parallel.autotp_size": "parallel.tp",
     "fp16.loss_scale_window": "precision.loss_scale_window",
-    "zero_optimization.stage": "zero.stage",
-    "zero_optimization.offload_optimizer.device": "zero.offload_optimizer",
-    "zero_optimization.offload_optimizer.nvme_path": "zero.nvme_path",
-    "zero_optimization.offload_param.device": "zero.offload_param",
-    "zero_optimization.offload_param.nvme_path": "zero.nvme_path",
-    "zero_optimization.reduce_bucket_size": "backend.reduce_bucket",
-    "zero_optimization.allgather_bucket_size": "backend.allgather_bucket",
-    "zero_optimization.stage3_prefetch_bucket_size": "backend.prefetch_bucket",
-    "zero_optimization.zero_hpz_partition_size": "zero.hpz",
-    "zero_optimization.zero_quantized_weights": "zero.quantized_weights",
-    "zero_optimization.zero_quantized_gradients": "zero.quantized_gradients",
 }
 """Settings with a key of the same meaning and unit."""
 _INTEGERS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")

@@ -191,6 +191,11 @@ class Lora:
     )
 
 
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
+]
+
+
 @dataclass(frozen=True)
 class Parallel:
     """The layout: world size = dp · tp · pp · cp, tp varying fastest, then cp, then dp, then pp."""
@@ -217,15 +222,9 @@ class Parallel:
         "ring",
         "with cp: ring passes keys and values around; ulysses exchanges heads for the sequence",
     )
-    schedule: Literal[
-        "gpipe",
-        "1f1b",
-        "interleaved-1f1b",
-        "looped-bfs",
-        "zero-bubble",
-        "zbv",
-        "dualpipev",
-    ] = key("1f1b", "with pp: the order of forward and backward passes; zero-bubble is interleaved")
+    schedule: Schedule = key(
+        "1f1b", "with pp: the order of forward and backward passes; zero-bubble is interleaved"
+    )
     virtual_stages: int | Literal["auto"] = key(
         "auto",
         "stages per pipeline rank: 1 with gpipe and 1f1b, 2 with zbv and dualpipev, any number "

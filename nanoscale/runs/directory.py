@@ -238,7 +238,7 @@ class RunDirectory:
             except OSError as error:
                 check_free(root, name)  # another process was faster
                 raise _unwritable(root, error) from error
-            _fsync_folder(root)
+            sync_folder(root)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             for folder in made:
@@ -394,7 +394,16 @@ def write_atomically(path: Path, text: str | bytes, folder: Path | None = None) 
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    _fsync_folder(path.parent)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames within a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -414,14 +423,6 @@ def read_json(path: Path) -> Any:
 
 def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute() keeps the "..", resolve() follows links
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _missing_parents(root: Path) -> list[Path]:

@@ -33,7 +33,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from nanoscale.common import display
 from nanoscale.common.errors import UserError, Violation
@@ -150,12 +149,7 @@ class RunLock:
         threading.Thread(target=self._beat_on, name="lock", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.set()
         with suppress(OSError):  # another launcher may have it
             _rename(self._folder, self._name, _FREE)

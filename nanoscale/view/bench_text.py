@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
-from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.runs.step_parts import in_words
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def print_bench(screen: Console, told: dict[str, Any]) -> None:
 
 
 def _head(told: dict[str, Any]) -> Iterator[str]:
-    ranks = f"{told['world_size']} rank{'s' if told['world_size'] > 1 else ''}"
+    ranks = counted(told["world_size"], "rank")
     layout = " · ".join(f"{axis} {told['layout'][axis]}" for axis in ("dp", "tp", "pp", "cp"))
     yield (
         f"{told['model']}, {told['parameters'] / 1e6:,.1f} M parameters, {told['precision']}, "

@@ -12,7 +12,6 @@ from nanoscale.config.violations import override
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from types import TracebackType
 
     from nanoscale.data.prepare.folder import PreparationProgress
 
@@ -37,12 +36,7 @@ class PreparationScreen:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 

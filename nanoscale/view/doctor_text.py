@@ -94,7 +94,7 @@ def _print_figures(
 ) -> None:
     from rich.table import Table
 
-    from nanoscale.config.rules.resolution import counted
+    from nanoscale.common.units import counted
     from nanoscale.launch.preflight.verdicts import named
 
     without = [name for name in names if name not in figures.hosts]

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from nanoscale.common import display
-from nanoscale.config.rules.resolution import counted
+from nanoscale.common.units import counted
 
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig

@@ -32,6 +32,7 @@ from nanoscale.config.resolved import ResolvedConfig
 from nanoscale.config.schema import Model
 from nanoscale.data import vocabulary
 from nanoscale.models.hf_model import PREFIX
+from nanoscale.runs.directory import sync_folder
 
 TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -102,9 +103,9 @@ def export(
         _write_weights(source, files, names, aside, size)
         _copy_code(config.model, aside)
         _write_json(aside / "config.json", about)
-        store.sync_folder(aside)
+        sync_folder(aside)
         aside.rename(out)
-        store.sync_folder(out.parent)
+        sync_folder(out.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -10,16 +10,10 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoscale.common.units import listed
 from nanoscale.config import reference
 from nanoscale.config.deepspeed import owner, unowned
-from nanoscale.config.rules.resolution import (
-    Resolution,
-    Rule,
-    idle,
-    listed,
-    near_divisors,
-    value_of,
-)
+from nanoscale.config.rules.resolution import Resolution, Rule, idle, near_divisors, value_of
 from nanoscale.config.schema import Backend, Config, Zero
 from nanoscale.config.values.convert import fits
 from nanoscale.config.violations import override

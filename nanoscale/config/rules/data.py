@@ -8,9 +8,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoscale.common.units import listed
 from nanoscale.config.data.mixture import MEMBERS, MixtureSource, sources_of
 from nanoscale.config.data.prepared_folder import answers_of
-from nanoscale.config.rules.resolution import Resolution, listed
+from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.token_files import TokenFiles, look, refuse
 from nanoscale.config.schema import Data
 from nanoscale.config.suggest import nearest

@@ -9,11 +9,12 @@ from itertools import accumulate
 from typing import Literal
 
 from nanoscale.common.errors import Violation
+from nanoscale.common.units import counted
 from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.machines import Host
 from nanoscale.config.rules.layout import with_degree
-from nanoscale.config.rules.resolution import Resolution, counted, divisors
+from nanoscale.config.rules.resolution import Resolution, divisors
 from nanoscale.config.schema import Parallel
 
 _MOST_ENTRIES = 8

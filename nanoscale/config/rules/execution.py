@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from nanoscale.common.units import listed
 from nanoscale.config.rules.numbers import device_names, lacks_bf16
 from nanoscale.config.rules.pipeline import splits_backward
-from nanoscale.config.rules.resolution import Resolution, Rule, idle, listed
+from nanoscale.config.rules.resolution import Resolution, Rule, idle
 from nanoscale.config.schema import Config, Parallel
 
 _FUSED = {"flash": 256, "cudnn": 128}

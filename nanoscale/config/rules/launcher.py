@@ -10,11 +10,12 @@ from functools import reduce
 from typing import Literal
 
 from nanoscale.common.errors import Violation
+from nanoscale.common.units import listed
 from nanoscale.config import hostnames, reference
 from nanoscale.config.composing import nodes
 from nanoscale.config.composing.interpolation import SECRET
 from nanoscale.config.rules.data import absolute
-from nanoscale.config.rules.resolution import Resolution, listed
+from nanoscale.config.rules.resolution import Resolution
 from nanoscale.config.rules.slurm import check_slurm
 from nanoscale.config.schema import Launcher, Slurm
 from nanoscale.config.values.composed import Composed

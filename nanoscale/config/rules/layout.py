@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from nanoscale.common.units import counted, listed
 from nanoscale.config.rules.pipeline import without_pipeline
-from nanoscale.config.rules.resolution import (
-    Rule,
-    counted,
-    idle,
-    listed,
-    near_divisors,
-    near_multiples,
-)
+from nanoscale.config.rules.resolution import Rule, idle, near_divisors, near_multiples
 from nanoscale.config.schema import Config, Model
 
 _PADDING = 128

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from nanoscale.common.units import listed
 from nanoscale.config.lora import ATTENTION, FEED_FORWARD, available
-from nanoscale.config.rules.resolution import Resolution, Rule, listed
+from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.suggest import nearest
 from nanoscale.config.violations import override
 

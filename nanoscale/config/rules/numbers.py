@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
-from nanoscale.config.rules.resolution import Resolution, Rule, listed
+from nanoscale.common.units import listed
+from nanoscale.config.rules.resolution import Resolution, Rule
 from nanoscale.config.schema import Config, Precision
 
 _NOT_OF = {

@@ -175,13 +175,3 @@ def near_multiples(step: int, value: int) -> list[int]:
     """Return the multiples of `step` around `value`, without 0."""
     below = value // step * step
     return [n for n in (below, below + step) if n > 0]
-
-
-def counted(number: int, noun: str) -> str:
-    """Return `1 step`, `2 steps`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def listed(words: list[str]) -> str:
-    """Join texts: `a`, `a and b`, `a, b and c`."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from nanoscale.common.units import counted
 from nanoscale.config.profile_steps import series_of
-from nanoscale.config.rules.resolution import Resolution, counted, near_multiples
+from nanoscale.config.rules.resolution import Resolution, near_multiples
 from nanoscale.config.schema import Run, Train
 from nanoscale.config.violations import override
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from nanoscale.common.units import counted
 from nanoscale.config.data.sample_count import training_samples
 from nanoscale.config.rules.layout import data_parallel
 from nanoscale.config.rules.pipeline import divides_batch, largest_micro_batch, near_batches
-from nanoscale.config.rules.resolution import Resolution, Rule, counted, near_divisors
+from nanoscale.config.rules.resolution import Resolution, Rule, near_divisors
 from nanoscale.config.schema import Config, Data, Scheduler, Train
 from nanoscale.config.violations import shown
 

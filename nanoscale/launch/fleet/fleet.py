@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from nanoscale.config.machines import Host
@@ -63,17 +62,12 @@ class Fleet:
         try:
             self.connect(self.members)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._dismiss()
         self._connections.close()

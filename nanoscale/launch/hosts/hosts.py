@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanoscale.common.errors import Violation
+from nanoscale.common.units import counted
 from nanoscale.config import hostnames
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
-from nanoscale.config.rules.resolution import counted
 from nanoscale.config.suggest import nearest
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override, refuse

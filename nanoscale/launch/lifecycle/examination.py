@@ -11,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from nanoscale.common.devices import cores, detect
+from nanoscale.common.units import counted
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump
 from nanoscale.config.hardware.cpu_speed import keep_speed, known_speed
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check, check_machines
-from nanoscale.config.rules.resolution import counted
 from nanoscale.config.schema import Config
 from nanoscale.config.values.composed import Composed
 from nanoscale.launch.fleet.fleet import Fleet

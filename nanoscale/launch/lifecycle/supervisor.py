@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from nanoscale.common.errors import UserError
+from nanoscale.common.units import counted
 from nanoscale.config.composing.nodes import elastic, node_range
 from nanoscale.config.machines import Host
 from nanoscale.config.rules import check
-from nanoscale.config.rules.resolution import counted
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet
 from nanoscale.launch.fleet.signals import Signals

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from nanoscale.common.errors import UserError, Violation
-from nanoscale.common.units import GIB, share
+from nanoscale.common.units import GIB, counted, listed, share
 from nanoscale.common.versions import versions
 from nanoscale.config.rules.numbers import lacks_bf16
-from nanoscale.config.rules.resolution import counted, listed
 from nanoscale.config.schema import Config
 from nanoscale.launch.fleet.connections import Member
 from nanoscale.launch.fleet.fleet import Fleet

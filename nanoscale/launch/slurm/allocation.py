@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from math import lcm
 
 from nanoscale.common.errors import UserError, Violation
+from nanoscale.common.units import counted
 from nanoscale.config.composing import nodes
 from nanoscale.config.rules import Host
-from nanoscale.config.rules.resolution import counted
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import refuse
 from nanoscale.launch.slurm.slurm import SlurmError, host_names

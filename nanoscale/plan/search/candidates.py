@@ -11,21 +11,18 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from nanoscale.config import rules
 from nanoscale.config.resolved import ResolvedConfig, ResolvedParallel
 from nanoscale.config.rules.devices import copies
 from nanoscale.config.rules.layout import data_parallel, expert_ranks
 from nanoscale.config.rules.resolution import Rule, divisors
-from nanoscale.config.schema import Parallel
+from nanoscale.config.schema import Parallel, Schedule
 from nanoscale.config.stages import ONE_STAGE, V_SHAPED, usual_virtual_stages
 
 T = TypeVar("T")
 Recomputation = Literal["none", "full", "selective", "sqrt"]
-Schedule = Literal[
-    "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
-]
 Method = Literal["ring", "ulysses"]
 Stage = Literal[0, 1, 2, 3]
 
@@ -188,15 +185,7 @@ def schedules(space: SearchSpace, config: ResolvedConfig) -> Iterator[ResolvedCo
                 yield from _compiled(space, legal)
 
 
-_SCHEDULES: tuple[Schedule, ...] = (
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "zero-bubble",
-    "zbv",
-    "dualpipev",
-)
+_SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 
 def _degrees(space: SearchSpace) -> Iterator[ResolvedConfig]:

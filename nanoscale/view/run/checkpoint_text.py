@@ -12,8 +12,7 @@ from nanoscale.checkpoint.store import (
     undo,
 )
 from nanoscale.common import display
-from nanoscale.common.units import byte_size, clock
-from nanoscale.config.rules.resolution import counted
+from nanoscale.common.units import byte_size, clock, counted
 
 
 def summary(stored: StoredCheckpoint) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict, astuple
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from nanoscale.common.units import GIB, duration, share
+from nanoscale.common.units import GIB, counted, duration, share
 from nanoscale.config.data.sample_count import times_seen
 from nanoscale.config.hardware.data_sheets import wide_kind
 from nanoscale.config.model_math import describe_adapters, parameters
@@ -120,10 +120,10 @@ def forecast(predicted: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _threads(threads: int | str) -> str:
+def _threads(threads: int | Literal["auto"]) -> str:
     if threads == "auto":
         return "the cores of each host divided among its ranks"
-    return f"{threads} thread{'s' if threads != 1 else ''} a rank"
+    return f"{counted(threads, 'thread')} a rank"
 
 
 def _data(config: ResolvedConfig) -> str:

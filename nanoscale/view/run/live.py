@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from nanoscale.common import display
-from nanoscale.common.units import GIB, byte_size, duration
+from nanoscale.common.units import GIB, byte_size, counted, duration
 from nanoscale.launch.hosts import mesh
 from nanoscale.launch.lifecycle.command import LaunchPlan
 from nanoscale.runs import events, metrics
@@ -65,7 +65,7 @@ class LiveView:
         self._steps, self._record, self._metrics = steps, None, None
         self._began = time.monotonic()
         self._outputs = _outputs(self._run, plan)
-        ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
+        ranks = counted(plan.world_size, "rank")
         self._screen.line(f"{doing} {ranks} on {_names([host.host for host in plan.hosts])}")
         for line in mesh.lines(plan.mesh):
             self._screen.line(line)
@@ -195,7 +195,7 @@ def figures(record: Object) -> dict[str, str]:
         shown["step time"] = duration(record["step_time_s"])
     if record.get("loss_scale") is not None:
         shown["loss scale"] = f"{record['loss_scale']:g}"
-        shown["skipped"] = _steps(record.get("skipped_steps") or 0)
+        shown["skipped"] = counted(record.get("skipped_steps") or 0, "step")
     if record.get("moe_imbalance") is not None:
         shown["expert imbalance"] = f"{record['moe_imbalance']:.2f}"
     if record.get("eval_loss") is not None:
@@ -204,10 +204,6 @@ def figures(record: Object) -> dict[str, str]:
         if name.startswith("eval_loss/"):
             shown[f"on {name.removeprefix('eval_loss/')}"] = number(loss, ".4f")
     return shown
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def number(value: float | None, form: str) -> str:

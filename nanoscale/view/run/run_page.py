@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanoscale.common.units import GIB, byte_size, clock, duration
+from nanoscale.common.units import GIB, byte_size, clock, counted, duration
 from nanoscale.runs.directory import RunDirectory, write_atomically
 from nanoscale.view.charts import curves
 from nanoscale.view.page import render
@@ -58,7 +58,7 @@ def head(about: Document) -> list[str]:
     names = [host["host"] for host in about["hosts"]]
     on = f" on {', '.join(names[:4])}" if names else ""
     on += f" and {len(names) - 4} more hosts" if len(names) > 4 else ""
-    ranks = "1 rank" if what["world_size"] == 1 else f"{what['world_size']} ranks"
+    ranks = counted(what["world_size"], "rank")
     seen = f", {seen_text(what['epochs'])}" if what["epochs"] is not None else ""
     return [
         f"{what['model']}, {size(what['parameters'])} parameters, {what['precision']}, {what['backend']}, "

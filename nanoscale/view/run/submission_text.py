@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanoscale.common import display
+from nanoscale.common.units import counted
 from nanoscale.config.composing.variants import Variant
-from nanoscale.config.rules.resolution import counted
 from nanoscale.launch.submission.batch_job import BatchJob
 from nanoscale.runs.submission import Submission
 from nanoscale.view.run.launch_text import derived_values, rehearsal_lines, saving_lines, settings
