@@ -1,4 +1,4 @@
-"""How a run ended: for `train`, `resume` and `runs watch`."""
+"""The end of a run as `train`, `resume` and `runs watch` show it."""
 
 from __future__ import annotations
 
