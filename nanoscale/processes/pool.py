@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from nanoscale.common.errors import UserError
@@ -76,12 +75,7 @@ class Pool(Generic[Work, Result]):
         self._free *= self.queued
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()  # they hold nothing that this process lacks
             process.join()
