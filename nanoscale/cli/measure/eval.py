@@ -107,6 +107,7 @@ def _gpus_of_tasks(line: CommandLine, device: str | None) -> int | None:
         if key != "launcher.devices":
             option = setting.source.rpartition(" ")[2]
             raise UserError("usage", f"{option} cannot be used with --tasks, which run here")
+        assert isinstance(setting.value, int)
         num_gpus = setting.value
     if num_gpus is not None and device is not None:
         raise UserError("usage", "--device and --num-gpus are both given; remove one of them")
