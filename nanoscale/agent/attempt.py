@@ -46,7 +46,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
             if host.node_rank == 0:
                 store = start_store(host)
             logs = RankLogs(link, host, run if order.get("writes_logs") else None)
-            watch = Watch(link, host, logs, order["patience_s"])
+            watch = Watch(link, host, logs, order["lost_after_s"])
             _run_ranks(host, watch, logs, run, job, order.get("meet_s", _MEET_S))
             outcome = watch.outcome()
             failures += watch.failures.values()

@@ -55,7 +55,7 @@ class Link:
         self._ending = threading.Event()
         self._orders: queue.Queue[Message] = queue.Queue()
         self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._silence_s: float | None = _FIRST_SILENCE_S
+        self._lost_after_s: float | None = _FIRST_SILENCE_S
 
     @classmethod
     def over_standard_streams(cls) -> Link:
@@ -99,9 +99,9 @@ class Link:
         """Wait for the next order."""
         return self._orders.get()
 
-    def expect_beats(self, silence_s: float | None) -> None:
+    def expect_beats(self, lost_after_s: float | None) -> None:
         """Consider the launcher lost after this much silence; None: only at the end of the stream."""
-        self._silence_s = silence_s
+        self._lost_after_s = lost_after_s
 
     def _beat(self) -> None:
         message = BEAT
@@ -125,8 +125,8 @@ class Link:
                 for message in unpacker.feed(data):
                     if isinstance(message, dict):
                         self._take(message)
-            elif self._silence_s is not None and time.monotonic() - heard > self._silence_s:
-                self._end(f"no heartbeat from the launcher for {self._silence_s:g} s")
+            elif self._lost_after_s is not None and time.monotonic() - heard > self._lost_after_s:
+                self._end(f"no heartbeat from the launcher for {self._lost_after_s:g} s")
 
     def _read(self) -> bytes:
         """Read available bytes; empty if the connection has ended, in whatever way."""

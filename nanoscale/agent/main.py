@@ -85,7 +85,7 @@ def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | s
     os.environ.update(order["environment"])
     if order["slots"]:
         os.environ.update(shared_out(cores(), order["slots"]) | order["environment"])
-    link.expect_beats(order["silence_s"])
+    link.expect_beats(order["lost_after_s"])
     if order["will_launch"]:
         _start_fork_server(job, link.scratch)
     link.send("facts", **facts(order, port.number if port else None))

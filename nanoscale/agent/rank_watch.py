@@ -26,11 +26,11 @@ _FORWARD_S = 0.25
 class Watch:
     """A watch over the ranks' processes, which are ordered by local rank."""
 
-    def __init__(self, link: Link, host: HostRanks, logs: RankLogs, patience_s: float) -> None:
+    def __init__(self, link: Link, host: HostRanks, logs: RankLogs, lost_after_s: float) -> None:
         self._link = link
         self._host = host
         self._logs = logs
-        self._patience_s = patience_s
+        self._lost_after_s = lost_after_s
         self._passed_on = False
         self._stopped_since: dict[int, float] = {}
         self.killed = False
@@ -105,7 +105,7 @@ class Watch:
             self._stopped_since.pop(rank, None)
             return False
         since = self._stopped_since.setdefault(rank, time.monotonic())
-        return time.monotonic() - since > self._patience_s
+        return time.monotonic() - since > self._lost_after_s
 
 
 def _outcome(files: RankFiles) -> str | None:

@@ -551,6 +551,9 @@ class Cluster:
         "multiprocessors of a device; each computes one tile of a product at a time",
         at_least=1,
     )
+    compute_capability: float | None = key(
+        None, "CUDA's compute capability, such as 9.0; null: 9.0, or no CUDA device", at_least=1
+    )
     peak_tflops: float | None = key(
         None,
         "dense peak of one device at the trained precision; null: from peaks",
@@ -688,7 +691,7 @@ class Launcher:
     )
     lost_after_s: float = key(
         5.0,
-        "time without a heartbeat after which a host, or a stopped rank, counts as lost",
+        "time after which a host or launcher without a heartbeat, or a stopped rank, counts as lost",
         unit="s",
         at_least=1,
     )

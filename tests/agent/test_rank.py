@@ -52,7 +52,7 @@ class Hosts:
     def __init__(self, run, nodes, meet_s=LIMIT_S):
         self.order = {
             "run": str(run.path), "attempt": 1, "nodes": nodes, "world_size": 2 * nodes,
-            "master_addr": "127.0.0.1", "patience_s": LIMIT_S, "meet_s": meet_s,
+            "master_addr": "127.0.0.1", "lost_after_s": LIMIT_S, "meet_s": meet_s,
         }  # fmt: skip
         self.port = ReservedPort()
         self.stores = []

@@ -155,7 +155,7 @@ def partition(launch: Launch) -> None:
     launch.nodes.partition("n2")
 
 
-LONG_PATIENCE = ("launcher.collective_timeout_s=4", "launcher.lost_after_s=60")
+SLOW_LIMITS = ("launcher.collective_timeout_s=4", "launcher.lost_after_s=60")
 KILLED = "killed from outside .SIGKILL."
 AGENT_LOST = "the agent, which supervises the ranks, was lost"
 SILENT = "the host stopped responding: no heartbeat for 5 s"
@@ -171,7 +171,7 @@ FAULTS = [
         send(signal.SIGSTOP, rank),
         "rank 1 on n2",
         "rank 1 did not arrive at a collective operation",
-        LONG_PATIENCE,
+        SLOW_LIMITS,
     ),
     Fault("agent SIGKILL", send(signal.SIGKILL, agent), "agent of n2", AGENT_LOST),
     Fault("agent SIGSTOP", send(signal.SIGSTOP, agent), "agent of n2", SILENT),

@@ -90,19 +90,9 @@ def device_of(config: ResolvedConfig) -> tuple[dict[str, Any] | None, int]:
         "name": f"NVIDIA {name}",
         "memory": int(cluster.memory_gib * 2**30),
         "devices": cluster.devices_per_host,
-        "capability": _CAPABILITIES.get(cluster.device or "", (9, 0)),
+        "capability": divmod(round(10 * (cluster.compute_capability or 9.0)), 10),
     }
     return gpu, int((cluster.context_gib or 0.0) * 2**30)
-
-
-_CAPABILITIES = {
-    "v100": (7, 0),
-    "a100-40": (8, 0),
-    "a100-80": (8, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-}
-"""CUDA's compute capability of devices that are not of Hopper's generation."""
 
 
 def _refuse_deepspeed(config: ResolvedConfig) -> None:

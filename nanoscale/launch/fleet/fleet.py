@@ -143,7 +143,7 @@ class Fleet:
             "prepare",
             **{**self._preparation, "environment": {**self._preparation["environment"], **own}},
             slots=member.host.slots,
-            silence_s=None if self.transport.is_local else self._launcher.lost_after_s,
+            lost_after_s=None if self.transport.is_local else self._launcher.lost_after_s,
             root=str(self._key_file.path.parent),
             probe=self._key_file.path.name,
             master_port=None if port == "auto" else port,

@@ -82,7 +82,7 @@ class Attempt:
     def __post_init__(self) -> None:
         order = {
             "run": str(self.run.path),
-            "patience_s": self.launcher.lost_after_s,
+            "lost_after_s": self.launcher.lost_after_s,
             "writes_logs": self.fleet.transport.is_local,  # elsewhere the run's folder may be slow
         }
         self.execution = JobExecution(

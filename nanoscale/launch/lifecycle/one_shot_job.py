@@ -91,7 +91,7 @@ def execute(
         "run": None,
         "config": dump(config),
         "task": task,
-        "patience_s": limit_s or meet_s,
+        "lost_after_s": limit_s or meet_s,
         "meet_s": meet_s,
     }
     execution = JobExecution(fleet, plan, members, order, hear=hear, limit_s=limit_s)

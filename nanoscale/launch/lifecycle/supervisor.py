@@ -140,8 +140,8 @@ class Supervisor:
             self.fleet.connect(lost)
         launcher = self.request.config.launcher
         # An elastic job does not wait long for a host that is down.
-        patience_s = launcher.lost_after_s if elastic(launcher.nodes) else None
-        prepare(self.fleet, self.request, self.signals, patience_s)
+        lost_after_s = launcher.lost_after_s if elastic(launcher.nodes) else None
+        prepare(self.fleet, self.request, self.signals, lost_after_s)
 
     # --- records --------------------------------------------------------------------------------------
 
