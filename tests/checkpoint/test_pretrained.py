@@ -166,7 +166,7 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
 
 def lose_a_file(folder: Path) -> str:
     (folder / "model-00002-of-00005.safetensors").unlink()
-    return "model-00002-of-00005.safetensors, which is not there"
+    return "model-00002-of-00005.safetensors, which does not exist"
 
 
 def cut_a_file(folder: Path) -> str:

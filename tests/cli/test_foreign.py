@@ -105,7 +105,7 @@ def test_transformers_is_asked(folder: Path) -> None:
     assert "is missing" in asked(num_hidden_layers=3)["problem"]
     assert "is not one of its parameters" in asked(num_hidden_layers=1)["problem"]
     next(Path("small").glob("model-00002*")).unlink()
-    assert "which is not there" in asked()["problem"]
+    assert "which does not exist" in asked()["problem"]
 
 
 def test_a_head_that_differs_from_its_embedding_is_not_left_out(folder: Path) -> None:
