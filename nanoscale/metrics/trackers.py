@@ -21,7 +21,7 @@ from threading import Lock, Thread
 from typing import Any, Protocol
 
 from nanoscale.config.schema import Config
-from nanoscale.runs import events, fence
+from nanoscale.runs import events, fence, tags
 from nanoscale.runs.directory import RunDirectory, read_json, write_atomically
 
 Record = dict[str, Any]
@@ -63,19 +63,24 @@ class Subject:
     attempt: int
 
     @property
+    def words(self) -> list[str]:
+        """The user's own tags."""
+        return tags.changed(self.run, self.config.run.tags)
+
+    @property
     def tags(self) -> dict[str, str]:
-        """Tags by name: the run, its source and the user's own tags."""
+        """Tags by name: the run and its source."""
         about: dict[str, Any] = {}
         with suppress(OSError, ValueError):
             about = read_json(self.run.environment)
-        tags = {
+        named = {
             "nanoscale.run": str(self.run.path),
             "nanoscale.attempt": str(self.attempt),
             "nanoscale.version": str(about.get("nanoscale", "")),
             "torch.version": str(about.get("packages", {}).get("torch", "")),
             "host": str(about.get("host", "")),
         }
-        return {name: value for name, value in tags.items() if value}
+        return {name: value for name, value in named.items() if value}
 
     def values(self) -> dict[str, Any]:
         """Return the configuration as nested mappings, without values that may be secrets."""
@@ -225,7 +230,7 @@ class Wandb:
             id=known.id,
             resume="allow",
             name=run.name,
-            tags=list(self._subject.config.run.tags),
+            tags=self._subject.words,
             config=self._subject.values() | {"provenance": self._subject.tags},
             allow_val_change=True,
             settings=wandb.Settings(
@@ -300,7 +305,7 @@ class MLflow:
         now = dict(_flat(self._subject.values()))
         before = self._client.get_run(self._id).data.params
         new = [Param(name, value) for name, value in now.items() if name not in before]
-        tags = self._subject.tags | dict.fromkeys(self._subject.config.run.tags, "true")
+        tags = self._subject.tags | dict.fromkeys(self._subject.words, "true")
         tags |= {
             f"resumed.{name}": value
             for name, value in now.items()

@@ -84,6 +84,11 @@ class RunDirectory:
         return self.path / "metrics.csv"
 
     @property
+    def tags(self) -> Path:
+        """The tags that replace run.tags; see tags.py."""
+        return self.path / "tags.json"
+
+    @property
     def trackers(self) -> Path:
         return self.path / "trackers.json"
 

@@ -163,12 +163,14 @@ def curves(
     from_zero: bool = False,
     level: tuple[str, float] | None = None,
     starts: Sequence[int] = (),
+    axis: str = "step",
     width: int = 470,
     height: int = 220,
 ) -> str:
     """Return the chart of a metric over the steps of a run.
 
     Args:
+        axis: the name of the horizontal axis, for the hover texts.
         series: each with its name, "" if there is only one. Values that were not finite are red dots.
         level: the name and the value of a level to compare with.
         starts: steps after which an attempt began, drawn as vertical lines.
@@ -198,24 +200,24 @@ def curves(
     if level is not None:
         parts.append(line(x.start, y.at(level[1]), x.end, y.at(level[1]), "level"))
     for place, (_, points) in enumerate(series):
-        parts += _curve(points, x, y, place)
+        parts += _curve(points, x, y, place, axis)
     names = [(f"curve curve-{place}", called) for place, (called, _) in enumerate(series) if called]
     parts += _curve_names([*names, *([("level", level[0])] if level else [])], x.end)
-    return picture(width, height, f"{name} over steps", parts)
+    return picture(width, height, f"{name} by {axis}", parts)
 
 
-def _curve(points: Curve, x: Axis, y: Axis, place: int) -> Iterator[str]:
+def _curve(points: Curve, x: Axis, y: Axis, place: int, axis: str) -> Iterator[str]:
     for segment in _segments(points, positive=y.logarithmic):
         if len(segment) > 1:
             placed = ((x.at(step), y.at(known)) for step, known in segment)
             yield polyline(placed, f"curve curve-{place}")
         if len(segment) == 1 or len(points) <= 12:
             for step, known in segment:
-                hint = f"step {step}: {known:.5g}"
+                hint = f"{axis} {step}: {known:.5g}"
                 yield dot(x.at(step), y.at(known), 2.5, f"point-{place}", hint)
     for step, value in points:
         if value is None:
-            yield dot(x.at(step), y.end, 3.5, "bad", f"step {step}: not finite")
+            yield dot(x.at(step), y.end, 3.5, "bad", f"{axis} {step}: not finite")
 
 
 def _segments(points: Curve, positive: bool) -> Iterator[list[tuple[int, float]]]:

@@ -75,6 +75,92 @@ def test_the_command(
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_scaling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "bench",
+        "recipe=debug",
+        "train.seq_len=32",
+        "launcher.threads=1",
+        "train.micro_batch=1",
+    ]
+    words += ["train.global_batch=4", "--steps", "2", "--warmup", "1", "--devices", "1,2"]
+    assert nanoscale([*words, "--weak", "--json", "--html", "page.html"]) == 0
+    about = json.loads(capsys.readouterr().out)
+    one, two = about["points"]
+    assert (one["devices"], two["devices"], two["world_size"]) == (1, 2, 2)
+    assert (one["global_batch"], two["global_batch"], about["weak"]) == (4, 8, True)
+    assert [it["tokens_per_s"] for it in about["benches"]] == [
+        one["tokens_per_s"],
+        two["tokens_per_s"],
+    ]
+    assert two["predicted"]["speed_up"] > 0 and one["speed_up"] == one["efficiency"] == 1
+    page = Path("page.html").read_text()
+    assert page.count("<svg") == 2 and "planned" in page and "ideal" in page
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_what_is_wrong_with_a_scaling_test_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("page.html").touch()
+    scale = ["--devices", "1,2"]
+    for words, said in (
+        (["--devices", "2"], "ascending numbers, as in --devices 1,2,4"),
+        (["--devices", "2,1"], "ascending"),
+        (["--devices", "1,1"], "ascending"),
+        (["--devices", "0,1"], "ascending"),
+        (["--devices", "1,x"], "ascending"),
+        (["--num-nodes", "1,"], "--num-nodes 1,2,4"),
+        ([*scale, "--num-nodes", "1,2"], "remove one of them"),
+        ([*scale, "--num-gpus", "2"], "remove one of them"),
+        ([*scale, "--compare", "run"], "not for a scaling test"),
+        ([*scale, "--html", "page.html"], "already exists"),
+        (["--weak"], "add --devices 1,2"),
+        (["--html", "other.html"], "add --devices 1,2"),
+        (["--devices", "1,2", "parallel.dp=2"], "--devices 1"),
+        (["--devices", "1,3"], "train.global_batch"),
+    ):
+        assert nanoscale(["bench", "recipe=debug", "launcher.device=cpu", *words]) == 2, words
+        seen = capsys.readouterr()
+        assert said in seen.err and "Traceback" not in seen.err and seen.out == "", (
+            words,
+            seen.err,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_speed_up_and_efficiency_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice as fast on four times as many ranks; the plan expects three times."""
+    from nanoscale.common.display import console
+    from nanoscale.launch.lifecycle.scaling import scaling_document
+    from nanoscale.view.scaling_text import print_scaling
+
+    def bench(ranks: int, speed: float, planned: float) -> dict[str, Any]:
+        names = ("model", "precision", "backend", "device")
+        figures = dict.fromkeys(("step_time_s", "memory_gib"), 1.0) | {
+            "mfu": None,
+            "global_batch": 8,
+        }
+        plan = {"step_time_s": 1.0, "tokens_per_s": planned}
+        speeds = {"tokens_per_s": speed, "tokens_per_s_per_device": speed / ranks}
+        return (
+            dict.fromkeys(names, "x") | figures | speeds | {"world_size": ranks, "predicted": plan}
+        )
+
+    about = scaling_document("hosts", [1, 4], [bench(2, 100, 90), bench(8, 200, 270)], weak=False)
+    point = about["points"][1]
+    assert (point["speed_up"], point["efficiency"]) == (2, 0.5)
+    assert (point["predicted"]["speed_up"], point["predicted"]["efficiency"]) == (3, 0.75)
+    print_scaling(console(), about)
+    row = capsys.readouterr().out.splitlines()[-1].split()
+    assert row[0] == "4" and row[-6:] == ["2.00", "3.00", "50.0%", "75.0%", "1", "GiB"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_ended_by_a_signal_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     words = ["recipe=debug", "checkpoint.every=5", "launcher.device=cpu", "run.root=runs"]

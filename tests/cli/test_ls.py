@@ -16,7 +16,9 @@ from nanoscale.config import reference
 from nanoscale.config.composing.compose import compose
 from nanoscale.config.composing.frozen import dump, load, read_values
 from nanoscale.config.rules import Devices, check
-from nanoscale.runs import metrics, status
+from nanoscale.launch.lifecycle.prepare import replace_configuration
+from nanoscale.launch.request import Request
+from nanoscale.runs import metrics, status, tags
 from nanoscale.runs.directory import RunDirectory
 
 MISTYPED = {
@@ -164,3 +166,48 @@ def test_the_documented_metrics_are_columns() -> None:
         for name in re.findall("`(.*?)`", line)
     }
     assert documented == set(metrics.NAMES)
+
+
+def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the configuration count until they are changed, and again after a resume that sets them."""
+
+    def tagged(*words: str) -> str:
+        assert nanoscale(["runs", "tag", *words]) == 0
+        return capsys.readouterr().out.strip()
+
+    def listed(*words: str) -> list[str]:
+        assert nanoscale(["runs", "ls", "--json", *words]) == 0
+        return [row["name"] for row in json.loads(capsys.readouterr().out)]
+
+    run = RunDirectory.open("r0")
+    run.config.write_text(run.config.read_text().replace("tags: []", "tags: [first, paper]"))
+    assert tagged("r0") == "first, paper" and not run.tags.exists()
+    assert tagged("r0", "best", "first", "--remove", "paper") == "first, best"
+    assert tagged("r1", "best") == "best" and tagged("r2") == "no tags"
+    assert listed("--where", "tags=best") == ["r0", "r1"]
+    assert listed("--where", "tags=paper") == [] and listed("--where", "tags!=best") == ["r2"]
+    assert nanoscale(["runs", "ls", "--columns", "run.tags"]) == 0
+    assert "[first,best]" in capsys.readouterr().out.replace(" ", "")
+    assert nanoscale(["runs", "show", "r0"]) == 0
+    assert re.search(r"^tags +first, best$", capsys.readouterr().out, re.M)
+    assert tags.changed(run, ["other"]) == ["first", "best"], "as trackers have it"
+
+    for words, said in (
+        (["r0", "a,b"], "neither white space nor a comma"),
+        (["r0", ""], "neither white space nor a comma"),
+        (["r0", "ok", "--remove", "bets"], "its tags: first, best"),
+        (["r9", "a"], "no run 'r9'"),
+    ):
+        assert nanoscale(["runs", "tag", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert nanoscale(["runs", "tag", "r0", "--remove", "bets"]) == 2
+    advice = re.findall(r"type instead: (.*)", capsys.readouterr().err)
+    assert advice == ["--remove best"] and tagged("r0", *shlex.split(advice[0])) == "first"
+
+    composed = compose(["run.tags=[new]"], config_file=run.config)
+    request = Request(composed, check(composed, Devices("cpu", 2)), Devices("cpu", 2))
+    replace_configuration(run, request, 1)
+    assert tagged("r0") == "new"
+    run.tags.write_text('{"tags": 3}')
+    assert nanoscale(["runs", "tag", "r0"]) == 2
+    assert "holds no list of tags" in capsys.readouterr().err

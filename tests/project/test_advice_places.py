@@ -38,6 +38,7 @@ TYPED_BACK = {
     "cli/inspect/remove.py": "cli/test_remove.py",
     "cli/inspect/runs.py": "cli/test_runs.py",
     "launch/lifecycle/stopping.py": "launch/test_slurm_advice.py",
+    "cli/inspect/tag.py": "cli/test_ls.py",
     "cli/jobs/sweep.py": "sweep/test_sweep.py",
     "cli/jobs/submit.py": "cli/test_advice_on_files.py",
     "launch/submission/batch_job.py": "cli/test_advice_on_files.py",

@@ -44,6 +44,7 @@ EXAMPLES = {
     "runs watch": ("nanoscale runs watch first",),
     "runs stop": ("nanoscale runs stop first",),
     "runs compare": ("nanoscale runs compare first second --html comparison.html",),
+    "runs tag": ("nanoscale runs tag first baseline paper --remove draft",),
     "runs rm": ("nanoscale runs rm first",),
     "runs report": ("nanoscale runs report first --html report.html",),
     "checkpoints ls": ("nanoscale checkpoints ls first",),

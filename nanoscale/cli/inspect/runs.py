@@ -14,15 +14,19 @@ from nanoscale.cli.inspect.compare_runs import compare_runs
 from nanoscale.cli.inspect.list_runs import list_runs
 from nanoscale.cli.inspect.remove import remove_runs
 from nanoscale.cli.inspect.report import report_run
+from nanoscale.cli.inspect.tag import tag_run
 from nanoscale.cli.inspect.watch import watch_run
 from nanoscale.cli.jobs.stop import stop_run
 
 if TYPE_CHECKING:
     from nanoscale.runs.directory import RunDirectory
 
-app = typer.Typer(no_args_is_help=True, help="List, show, follow, report, stop and delete runs.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, show, follow, tag, report, stop and delete runs."
+)
 app.command("ls")(list_runs)
 app.command("compare")(compare_runs)
+app.command("tag")(tag_run)
 app.command("rm")(remove_runs)
 app.command("stop")(stop_run)
 app.command("watch")(watch_run)

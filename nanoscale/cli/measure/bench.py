@@ -1,13 +1,15 @@
-"""`nanoscale bench`: what a recipe's steps take on this machine, or on the hosts of a job."""
+"""`nanoscale bench`: what a recipe's steps take on this machine or the hosts of a job, and how they scale."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanoscale.cli.common import options as opt
+from nanoscale.cli.common.files import require_writable, write_file
 from nanoscale.cli.common.options import as_settings
 from nanoscale.cli.common.output import DONE, FAILED, console, print_json, saying
 from nanoscale.cli.common.request import CommandLine, request_new_run
@@ -17,7 +19,10 @@ from nanoscale.common.errors import UserError
 if TYPE_CHECKING:
     from nanoscale.config.resolved import ResolvedConfig
     from nanoscale.config.values.composed import Composed
+    from nanoscale.launch.request import Request
 
+Document = dict[str, Any]
+_BATCH = "train.global_batch"
 _RECORDED = 3
 """Steps after the timed ones, of which the first is ignored."""
 
@@ -34,6 +39,19 @@ def bench(
             show_default=False,
         ),
     ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,…",
+            help="Test the scaling: measure with each number of devices of a host",
+            show_default=False,
+        ),
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Let the global batch grow with the devices")
+    ] = False,
+    html: opt.Html = None,
+    overwrite: opt.Overwrite = False,
     config: opt.ConfigFile = None,
     config_dir: opt.ConfigDir = None,
     hostfile: opt.Hostfile = None,
@@ -49,29 +67,43 @@ def bench(
     """Measure a job's step time, its parts, MFU and memory.
 
     The job's ranks train for some steps; no run is created, and nothing is kept. With checkpoint.every, a
-    checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out.
+    checkpoint is written beside the runs, measured and removed; checkpoint.every=0 leaves that out. With
+    --devices 1,2,4 or --num-nodes 1,2, it measures each and shows speed-up and efficiency beside the plan's.
     """
-    from nanoscale.launch.lifecycle.bench import compared, document, read_other, room_for_checkpoint
-    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
-    from nanoscale.processes.messages import BENCH
+    from nanoscale.launch.lifecycle.bench import compared, read_other
 
     for option, value, least in (("--steps", steps, 1), ("--warmup", warmup, 0)):
         if value < least:
             raise UserError("usage", f"{option} {value}: must be at least {least}")
+    scale = _scale(devices, num_nodes, num_gpus)
+    if scale is None:
+        _refuse_alone(weak, html)
+    elif compare is not None:
+        raise UserError("usage", "--compare is for one measurement, not for a scaling test")
+    if html is not None:
+        require_writable("--html", html, overwrite=overwrite)
     other = read_other(compare) if compare is not None else None
-    options = as_settings(hostfile, include, exclude, num_nodes, num_gpus, no_preflight)
+    nodes = None if scale is not None and scale.axis == "hosts" else num_nodes
+    options = as_settings(hostfile, include, exclude, nodes, num_gpus, no_preflight)
     line = CommandLine(overrides, config, config_dir, options, trust)
-    request = request_new_run(line, force=force, fetch=False, saves=False, verify=_refuse_profile)
-    measured = _measured(request.config, warmup + steps + _RECORDED)
-    with saying() as say, room_for_checkpoint(request.config) as folder:
-        task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
-        say("starting the ranks …")
-        try:
-            found = run_one_shot_job(BENCH, measured, request.hosts, task, say)
-        except OneShotJobError as error:
-            display.note(f"error: {error}")
-            return FAILED
-    told = {**document(request.config, found, request.plan), "warmup": warmup}
+    if scale is not None:
+        about = _test_scaling(line, scale, weak, warmup, steps, force)
+        if html is not None:
+            from nanoscale.view.scaling_text import scaling_page
+
+            write_file("--html", html, scaling_page(about), overwrite=overwrite)
+        if as_json:
+            print_json(about)
+        else:
+            from nanoscale.view.scaling_text import print_scaling
+
+            print_scaling(console(), about)
+            if html is not None:
+                display.show(f"page  {html}")
+        return DONE if len(about["points"]) == len(scale.counts) else FAILED
+    told = _measure(_request(line, force), warmup, steps)
+    if told is None:
+        return FAILED
     if other is not None:
         told["compared"] = compared(told, other)
     if as_json:
@@ -81,6 +113,121 @@ def bench(
 
         print_bench(console(), told)
     return DONE
+
+
+def _request(line: CommandLine, force: bool) -> Request:
+    return request_new_run(line, force=force, fetch=False, saves=False, verify=_refuse_profile)
+
+
+def _measure(request: Request, warmup: int, steps: int, label: str = "") -> Document | None:
+    """Return the measurements of a job; None if it has failed, which is reported."""
+    from nanoscale.launch.lifecycle.bench import document, room_for_checkpoint
+    from nanoscale.launch.lifecycle.one_shot_job import OneShotJobError, run_one_shot_job
+    from nanoscale.processes.messages import BENCH
+
+    measured = _measured(request.config, warmup + steps + _RECORDED)
+    with saying() as say, room_for_checkpoint(request.config) as folder:
+        task = {"warmup": warmup, "steps": steps, "folder": folder and str(folder)}
+        say(f"{label}starting the ranks …")
+        try:
+            found = run_one_shot_job(BENCH, measured, request.hosts, task, say)
+        except OneShotJobError as error:
+            display.note(f"error: {label}{error}")
+            return None
+    return {**document(request.config, found, request.plan), "warmup": warmup}
+
+
+# --- scaling --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The numbers of devices or hosts to measure with."""
+
+    axis: str
+    """`devices` or `hosts`."""
+    option: str
+    key: str
+    counts: tuple[int, ...]
+
+
+def _scale(devices: str | None, num_nodes: str | None, num_gpus: int | None) -> _Scale | None:
+    """Return what a scaling test varies; None if none is requested.
+
+    Raises:
+        UserError: the numbers are not ascending ones from 1, or both lists are given.
+    """
+    by_nodes = num_nodes is not None and "," in num_nodes
+    if devices is None and not by_nodes:
+        return None
+    if devices is not None and (by_nodes or num_gpus is not None):
+        other = "--num-nodes" if by_nodes else "--num-gpus"
+        raise UserError("usage", f"--devices and {other} are both given; remove one of them")
+    option, text = ("--devices", devices) if devices is not None else ("--num-nodes", num_nodes)
+    words = str(text).split(",")
+    numbers = [int(word) for word in words if word.strip().isdecimal()]
+    if len(numbers) < max(2, len(words)) or numbers != sorted({*numbers} - {0}):
+        raise UserError(
+            "usage", f"{option} {text}: must be ascending numbers, as in {option} 1,2,4"
+        )
+    axis, key = (
+        ("devices", "launcher.devices") if option == "--devices" else ("hosts", "launcher.nodes")
+    )
+    return _Scale(axis, option, key, tuple(numbers))
+
+
+def _refuse_alone(weak: bool, html: Path | None) -> None:
+    for option, is_given in (("--weak", weak), ("--html", html is not None)):
+        if is_given:
+            raise UserError(
+                "usage", f"{option} is for a scaling test: add --devices 1,2 or --num-nodes 1,2"
+            )
+
+
+def _test_scaling(
+    line: CommandLine, scale: _Scale, weak: bool, warmup: int, steps: int, force: bool
+) -> Document:
+    """Measure with every number, after all of them are checked and planned; a failure ends the test.
+
+    Raises:
+        UserError: one of the jobs is wrong, or the first one has failed.
+    """
+    from nanoscale.launch.lifecycle.scaling import scaling_document
+
+    requests: list[Request] = []
+    for count in scale.counts:
+        counted = _with_count(line, scale, count)
+        if weak and requests:
+            counted = _with_batch(counted, requests[0].config.train.global_batch, scale, count)
+        requests.append(_request(counted, force))
+    measured: list[Document] = []
+    for count, request in zip(scale.counts, requests, strict=True):
+        label = f"{scale.axis} {count}: "
+        told = _measure(request, warmup, steps, label)
+        if told is None:
+            break
+        display.note(f"{label}{told['tokens_per_s']:,.0f} tokens/s")
+        measured.append(told)
+    if not measured:
+        raise typer.Exit(FAILED)
+    return scaling_document(scale.axis, scale.counts[: len(measured)], measured, weak=weak)
+
+
+def _with_count(line: CommandLine, scale: _Scale, count: int) -> CommandLine:
+    from nanoscale.config.composing.compose import Setting
+    from nanoscale.config.values.provenance import COMMAND_LINE
+
+    setting = Setting(count, f"{COMMAND_LINE}: {scale.option} {count}")
+    return replace(line, options={**line.options, scale.key: setting})
+
+
+def _with_batch(line: CommandLine, first: int, scale: _Scale, count: int) -> CommandLine:
+    """Return the command line with a global batch in proportion to the count."""
+    kept = [word for word in line.overrides or () if not word.startswith(f"{_BATCH}=")]
+    return replace(line, overrides=[*kept, f"{_BATCH}={first * count // scale.counts[0]}"])
+
+
+# --- the job --------------------------------------------------------------------------------------
 
 
 def _refuse_profile(composed: Composed) -> None:

@@ -25,7 +25,7 @@ from nanoscale.config.rules import Devices
 from nanoscale.config.values.composed import Composed
 from nanoscale.config.violations import override
 from nanoscale.launch.request import Request
-from nanoscale.runs import status, trust
+from nanoscale.runs import status, tags, trust
 from nanoscale.runs.directory import (
     RunDirectory,
     check_free,
@@ -155,6 +155,8 @@ def replace_configuration(run: RunDirectory, request: Request, last_attempt: int
     """Freeze the configuration of a further attempt and its plan; the previous one is kept if it differs."""
     write_json(run.environment, environment(request.devices))
     record_changes(run, request.config, request.composed.by_hand_around)
+    if request.composed.by_hand(tags.KEY):
+        run.tags.unlink(missing_ok=True)
     before = run.config.read_text(encoding="utf-8")
     if dump(request.config, request.asked) != before:
         write_atomically(run.attempt_config(last_attempt), before)

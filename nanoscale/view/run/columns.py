@@ -14,7 +14,7 @@ from nanoscale.config import reference
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.config.suggest import nearest_key
 from nanoscale.config.violations import shown
-from nanoscale.runs import metrics
+from nanoscale.runs import metrics, tags
 from nanoscale.runs.directory import RunDirectory
 
 Row = dict[str, Any]
@@ -125,6 +125,8 @@ def values(run: RunDirectory, columns: Iterable[Column]) -> Row:
     """Return the values of a run that its summary does not have. Raises UserError if a file is damaged."""
     wanted = [it for it in columns if it.key not in STATES]
     keys = read_values(run.config, {it.key for it in wanted if it.is_key})
+    if tags.KEY in keys:
+        keys[tags.KEY] = tags.changed(run, keys[tags.KEY])
     return {it.name: keys[it.key] if it.is_key else _metric(run, it.key) for it in wanted}
 
 

@@ -9,7 +9,7 @@ from nanoscale.common.errors import UserError
 from nanoscale.common.units import clock
 from nanoscale.config.composing.frozen import read_values
 from nanoscale.launch.slurm.jobs import Job, in_words, output_of
-from nanoscale.runs import events, failure, lock, metrics, status
+from nanoscale.runs import events, failure, lock, metrics, status, tags
 from nanoscale.runs.directory import RunDirectory
 from nanoscale.view.run.columns import Column, values
 from nanoscale.view.run.live import figures
@@ -59,6 +59,7 @@ def document(run: RunDirectory, job: Job | None) -> dict[str, Any]:
     cause = failure.read(run)
     return {
         **summary(run, job),
+        "tags": tags.read(run),
         "checkpoints": run.checkpoint_steps(),
         "metrics": metrics.last(run),
         "failure": failure.document(cause) if cause else None,
@@ -95,6 +96,8 @@ def print_run(run: RunDirectory, document: dict[str, Any], job: Job | None) -> N
         "step": f"{document['step']}/{steps}",
         "checkpoints": ", ".join(map(str, document["checkpoints"])) or "none",
     }
+    if document["tags"]:
+        rows["tags"] = ", ".join(document["tags"])
     if job is not None:
         rows["slurm"] = job.sentence()
         output = output_of(run, job.submission)
