@@ -15,7 +15,7 @@ from nanoscale.config.composing.library import Library
 from nanoscale.config.composing.overrides import read_words
 
 FIRST_WORDS = {
-    "Resume",
+    "Add", "Grow", "Measure", "Remove", "Resume",
     "Minimize",
     "Stop",
     "Keep",

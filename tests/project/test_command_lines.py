@@ -50,6 +50,13 @@ EXCUSED = {
     "nanoscale sweep --resume rates": "needs an interrupted sweep: tests/sweep/test_sweep.py",
     "nanoscale bench recipe=tiny": "measures with real ranks: tests/cli/test_bench.py",
     "nanoscale bench recipe=llama-1b": "measures with real ranks: tests/cli/test_bench.py",
+    **dict.fromkeys(
+        (
+            "nanoscale bench recipe=tiny --devices 1,2,4 --html scaling.html",
+            "nanoscale bench recipe=llama-8b --hostfile hosts --num-nodes 1,2,4 --weak",
+        ),
+        "measures with real ranks: tests/cli/test_bench.py",
+    ),
     "nanoscale train launcher=slurm": "needs an allocation: tests/cluster/test_slurm.py",
     "nanoscale doctor --hostfile hosts": "needs hosts with sshd: tests/cluster/test_doctor.py runs it on some",
     "nanoscale eval RUN --tasks hellaswag,arc_easy --limit 100 --few-shot 5": "fetches lm-eval's data sets: "

@@ -17,7 +17,7 @@ from nanoscale.cli.common.output import print_json
 from nanoscale.common import display
 from nanoscale.config.violations import override
 
-Task = Literal["pretrain", "finetune", "lora", "chat"]
+Task = Literal["pretrain", "finetune", "lora", "chat", "chat-lora"]
 
 _STDLIB = "stdlib"
 _ABOUT: dict[Task, str] = {
@@ -25,13 +25,17 @@ _ABOUT: dict[Task, str] = {
     "finetune": "Fine-tune all weights of a model on texts",
     "lora": "Fine-tune a model on texts with low-rank adapters",
     "chat": "Fine-tune all weights of a model on the answers of conversations",
+    "chat-lora": "Fine-tune a model on the answers of conversations with low-rank adapters",
 }
 _LEARNING_RATE: dict[Task, str] = {
     "pretrain": "4e-4",
     "finetune": "1e-5",
     "lora": "2e-4",
     "chat": "1e-5",
+    "chat-lora": "2e-4",
 }
+_CHATS: tuple[Task, ...] = ("chat", "chat-lora")
+_ADAPTERS: tuple[Task, ...] = ("lora", "chat-lora")
 _LONGEST = 2048
 _NAME = re.compile(r"\w[\w.-]*")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -197,7 +201,7 @@ def _commands(choice: _Choice, target: Path) -> list[str]:
         words += ["--train-tokenizer", "--vocab-size", str(max(257, min(32768, choice.vocab)))]
     else:
         words += ["--tokenizer", choice.model]
-    return [shlex.join([*words, *(["--chat"] if choice.task == "chat" else [])]), *commands]
+    return [shlex.join([*words, *(["--chat"] if choice.task in _CHATS else [])]), *commands]
 
 
 def _tokens(target: Path) -> Path:
@@ -219,12 +223,12 @@ def _recipe(choice: _Choice, target: Path, commands: list[str]) -> str:
     ]
     if tunes:
         lines += ["model:", f"  init_from: {json.dumps(choice.model)} # its shape and weights"]
-    if choice.task == "lora":
+    if choice.task in _ADAPTERS:
         lines += ["lora:", "  rank: 16 # more learns more and needs more memory", "  alpha: 32"]
     if choice.data is not None:
         path = choice.data if choice.prepared else _tokens(target)
         lines += ["data:", f"  path: {json.dumps(str(path))}"]
-        lines += ["  packing: whole # whole conversations"] if choice.task == "chat" else []
+        lines += ["  packing: whole # whole conversations"] if choice.task in _CHATS else []
     lines += [
         "optimizer:",
         f"  lr: {_LEARNING_RATE[choice.task]}",

@@ -43,12 +43,12 @@ def bench(
         str | None,
         typer.Option(
             metavar="N,N,…",
-            help="Test the scaling: measure with each number of devices of a host",
+            help="Measure with each number of devices of a host, to see how it scales",
             show_default=False,
         ),
     ] = None,
     weak: Annotated[
-        bool, typer.Option("--weak", help="Let the global batch grow with the devices")
+        bool, typer.Option("--weak", help="Grow the global batch with the devices")
     ] = False,
     html: opt.Html = None,
     overwrite: opt.Overwrite = False,
@@ -192,7 +192,7 @@ def _test_scaling(
     Raises:
         UserError: one of the jobs is wrong, or the first one has failed.
     """
-    from nanoscale.launch.lifecycle.scaling import scaling_document
+    from nanoscale.launch.lifecycle.speed_up import scaling_document
 
     requests: list[Request] = []
     for count in scale.counts:
@@ -214,11 +214,13 @@ def _test_scaling(
 
 
 def _with_count(line: CommandLine, scale: _Scale, count: int) -> CommandLine:
+    """Return the command line with a count, which dp follows."""
     from nanoscale.config.composing.compose import Setting
     from nanoscale.config.values.provenance import COMMAND_LINE
 
-    setting = Setting(count, f"{COMMAND_LINE}: {scale.option} {count}")
-    return replace(line, options={**line.options, scale.key: setting})
+    source = f"{COMMAND_LINE}: {scale.option} {count}"
+    scaled = {scale.key: Setting(count, source), "parallel.dp": Setting("auto", source)}
+    return replace(line, options={**line.options, **scaled})
 
 
 def _with_batch(line: CommandLine, first: int, scale: _Scale, count: int) -> CommandLine:
