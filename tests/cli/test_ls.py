@@ -169,7 +169,7 @@ def test_the_documented_metrics_are_columns() -> None:
 
 
 def test_tags(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the configuration count until they are changed, and again after a resume that sets them."""
+    """The tags of the configuration count until they are changed, and again after a resume that sets them."""
 
     def tagged(*words: str) -> str:
         assert nanoscale(["runs", "tag", *words]) == 0
