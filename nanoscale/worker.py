@@ -153,8 +153,8 @@ def _prepare_for_gpu(context: RankContext) -> None:
 
 def _record(run: RunDirectory, error: BaseException) -> None:
     failure = RankFailure.of(error, rank=_rank(), local_rank=_local_rank(), host=host_name())
-    ours = run.rank_failure(attempt_number(), failure.host, _rank())  # under plain torchrun
-    write_rank_failure(Path(os.environ.get("NANOSCALE_FAILURE_FILE", ours)), failure)
+    default_file = run.rank_failure(attempt_number(), failure.host, _rank())  # under plain torchrun
+    write_rank_failure(Path(os.environ.get("NANOSCALE_FAILURE_FILE", default_file)), failure)
 
 
 def command_line(arguments: list[str]) -> int:

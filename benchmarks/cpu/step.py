@@ -213,7 +213,7 @@ class Ours:
         training = self.training
         train = replace(training.config.train, steps=training.progress.step + STEPS)
         training.config = replace(training.config, train=train)
-        training.go(self.agreement)
+        training.run(self.agreement)
 
 
 def repeat(step: Callable[[], None]) -> Callable[[], None]:

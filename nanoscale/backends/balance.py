@@ -18,30 +18,35 @@ from nanoscale.models.transformer import Transformer
 
 
 class Balance:
-    """The balancing of all routers of this rank; every rank settles every step."""
+    """The balancing of all routers of this rank; every rank calls `end_step` after every step."""
 
-    def __init__(self, shape: Model, parts: list[Transformer], device: torch.device) -> None:
+    def __init__(self, shape: Model, stages: list[Transformer], device: torch.device) -> None:
         self.biased = shape.balance == "bias"
         self.loss_rate = shape.balance_rate if shape.balance == "aux" else 0.0
         self.routers: dict[int, Router] = {
             int(number): layer.mlp.router
-            for part in parts
-            for number, layer in part.layers.items()
+            for stage in stages
+            for number, layer in stage.layers.items()
             if isinstance(layer.mlp, MixtureOfExperts)
         }
         self._loads = torch.zeros(shape.layers, shape.experts, dtype=torch.int64, device=device)
 
-    def begin(self, weight: float) -> None:
-        """Begin a step. `weight` is that of a sequence's loss in this rank's backward passes."""
+    def begin_step(self, sequence_weight: float) -> None:
+        """Begin a step. `sequence_weight` is the weight of a sequence's loss in this rank's backward passes."""
         for router in self.routers.values():
-            router.penalty = weight * self.loss_rate
+            router.penalty = sequence_weight * self.loss_rate
 
     @torch.no_grad()
-    def settle(self, counts: bool, skipped: bool) -> None:
-        """End a step. `counts`: no other rank counts the same tokens; `skipped`: the step was skipped."""
+    def end_step(self, counts_tokens: bool, skipped: bool) -> None:
+        """End a step.
+
+        Args:
+            counts_tokens: no other rank counts the same tokens.
+            skipped: the step was skipped, so the bias stays.
+        """
         self._loads.zero_()
         for number, router in self.routers.items():
-            if counts:
+            if counts_tokens:
                 self._loads[number] = router.load
             router.load.zero_()
         if dist.is_initialized():
@@ -49,7 +54,7 @@ class Balance:
         if self.biased and not skipped:
             for number, router in self.routers.items():
                 load = self._loads[number]
-                router.lean += (load.sum() - load * len(load)).sign()
+                router.choice_bias += (load.sum() - load * len(load)).sign()
 
     def figures(self) -> dict[str, float]:
         """Return the logged metric: the largest load over the mean load, in the layer with the largest
@@ -61,4 +66,4 @@ class Balance:
         """Return the tensors that a checkpoint holds; loading fills them in place."""
         if not self.biased:
             return {}
-        return {f"layers.{number}": router.lean for number, router in self.routers.items()}
+        return {f"layers.{number}": router.choice_bias for number, router in self.routers.items()}

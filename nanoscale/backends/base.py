@@ -43,14 +43,14 @@ class Engine(ABC):
     config: ResolvedConfig
     device: torch.device
     place: Coordinates
-    parts: dict[int, Transformer]
+    stages: dict[int, Transformer]
     """This rank's stages of the model by number."""
     scaling: LossScale | None
     """The loss scale with fp16; None otherwise."""
     balance: Balance | None = None
     """The balancing of experts; None without experts."""
     _tokens: Tensor | int = 1
-    """The result of `_count` for the current step."""
+    """The result of `_count_tokens` for the current step."""
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         self.config = config
@@ -61,7 +61,7 @@ class Engine(ABC):
     @property
     def dp_rank(self) -> int:
         """The index of this rank's share of the global batch."""
-        return self.place.dp
+        return self.coordinates.dp
 
     @abstractmethod
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
@@ -79,12 +79,12 @@ class Engine(ABC):
         layout of either backend can resume from them.
         """
 
-    def before_update(self, act: Callable[[], None]) -> None:
-        """Call `act` each time before weights and moments change."""
-        self._stepped_optimizer().register_step_pre_hook(lambda *_: act())
+    def before_update(self, hook: Callable[[], None]) -> None:
+        """Call `hook` each time before weights and moments change."""
+        self._torch_optimizer().register_step_pre_hook(lambda *_: hook())
 
     @abstractmethod
-    def _stepped_optimizer(self) -> torch.optim.Optimizer:
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
         """Return PyTorch's optimizer, whose step changes them."""
 
     @abstractmethod
@@ -96,37 +96,37 @@ class Engine(ABC):
     def empty_state(self) -> dict[str, Tensor]:
         """Return `state()` before the first update, with memory for everything that a checkpoint holds."""
 
-    def begin_with(self, folder: Path) -> None:
+    def load_pretrained(self, folder: Path) -> None:
         """Load the weights of a Hugging Face model of the same shape.
 
         Raises:
             BadFileError: they are incomplete, or of another shape.
         """
         state = self.state() | self.frozen_state()
-        part = next(iter(self.parts.values()))
-        if isinstance(part, HFModel):
-            load_any_model.load(folder, part.hf, state)
+        stage = next(iter(self.stages.values()))
+        if isinstance(stage, HFModel):
+            load_any_model.load(folder, stage.hf, state)
         else:
             load.load(folder, self.config.model, state)
-        self.take(state)
+        self.load_state(state)
 
     @abstractmethod
-    def take(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor]) -> None:
         """Resume from the tensors of `empty_state` after they were loaded."""
 
     def figures(self) -> dict[str, float]:
         """Return the metrics logged beside the loss: with fp16 the loss scale, with experts their loads."""
-        kept = [it for it in (self.scaling, self.balance) if it is not None]
-        return {name: figure for it in kept for name, figure in it.figures().items()}
+        sources = [source for source in (self.scaling, self.balance) if source is not None]
+        return {name: figure for source in sources for name, figure in source.figures().items()}
 
     def _small_state(self) -> dict[str, Tensor]:
         """Return the state beside parameters and moments."""
         state = {"loss_scale": self.scaling, "balance": self.balance}
         return {
             f"{name}.{key}": value
-            for name, it in state.items()
-            if it is not None
-            for key, value in it.state().items()
+            for name, source in state.items()
+            if source is not None
+            for key, value in source.state().items()
         }
 
     @property
@@ -157,13 +157,13 @@ class Engine(ABC):
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         count = torch.zeros((), dtype=torch.int64, device=self.device)
         for batch, rows in batches:
-            inputs, targets, documents = self._divide(batch)
+            inputs, targets, documents = self._local_batch(batch)
             row = torch.arange(len(targets), device=self.device)
             targets = targets.where(row.unsqueeze(1) < rows, IGNORED)
             loss = self._forward(inputs, documents, targets)
             if loss is not None:
-                loss_sum += loss * self._counts
-                count += (targets != IGNORED).sum() * self._counts
+                loss_sum += loss * self._counts_losses
+                count += (targets != IGNORED).sum() * self._counts_losses
         self._after_forward()
         return loss_sum.item(), int(count.item())
 
@@ -171,33 +171,35 @@ class Engine(ABC):
     def next_token_logits(self, tokens: list[int]) -> Tensor:
         """Return the logits `[vocab]` of the token after these. Every rank calls it with the same tokens."""
         inputs = torch.tensor([tokens + [0] * self._padding(len(tokens))], device=self.device)
-        position = self._positions(inputs.shape[1], self.device)
-        logits = self._forward(inputs[:, position])
+        positions = self._positions(inputs.shape[1], self.device)
+        logits = self._forward(inputs[:, positions])
         self._after_forward()
-        found = torch.zeros(self.config.model.vocab, device=self.device)
-        here = (position == len(tokens) - 1).nonzero()
-        if logits is not None and len(here) and self.place.dp == 0:
-            _place(found, logits[0, int(here[0])], self.place.tp)
+        next_logits = torch.zeros(self.config.model.vocab, device=self.device)
+        local_index = (positions == len(tokens) - 1).nonzero()
+        if logits is not None and len(local_index) and self.coordinates.dp == 0:
+            _write_vocabulary_shard(
+                next_logits, logits[0, int(local_index[0])], self.coordinates.tp
+            )
         if dist.is_initialized():
-            dist.all_reduce(found)
-        return found
+            dist.all_reduce(next_logits)
+        return next_logits
 
     def _make_balance(self) -> Balance | None:
-        """Create the balancing; call it once all parts exist."""
+        """Create the balancing; call it once all stages exist."""
         shape = self.config.model
-        return Balance(shape, list(self.parts.values()), self.device) if shape.experts else None
+        return Balance(shape, list(self.stages.values()), self.device) if shape.experts else None
 
     @property
-    def _counts(self) -> bool:
+    def _counts_losses(self) -> bool:
         """True if this rank's losses count: ranks of tp compute those of the same tokens."""
-        return self.place.tp == 0
+        return self.coordinates.tp == 0
 
     def _mean(self, loss_sum: Tensor, weight: float) -> Tensor:
         """Return a loss sum's addend to `weight` times the mean over the step's tokens, `self._tokens`."""
         factor = weight / self._tokens
         return loss_sum * (factor.to(loss_sum.dtype) if isinstance(factor, Tensor) else factor)
 
-    def _count(self, micro_batches: list[Batch]) -> Tensor | int:
+    def _count_tokens(self, micro_batches: list[Batch]) -> Tensor | int:
         """Count the tokens of the global batch that have a loss, with communication only if the number is not
         known."""
         if self.config.every_token_counts:
@@ -205,13 +207,13 @@ class Engine(ABC):
         parallel = self.config.parallel
         count = sum(batch.counted() for batch in micro_batches)
         # A sum of fp64 is exact far beyond any number of tokens, and divides without rounding to fp32.
-        counted = self._to_device(torch.tensor(count, dtype=torch.float64))
+        total = self._to_device(torch.tensor(count, dtype=torch.float64))
         if dist.is_initialized():
-            dist.all_reduce(counted)  # over all ranks, of which tp · pp · cp have the same rows
-            counted /= parallel.tp * parallel.pp * parallel.cp
-        return counted.clamp(min=1)
+            dist.all_reduce(total)  # over all ranks, of which tp · pp · cp have the same rows
+            total /= parallel.tp * parallel.pp * parallel.cp
+        return total.clamp(min=1)
 
-    def _divide(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _local_batch(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return, on the device, inputs and targets of this rank's part of the sequence, `[batch, seq / cp]`.
 
         The documents `[batch, seq]` are those of the whole sequence.
@@ -221,21 +223,21 @@ class Engine(ABC):
         if batch.documents is not None:
             documents = self._to_device(torch.from_numpy(batch.documents))
         if self.config.parallel.cp > 1:
-            position = self._positions(inputs.shape[1], inputs.device)
-            inputs, targets = inputs[:, position], targets[:, position]
+            positions = self._positions(inputs.shape[1], inputs.device)
+            inputs, targets = inputs[:, positions], targets[:, positions]
         return self._to_device(inputs), self._to_device(targets), documents
 
     def _positions(self, seq: int, device: torch.device) -> Tensor:
         """Return the positions `[seq / cp]` of a sequence that this rank has."""
-        part = next(iter(self.parts.values()))
-        return part.place(seq // self.config.parallel.cp, device)
+        stage = next(iter(self.stages.values()))
+        return stage.token_positions(seq // self.config.parallel.cp, device)
 
     def _padding(self, length: int) -> int:
         """Return the number of tokens to add so that every axis divides the sequence."""
         parallel = self.config.parallel
-        quantum = 2 * parallel.cp * parallel.tp
-        padded = min(-(-length // quantum) * quantum, self.config.train.seq_len)
-        return padded - length if quantum > 2 else 0
+        multiple = 2 * parallel.cp * parallel.tp
+        padded = min(-(-length // multiple) * multiple, self.config.train.seq_len)
+        return padded - length if multiple > 2 else 0
 
     def _to_device(self, host: Tensor) -> Tensor:
         if self.device.type == "cuda":  # from pinned memory the copy does not block the host
@@ -243,7 +245,7 @@ class Engine(ABC):
         return host
 
 
-def make_part(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
+def make_stage(config: ResolvedConfig, stage: int, *, real: bool = False) -> Transformer:
     """Create a pipeline stage, or the whole of a transformers model; `real` as in `HFModel`."""
     if config.model.source == "hf":
         return HFModel(config.model, real=real)
@@ -260,9 +262,9 @@ def blocks_of_stage(config: ResolvedConfig, stage: int) -> range:
     return range(first, first + counts[stage])
 
 
-def _place(found: Tensor, logits: Tensor, rank: int) -> None:
-    """Write a rank's shard of one position's logits into `found` `[vocab]`; whole ones only from the first
+def _write_vocabulary_shard(out: Tensor, logits: Tensor, rank: int) -> None:
+    """Write a rank's shard of one position's logits into `out` `[vocab]`; whole ones only from the first
     rank."""
     first = rank * len(logits)
-    if first < len(found):
-        found[first : first + len(logits)] = logits
+    if first < len(out):
+        out[first : first + len(logits)] = logits

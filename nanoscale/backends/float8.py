@@ -34,14 +34,16 @@ def apply(model: Transformer, recipe: str, emulate: bool = False) -> None:
 
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     layers = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
-    faster = [layer for layer in layers if pays(recipe, layer.out_features, layer.in_features)]
-    chosen = {id(layer) for layer in faster or layers}
+    faster_layers = [
+        layer for layer in layers if is_faster(recipe, layer.out_features, layer.in_features)
+    ]
+    chosen_ids = {id(layer) for layer in faster_layers or layers}
     convert_to_float8_training(
-        model.layers, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen
+        model.layers, config=config, module_filter_fn=lambda layer, _: id(layer) in chosen_ids
     )
 
 
-def pays(recipe: str, outputs: int, inputs: int) -> bool:
+def is_faster(recipe: str, outputs: int, inputs: int) -> bool:
     """True if products with a matrix `[outputs, inputs]` are faster in 8 bits than in bf16, casts included.
 
     Source: torchao's measurements on an H100 with 16,384 tokens (README of `torchao.float8`, "Performance").

@@ -23,25 +23,25 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return square.sqrt()
 
 
-def own_norm(gradients: list[Tensor]) -> Tensor:
+def local_norm(gradients: list[Tensor]) -> Tensor:
     """Return the 2-norm of this rank's gradients, a scalar, without communication."""
     return square_norm(gradients).sqrt()
 
 
 def square_norm(gradients: list[Tensor]) -> Tensor:
     """Return this rank's part of the square of the norm, a scalar, without communication."""
-    norms = torch.stack(torch._foreach_norm([own_part(gradient) for gradient in gradients]))
-    squares, copies = norms.square(), [_copies(gradient) for gradient in gradients]
-    if max(copies) > 1:
+    norms = torch.stack(torch._foreach_norm([local_tensor(gradient) for gradient in gradients]))
+    squares, replica_counts = norms.square(), [_replica_count(gradient) for gradient in gradients]
+    if max(replica_counts) > 1:
         # Pinned memory avoids a wait of the host for the device.
-        held = torch.tensor(copies, dtype=norms.dtype, pin_memory=norms.is_cuda)
-        squares /= held.to(norms.device, non_blocking=True)
+        divisors = torch.tensor(replica_counts, dtype=norms.dtype, pin_memory=norms.is_cuda)
+        squares /= divisors.to(norms.device, non_blocking=True)
     return squares.sum()
 
 
 def scale(gradients: list[Tensor], factor: Tensor | float) -> None:
     """Multiply all gradients by a factor, in place."""
-    torch._foreach_mul_([own_part(gradient) for gradient in gradients], factor)
+    torch._foreach_mul_([local_tensor(gradient) for gradient in gradients], factor)
 
 
 def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
@@ -54,13 +54,13 @@ def excess(norm: Tensor, limit: float) -> Tensor:
     return ((norm + 1e-6) / limit).clamp(min=1.0)
 
 
-def _copies(gradient: Tensor) -> int:
+def _replica_count(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

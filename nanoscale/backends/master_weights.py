@@ -17,28 +17,30 @@ from torch import Tensor, nn
 class MasterWeights:
     """fp32 master weights of a model that computes in bf16 or fp16."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], narrow: torch.dtype) -> None:
-        """Cast the named parameters, trained or frozen, to `narrow`, and keep their values as master
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], compute_dtype: torch.dtype
+    ) -> None:
+        """Cast the named parameters, trained or frozen, to `compute_dtype`, and keep their values as master
         weights."""
         self.parameters: list[tuple[str, nn.Parameter]] = []
         """The master weights, by the names of their parameters."""
-        self._narrow: list[Tensor] = []
-        for name, parameter in named:
+        self._compute_copy: list[Tensor] = []
+        for name, parameter in named_parameters:
             master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            parameter.data = parameter.data.to(narrow)
+            parameter.data = parameter.data.to(compute_dtype)
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
             self.parameters.append((name, master))
-            self._narrow.append(parameter)
+            self._compute_copy.append(parameter)
 
     @torch.no_grad()
-    def narrow(self) -> None:
+    def update_compute_copy(self) -> None:
         """Copy the master weights to the compute copy."""
-        torch._foreach_copy_(self._narrow, [master for _, master in self.parameters])
+        torch._foreach_copy_(self._compute_copy, [master for _, master in self.parameters])
 
 
 @torch.no_grad()
-def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
+def _move_gradient(master: nn.Parameter, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None
     if master.grad is None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoscale.backends import float8, gradients
-from nanoscale.backends.base import Engine, StepResult, make_part
+from nanoscale.backends.base import Engine, StepResult, make_stage
 from nanoscale.backends.master_weights import MasterWeights
 from nanoscale.backends.optimizer import (
     clip_in_update,
@@ -23,8 +23,8 @@ from nanoscale.models.initialization import fill
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import fsdp as data_parallel
 from nanoscale.parallel.apply import parallelise
-from nanoscale.parallel.ddp import Replicas
-from nanoscale.parallel.mesh import Layout, lay_out
+from nanoscale.parallel.ddp import GradientReducer
+from nanoscale.parallel.mesh import Layout, make_layout
 from nanoscale.parallel.pipeline import Boundary, Pipeline, stages_of
 
 
@@ -33,13 +33,13 @@ class NativeEngine(Engine):
 
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self.layout = lay_out(config, device.type)
-        self.place = self.layout.place
-        self.parts = build_parts(config, self.layout, device)
+        self.layout = make_layout(config, device.type)
+        self.coordinates = self.layout.coordinates
+        self.stages = build_stages(config, self.layout, device)
         self.masters = self._make_masters()
         self.balance = self._make_balance()
         self.pipeline = self._make_pipeline()
-        self.replicas = self._make_replicas()
+        self.reducer = self._make_reducer()
         self.optimizer = make_optimizer(self.parameters(), config.optimizer)
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -50,17 +50,17 @@ class NativeEngine(Engine):
     def _all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         if self.masters is not None:
             return self.masters.parameters
-        return [pair for part in self.parts.values() for pair in part.named_parameters()]
+        return [pair for stage in self.stages.values() for pair in stage.named_parameters()]
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
-        self._tokens = self._count(micro_batches)
+        self._tokens = self._count_tokens(micro_batches)
         if self.balance is not None:
             # Each rank of tp has the loss of the whole sequence, and their gradients add up.
-            per_sequence = self._scale / self.config.train.global_batch
-            self.balance.begin(per_sequence / self.config.parallel.tp)
+            sequence_weight = self._scale / self.config.train.global_batch
+            self.balance.begin_step(sequence_weight / self.config.parallel.tp)
         if self.pipeline is not None:
-            self.pipeline.step(*self._divide(Batch.concatenate(micro_batches)))
+            self.pipeline.step(*self._local_batch(Batch.concatenate(micro_batches)))
         else:
             self._accumulate(micro_batches)
         grad_norm = self._finish_gradients()
@@ -69,11 +69,11 @@ class NativeEngine(Engine):
             set_lr(self.optimizer, lr)
             self.optimizer.step()
             if self.masters is not None:
-                self.masters.narrow()
+                self.masters.update_compute_copy()
         self.optimizer.zero_grad()
         if self.balance is not None:
-            self.balance.settle(self._counts, skipped)
-        return StepResult(self._loss_sum * self._counts, self._tokens, grad_norm, skipped)
+            self.balance.end_step(self._counts_losses, skipped)
+        return StepResult(self._loss_sum * self._counts_losses, self._tokens, grad_norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
         return self._state(to_load=False)
@@ -88,13 +88,13 @@ class NativeEngine(Engine):
         optimizer = {f"optimizer.{name}": value for name, value in moments.items()}
         return model | optimizer | self._small_state()
 
-    def _stepped_optimizer(self) -> torch.optim.Optimizer:
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer
 
     def frozen_state(self) -> dict[str, Tensor]:
         return {f"model.{name}": p for name, p in self._all_parameters() if not p.requires_grad}
 
-    def take(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor]) -> None:
         moments = {
             name.removeprefix("optimizer."): value
             for name, value in state.items()
@@ -102,16 +102,16 @@ class NativeEngine(Engine):
         }
         load_state(self.parameters(), self.optimizer, moments)
         if self.masters is not None:
-            self.masters.narrow()
+            self.masters.update_compute_copy()
 
     def _accumulate(self, micro_batches: list[Batch]) -> None:
-        (model,) = self.parts.values()
+        (model,) = self.stages.values()
         for i, batch in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             data_parallel.begin_micro_batch(model, self.config.zero.stage, last)
-            if self.replicas is not None:
-                self.replicas.begin_micro_batch(last)
-            inputs, targets, documents = self._divide(batch)
+            if self.reducer is not None:
+                self.reducer.begin_micro_batch(last)
+            inputs, targets, documents = self._local_batch(batch)
             loss_sum = model(inputs, documents, targets)
             self._loss(loss_sum).backward()
 
@@ -120,9 +120,9 @@ class NativeEngine(Engine):
     ) -> Tensor | None:
         if self.pipeline is not None:
             return self.pipeline.forward(inputs, documents, targets)
-        (model,) = self.parts.values()
-        found: Tensor = model(inputs, documents, targets)
-        return found
+        (model,) = self.stages.values()
+        output: Tensor = model(inputs, documents, targets)
+        return output
 
     def _loss(self, loss_sum: Tensor) -> Tensor:
         """Return the loss of a micro batch's backward pass, from the sum of its losses."""
@@ -132,20 +132,20 @@ class NativeEngine(Engine):
     @property
     def _scale(self) -> float:
         """The factor on a sum over the global batch in the backward pass: FSDP averages over its ranks."""
-        ranks = self.config.parallel.cp * self.config.parallel.dp if self.replicas is None else 1
+        ranks = self.config.parallel.cp * self.config.parallel.dp if self.reducer is None else 1
         return ranks * (self.scaling.scale if self.scaling is not None else 1.0)
 
     def _finish_gradients(self) -> Tensor:
         """Undo the loss scale and clip; return the norm before clipping."""
-        if self.replicas is not None:
-            self.replicas.finish()
-        updated = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grads = [p.grad for p in updated if p.grad is not None]
+        if self.reducer is not None:
+            self.reducer.finish()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [p.grad for p in parameters if p.grad is not None]
         if self.scaling is not None:
             gradients.scale(grads, 1 / self.scaling.scale)
         # Each replica has the whole gradient, and all have the same.
-        norm_of = gradients.global_norm if self.replicas is None else gradients.own_norm
-        norm = norm_of(grads)
+        compute_norm = gradients.global_norm if self.reducer is None else gradients.local_norm
+        norm = compute_norm(grads)
         limit = self.config.optimizer.clip_norm
         # On CPUs, losses of different layouts differ three times as much after 120 steps if the update clips.
         in_update = (
@@ -160,24 +160,24 @@ class NativeEngine(Engine):
         precision = self.config.precision
         if self.layout.data is not None or precision.compute == precision.params:
             return None
-        (model,) = self.parts.values()
+        (model,) = self.stages.values()
         return MasterWeights(model.named_parameters(), data_parallel.DTYPES[precision.compute])
 
     def _after_forward(self) -> None:
-        for part in self.parts.values():
-            data_parallel.reshard(part)
+        for stage in self.stages.values():
+            data_parallel.reshard(stage)
 
-    def _make_replicas(self) -> Replicas | None:
+    def _make_reducer(self) -> GradientReducer | None:
         if self.layout.data is None or not is_replicated(self.config):
             return None
         group = self.layout.data.get_group("dp_replicate")
-        return Replicas([p for _, p in self.parameters()], group)
+        return GradientReducer([p for _, p in self.parameters()], group)
 
     def _make_pipeline(self) -> Pipeline | None:
         if self.layout.pipeline is None:
             return None
         parallel, train = self.config.parallel, self.config.train
-        shards = next(iter(self.parts.values())).sequence_shards
+        shards = next(iter(self.stages.values())).sequence_shards
         seq = train.seq_len // parallel.cp // shards
         boundary = Boundary(
             (self.config.train.micro_batch, seq, self.config.model.hidden),
@@ -185,7 +185,7 @@ class NativeEngine(Engine):
             self.device,
         )
         return Pipeline(
-            self.parts,
+            self.stages,
             parallel,
             self.layout.pipeline,
             self.config.accumulation,
@@ -194,23 +194,23 @@ class NativeEngine(Engine):
         )
 
 
-def build_parts(
+def build_stages(
     config: ResolvedConfig, layout: Layout, device: torch.device
 ) -> dict[int, Transformer]:
     """Build this rank's stages of the model with their initial weights, by number; never whole if sharded."""
     parallel = config.parallel
-    mine = stages_of(parallel, layout.place.pp)
-    parts = {}
-    for number in mine:
+    local_stages = stages_of(parallel, layout.coordinates.pp)
+    stages = {}
+    for number in local_stages:
         with torch.device("meta"):
-            part = make_part(config, number)
-        part.to(data_parallel.DTYPES[config.precision.params])
+            stage = make_stage(config, number)
+        stage.to(data_parallel.DTYPES[config.precision.params])
         if config.precision.fp8:
-            float8.apply(part, config.precision.fp8_recipe)
-        parallelise(part, config, layout)
-        part.materialise(device)
-        begun = config.model.init_from is not None  # then everything but adapters is loaded
-        if not begun or config.lora.rank:
-            fill(part, part.initializer(config.train.seed, device), adapters_only=begun)
-        parts[number] = part
-    return parts
+            float8.apply(stage, config.precision.fp8_recipe)
+        parallelise(stage, config, layout)
+        stage.materialise(device)
+        is_pretrained = config.model.init_from is not None  # then everything but adapters is loaded
+        if not is_pretrained or config.lora.rank:
+            fill(stage, stage.initializer(config.train.seed, device), adapters_only=is_pretrained)
+        stages[number] = stage
+    return stages

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from nanoscale.backends.gradients import excess, own_part
+from nanoscale.backends.gradients import excess, local_tensor
 from nanoscale.backends.torchao_log import silence_missing_extensions
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.config.schema import Optimizer as OptimizerConfig
-from nanoscale.models.initialization import own_box
+from nanoscale.models.initialization import local_region
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 """The parameters that a rank holds, in all its parts of the model, with their names in the whole model."""
 Moments = dict[str, Tensor]
 
 
-def make_optimizer(parameters: Named, config: OptimizerConfig) -> Optimizer:
+def make_optimizer(parameters: NamedParameters, config: OptimizerConfig) -> Optimizer:
     """Create AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), also in 8 bits, or SGD with momentum."""
     matrices = [p for _, p in parameters if _dimensions(p) > 1]
     vectors = [p for _, p in parameters if _dimensions(p) <= 1]
@@ -39,8 +39,8 @@ def make_optimizer(parameters: Named, config: OptimizerConfig) -> Optimizer:
     }
     if config.name == "adamw8bit":
         return _make_adamw8bit(groups, adam)
-    divided = any(isinstance(parameter, DTensor) for _, parameter in parameters)
-    return (LocalAdamW if divided else AdamW)(groups, **adam, fused=True)
+    is_sharded = any(isinstance(parameter, DTensor) for _, parameter in parameters)
+    return (LocalAdamW if is_sharded else AdamW)(groups, **adam, fused=True)
 
 
 class LocalAdamW(AdamW):
@@ -51,12 +51,12 @@ class LocalAdamW(AdamW):
     first.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *tensor_lists: list[Tensor]) -> bool:
         """Let PyTorch fill the lists of the update, and replace their entries by local tensors."""
-        complex_ones: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [own_part(tensor) for tensor in tensors]
-        return complex_ones
+        has_complex: bool = super()._init_group(group, *tensor_lists)
+        for tensors in tensor_lists:
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
+        return has_complex
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
@@ -109,10 +109,10 @@ def fill_state(optimizer: Optimizer) -> None:
     """Give every parameter the state of its first update, to be loaded into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter].update(first_state(optimizer, parameter))
+            optimizer.state[parameter].update(initial_state(optimizer, parameter))
 
 
-def first_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
+def initial_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     if isinstance(optimizer, SGD):
         with_momentum = optimizer.param_groups[0]["momentum"] != 0
         return {"momentum_buffer": torch.zeros_like(parameter)} if with_momentum else {}
@@ -130,7 +130,9 @@ def first_state(optimizer: Optimizer, parameter: Tensor) -> Moments:
     }
 
 
-def named_state(parameters: Named, optimizer: Optimizer, *, to_load: bool = False) -> Moments:
+def named_state(
+    parameters: NamedParameters, optimizer: Optimizer, *, to_load: bool = False
+) -> Moments:
     """Return the optimizer's tensors as `<parameter>.<moment>`, sharded like the parameters.
 
     8-bit moments are returned in fp32, which any layout can divide and quantise for itself. They are never all
@@ -140,41 +142,45 @@ def named_state(parameters: Named, optimizer: Optimizer, *, to_load: bool = Fals
         to_load: return 8-bit moments as empty fp32 buffers in host memory. After they have been loaded,
             `load_state` must be called.
     """
-    given = _to_load if to_load else _to_save
+    convert = _buffer_to_load if to_load else _moment_to_save
     return {
-        name: given(value) if is_quantised(value) else value
+        name: convert(value) if is_quantised(value) else value
         for name, value in _named_tensors(parameters, optimizer)
     }
 
 
 @torch.no_grad()
-def load_state(parameters: Named, optimizer: Optimizer, moments: Moments) -> None:
+def load_state(parameters: NamedParameters, optimizer: Optimizer, moments: Moments) -> None:
     """Quantise the fp32 buffers of `named_state` after loading."""
     for name, value in _named_tensors(parameters, optimizer):
         if is_quantised(value):
             loaded: Any = moments[name]
-            local = own_part(value)
+            local = local_tensor(value)
             local.copy_(loaded.local.to(local.device).view(local.shape))
 
 
-def _to_save(moment: Tensor) -> FlatShard:
-    quantised: Any = own_part(moment)
-    parts = [part.detach() for part in (quantised.codes, quantised.scale, quantised.qmap)]
-    join = partial(dequantise, signed=quantised.signed)
-    return FlatShard.computed(parts, join, torch.float32, tuple(moment.shape), _window(moment))
+def _moment_to_save(moment: Tensor) -> FlatShard:
+    quantised: Any = local_tensor(moment)
+    tensors = [tensor.detach() for tensor in (quantised.codes, quantised.scale, quantised.qmap)]
+    restore = partial(dequantise, signed=quantised.signed)
+    return FlatShard.computed(tensors, restore, torch.float32, tuple(moment.shape), _window(moment))
 
 
-def _to_load(moment: Tensor) -> FlatShard:
-    buffer = torch.empty(own_part(moment).numel(), dtype=torch.float32)
+def _buffer_to_load(moment: Tensor) -> FlatShard:
+    buffer = torch.empty(local_tensor(moment).numel(), dtype=torch.float32)
     return FlatShard(buffer, tuple(moment.shape), 0, _window(moment))
 
 
 def _window(moment: Tensor) -> Box:
     """Return the box of a moment that this rank has."""
-    return Box(*own_box(moment)) if isinstance(moment, DTensor) else Box.whole(tuple(moment.shape))
+    return (
+        Box(*local_region(moment))
+        if isinstance(moment, DTensor)
+        else Box.whole(tuple(moment.shape))
+    )
 
 
-def _named_tensors(parameters: Named, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+def _named_tensors(parameters: NamedParameters, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     return [
         (f"{name}.{moment}", value)
         for name, parameter in parameters
@@ -184,7 +190,7 @@ def _named_tensors(parameters: Named, optimizer: Optimizer) -> list[tuple[str, T
 
 
 def is_quantised(moment: Tensor) -> bool:
-    return hasattr(own_part(moment), "codes")
+    return hasattr(local_tensor(moment), "codes")
 
 
 def dequantise(codes: Tensor, scale: Tensor, levels: Tensor, *, signed: bool) -> Tensor:

@@ -11,8 +11,8 @@ def silence_missing_extensions() -> None:
     They are for other GPUs or another CUDA than those here; nanoscale uses none of them. To be called before
     torchao is imported.
     """
-    logging.getLogger("torchao").addFilter(_says_something_else)
+    logging.getLogger("torchao").addFilter(_is_not_a_load_failure)
 
 
-def _says_something_else(record: logging.LogRecord) -> bool:
+def _is_not_a_load_failure(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Failed to load ")

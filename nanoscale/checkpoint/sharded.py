@@ -62,7 +62,7 @@ def save(
     rank = _rank()
     staging = store.staging_path(workspace, about["step"])
     final = store.checkpoint_path(workspace.parent, about["step"])
-    if process_group.from_first(final.exists(), group):
+    if process_group.broadcast(final.exists(), group):
         return final
     tensors = describe_all(state, group)
     with fence.explained(workspace):
@@ -136,7 +136,7 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
         FencedError: the run has continued without this attempt.
     """
     damaged: list[tuple[StoredCheckpoint, list[str]]] = []
-    for candidate in reversed(process_group.from_first(store.list_checkpoints(workspace.parent))):
+    for candidate in reversed(process_group.broadcast(store.list_checkpoints(workspace.parent))):
         damage = _find_damage(candidate)
         if damage:
             damaged.append((candidate, damage))
@@ -181,7 +181,7 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
     Raises:
         UserError: a file is missing or truncated, or the checkpoint belongs to another model.
     """
-    damage = process_group.from_first(store.find_damage(stored.path, sums=False))
+    damage = process_group.broadcast(store.find_damage(stored.path, sums=False))
     if damage:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest

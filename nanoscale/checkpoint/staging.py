@@ -19,7 +19,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.tensor import DTensor
 
 from nanoscale.checkpoint.flat import Box, FlatShard
-from nanoscale.models.initialization import own_box
+from nanoscale.models.initialization import local_region
 
 State = dict[str, Tensor]
 CHANGED_BY_OPTIMIZER = ("model.", "optimizer.")
@@ -124,5 +124,5 @@ def _staged(value: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
     if isinstance(value, FlatShard):
         return value.with_parts(parts)
     if isinstance(value, DTensor):
-        return FlatShard(parts[0].view(-1), tuple(value.shape), 0, Box(*own_box(value)))
+        return FlatShard(parts[0].view(-1), tuple(value.shape), 0, Box(*local_region(value)))
     return parts[0]

@@ -31,7 +31,7 @@ def coordinates(rank: int, parallel: ResolvedParallel) -> Coordinates:
 def is_replicated(config: ResolvedConfig) -> bool:
     """True if ranks of the native backend each train the whole, uncast model, and differ in tokens alone.
 
-    Nothing is sharded, divided or cast then, and FSDP2 is not needed; see `parallel.replicas`.
+    Nothing is sharded, divided or cast then, and FSDP2 is not needed; see `parallel.ddp`.
     """
     layout, precision = config.parallel, config.precision
     whole = config.zero.stage == 0 and layout.tp == layout.pp == layout.ep == 1

@@ -241,7 +241,7 @@ def _state(model: Transformer) -> Iterator[tuple[str, Tensor]]:
         yield f"model.{name}", parameter.data
     for number, block in model.layers.items():
         if isinstance(block.mlp, MixtureOfExperts) and model.shape.balance == "bias":
-            yield f"balance.layers.{number}", block.mlp.router.lean
+            yield f"balance.layers.{number}", block.mlp.router.choice_bias
 
 
 def _named(said: str) -> Tokenizer:

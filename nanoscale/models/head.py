@@ -32,10 +32,10 @@ class Vocabulary(Protocol):
     def first(self) -> int:
         """The token of this rank's first row."""
 
-    def log_sum(self, mine: Tensor) -> Tensor:
+    def log_sum(self, local: Tensor) -> Tensor:
         """Return the logarithm `[tokens, 1]` of the sum of all exponentials, from this rank's."""
 
-    def total(self, mine: Tensor) -> Tensor:
+    def sum_over_ranks(self, local: Tensor) -> Tensor:
         """Return the sum of a scalar over ranks."""
 
 
@@ -92,21 +92,21 @@ def linear_cross_entropy(
         fused: compile the operations between the products, which then read and write logits a third as often.
     """
     if torch.is_autocast_enabled(hidden.device.type):
-        narrow = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(narrow), weight.to(narrow)
-    piece = _fused_piece if fused else _piece
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
+    chunk_loss = _fused_chunk_loss if fused else _chunk_loss
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden.flatten(0, -2),
         weight,
         targets.flatten(),
         vocabulary,
-        piece,
+        chunk_loss,
         torch.is_grad_enabled(),
     )
     return loss
 
 
-Piece = Callable[[Tensor, "_Wanted", Tensor], Tensor]
+ChunkLoss = Callable[[Tensor, "_ChunkTargets", Tensor], Tensor]
 """A function that adds the losses of some tokens to a sum, and turns their logits into their gradient, times
 _HEADROOM."""
 
@@ -122,36 +122,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         vocabulary: Vocabulary | None,
-        piece: Piece,
+        chunk_loss: ChunkLoss,
         backward_follows: bool,
     ) -> Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        pieces = -(-len(targets) * len(weight) // LOGITS_AT_ONCE)
-        learns, trains = (backward_follows and asked for asked in ctx.needs_input_grad[:2])
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        of_hidden, of_weight = torch.empty_like(hidden) if learns else None, None
-        rows = max(1, -(-len(targets) // max(1, pieces)))
-        for at in range(0, len(targets), rows):
-            some = hidden[at : at + rows]
-            wanted = _Wanted(targets[at : at + rows], vocabulary, len(weight))
-            gradient = piece(some @ weight.t(), wanted, loss)
-            if of_hidden is not None:
-                torch.mm(gradient, weight, out=of_hidden[at : at + rows])
-            if trains:
-                of_weight = _add(of_weight, gradient.t() @ some, wide if pieces > 1 else None)
-            del gradient
-        ctx.save_for_backward(of_hidden, of_weight)
+        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        chunks = -(-len(targets) * len(weight) // LOGITS_AT_ONCE)
+        hidden_needs_grad, weight_needs_grad = (
+            backward_follows and asked for asked in ctx.needs_input_grad[:2]
+        )
+        loss = torch.zeros((), dtype=sum_dtype, device=hidden.device)
+        grad_hidden, grad_weight = torch.empty_like(hidden) if hidden_needs_grad else None, None
+        rows = max(1, -(-len(targets) // max(1, chunks)))
+        for start in range(0, len(targets), rows):
+            chunk = hidden[start : start + rows]
+            chunk_targets = _ChunkTargets(targets[start : start + rows], vocabulary, len(weight))
+            grad_logits = chunk_loss(chunk @ weight.t(), chunk_targets, loss)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+            if weight_needs_grad:
+                grad_weight = _add(
+                    grad_weight, grad_logits.t() @ chunk, sum_dtype if chunks > 1 else None
+                )
+            del grad_logits
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss if vocabulary is None else vocabulary.total(loss)
+        return loss if vocabulary is None else vocabulary.sum_over_ranks(loss)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        factor = upstream / _HEADROOM
-        found = [
-            None if kept is None else torch.mul(kept, factor, out=kept.new_empty(0, dtype=dtype))
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        factor = grad_loss / _HEADROOM
+        grads = [
+            None if grad is None else torch.mul(grad, factor, out=grad.new_empty(0, dtype=dtype))
+            for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *found, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -165,46 +169,48 @@ def _add(total: Tensor | None, product: Tensor, dtype: torch.dtype | None) -> Te
     return product if dtype is None else product.to(dtype)
 
 
-class _Wanted:
+class _ChunkTargets:
     """The targets `[tokens]` of a chunk, as this rank's rows of the vocabulary."""
 
     def __init__(self, targets: Tensor, vocabulary: Vocabulary | None, size: int) -> None:
         self.vocabulary = vocabulary
-        counts = mine = targets != IGNORED
+        has_loss = is_local = targets != IGNORED
         row = targets
         if vocabulary is not None:
             row = targets - vocabulary.first
-            mine = counts & (row >= 0) & (row < size)
-        self.mine = mine.unsqueeze(1)
-        self.row = row.unsqueeze(1).where(self.mine, 0)
-        """Arbitrary where `mine` is False."""
-        self.weight = (counts * _HEADROOM).unsqueeze(1)
+            is_local = has_loss & (row >= 0) & (row < size)
+        self.is_local = is_local.unsqueeze(1)
+        self.row = row.unsqueeze(1).where(self.is_local, 0)
+        """Arbitrary where `is_local` is False."""
+        self.weight = (has_loss * _HEADROOM).unsqueeze(1)
         """The weight of a token's gradient; all three are `[tokens, 1]`."""
 
 
-def _piece(logits: Tensor, wanted: _Wanted, loss: Tensor) -> Tensor:
+def _chunk_loss(logits: Tensor, targets: _ChunkTargets, loss: Tensor) -> Tensor:
     softmax = F.softmax(logits, dim=-1, dtype=loss.dtype)
     # No logarithm of a possible 0: the largest of n probabilities is at least 1/n.
     log_sum = logits.amax(-1, keepdim=True).to(loss.dtype) - softmax.amax(-1, keepdim=True).log()
-    scale = weight = wanted.weight.to(loss.dtype)
-    if wanted.vocabulary is not None:
-        mine, log_sum = log_sum, wanted.vocabulary.log_sum(log_sum)
-        scale = weight * (mine - log_sum).exp()
-    log_probability = logits.gather(1, wanted.row).to(loss.dtype) - log_sum
-    loss -= (log_probability * wanted.mine).sum()
-    gradient = torch.mul(softmax, scale, out=logits)
-    at_target = (log_probability.exp() - wanted.mine.to(loss.dtype)) * weight
-    return gradient.scatter_(1, wanted.row, at_target.to(logits.dtype))
+    scale = weight = targets.weight.to(loss.dtype)
+    if targets.vocabulary is not None:
+        local_log_sum, log_sum = log_sum, targets.vocabulary.log_sum(log_sum)
+        scale = weight * (local_log_sum - log_sum).exp()
+    log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
+    loss -= (log_probability * targets.is_local).sum()
+    grad_logits = torch.mul(softmax, scale, out=logits)
+    at_target = (log_probability.exp() - targets.is_local.to(loss.dtype)) * weight
+    return grad_logits.scatter_(1, targets.row, at_target.to(logits.dtype))
 
 
-def _fused_piece(logits: Tensor, wanted: _Wanted, loss: Tensor) -> Tensor:
+def _fused_chunk_loss(logits: Tensor, targets: _ChunkTargets, loss: Tensor) -> Tensor:
     log_sum = _compiled(_log_sum)(logits, loss.dtype)
-    if wanted.vocabulary is not None:
-        log_sum = wanted.vocabulary.log_sum(log_sum)
-    log_probability = logits.gather(1, wanted.row).to(loss.dtype) - log_sum
-    loss -= (log_probability * wanted.mine).sum()
-    gradient: Tensor = _compiled(_gradient)(logits, log_sum, wanted.row, wanted.mine, wanted.weight)
-    return gradient
+    if targets.vocabulary is not None:
+        log_sum = targets.vocabulary.log_sum(log_sum)
+    log_probability = logits.gather(1, targets.row).to(loss.dtype) - log_sum
+    loss -= (log_probability * targets.is_local).sum()
+    grad_logits: Tensor = _compiled(_logits_gradient)(
+        logits, log_sum, targets.row, targets.is_local, targets.weight
+    )
+    return grad_logits
 
 
 @cache
@@ -216,8 +222,10 @@ def _log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return logits.to(dtype).logsumexp(dim=-1, keepdim=True)
 
 
-def _gradient(logits: Tensor, log_sum: Tensor, row: Tensor, mine: Tensor, weight: Tensor) -> Tensor:
-    """Compute the gradient of `_piece` in one pass, without writing in place."""
+def _logits_gradient(
+    logits: Tensor, log_sum: Tensor, row: Tensor, is_local: Tensor, weight: Tensor
+) -> Tensor:
+    """Compute the gradient of `_chunk_loss` in one pass, without writing in place."""
     softmax = (logits.to(log_sum.dtype) - log_sum).exp()
-    hit = (torch.arange(logits.shape[1], device=logits.device) == row) & mine
-    return ((softmax - hit.to(softmax.dtype)) * weight.to(softmax.dtype)).to(logits.dtype)
+    is_target = (torch.arange(logits.shape[1], device=logits.device) == row) & is_local
+    return ((softmax - is_target.to(softmax.dtype)) * weight.to(softmax.dtype)).to(logits.dtype)

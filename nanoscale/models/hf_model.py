@@ -29,7 +29,7 @@ from nanoscale.models.transformer import Transformer, whole_sequence
 
 PREFIX = "hf."
 """The prefix of our names of transformers' parameters."""
-_CODE = "HF_MODULES_CACHE"
+_CODE_FOLDER = "HF_MODULES_CACHE"
 
 
 class HFModel(Transformer):
@@ -42,14 +42,16 @@ class HFModel(Transformer):
         self.shape = shape
         self.first = self.last = True
         self.sequence_shards = 1
-        self.place = whole_sequence
+        self.token_positions = whole_sequence
         self.run_layers = lambda layers, tokens, rotation, mask: self.hf(input_ids=tokens).logits
         self.hf: Any = build(shape, real=real)
         self.hf.eval()  # training mode would enable dropout
-        found = nn.ModuleDict({str(i): block for i, block in enumerate(blocks(self.hf).values())})
+        layers_by_number = nn.ModuleDict(
+            {str(i): block for i, block in enumerate(blocks(self.hf).values())}
+        )
         # transformers has registered each of them elsewhere
-        object.__setattr__(self, "layers", found)
-        self._ties = ties(self.hf)
+        object.__setattr__(self, "layers", layers_by_number)
+        self._ties = tied_parameters(self.hf)
 
     def forward(
         self, inputs: Tensor, documents: Tensor | None = None, targets: Tensor | None = None
@@ -62,7 +64,7 @@ class HFModel(Transformer):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
     @property
-    def has_ends(self) -> bool:
+    def has_separate_head(self) -> bool:
         return False
 
     def materialise(self, device: torch.device) -> None:
@@ -94,8 +96,8 @@ def build(shape: Model, dtype: torch.dtype = torch.float32, *, real: bool = Fals
 
     config = read_config(shape)
     config.use_cache = False
-    where = nullcontext() if real else _parameters_on_meta()
-    with no_init_weights(), where:
+    parameter_device = nullcontext() if real else _parameters_on_meta()
+    with no_init_weights(), parameter_device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=shape.trust_remote_code
         )
@@ -128,18 +130,18 @@ def _remote_config(shape: Model) -> Any:
     # Ranks copy the code to the folder that it is imported from, and must not read each other's half-written
     # files.
     folder = tempfile.TemporaryDirectory(prefix="nanoscale-code-")
-    os.environ.setdefault(_CODE, folder.name)
-    _kept.append(folder)
+    os.environ.setdefault(_CODE_FOLDER, folder.name)
+    _temporary_folders.append(folder)
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     reference = shape.hf_config["auto_map"]["AutoConfig"]
-    kind: Any = get_class_from_dynamic_module(reference, shape.name)
-    config = kind.from_dict(dict(shape.hf_config))
+    config_class: Any = get_class_from_dynamic_module(reference, shape.name)
+    config = config_class.from_dict(dict(shape.hf_config))
     config._name_or_path = shape.name
     return config
 
 
-_kept: list[Any] = []
+_temporary_folders: list[Any] = []
 """Temporary folders, kept until the process ends."""
 
 
@@ -164,20 +166,20 @@ def _parameters_on_meta() -> Iterator[None]:
 def blocks(model: Any) -> dict[str, nn.Module]:
     """Return the residual blocks by name: the modules that transformers does not split, or the largest list of
     modules."""
-    whole = set(getattr(model, "_no_split_modules", None) or ())
-    found: dict[str, nn.Module] = {}
+    unsplit_classes = set(getattr(model, "_no_split_modules", None) or ())
+    found_blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if type(module).__name__ in whole and not inside:
-            found[name] = module
-    if found:
-        return found
-    lists = {
+        inside = any(name.startswith(f"{outer}.") for outer in found_blocks)
+        if type(module).__name__ in unsplit_classes and not inside:
+            found_blocks[name] = module
+    if found_blocks:
+        return found_blocks
+    module_lists = {
         name: list_ for name, list_ in model.named_modules() if isinstance(list_, nn.ModuleList)
     }
-    if not lists:
+    if not module_lists:
         return {}
-    name, largest = max(lists.items(), key=lambda pair: _size(pair[1]))
+    name, largest = max(module_lists.items(), key=lambda pair: _size(pair[1]))
     return {f"{name}.{i}": block for i, block in enumerate(largest)}
 
 
@@ -185,14 +187,14 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def ties(model: nn.Module) -> dict[str, str]:
+def tied_parameters(model: nn.Module) -> dict[str, str]:
     """Return the second names of shared parameters, with the first name of each."""
-    first: dict[int, str] = {}
-    found = {}
+    first_names: dict[int, str] = {}
+    aliases = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(parameter), name) != name:
-            found[name] = first[id(parameter)]
-    return found
+        if first_names.setdefault(id(parameter), name) != name:
+            aliases[name] = first_names[id(parameter)]
+    return aliases
 
 
 class RandomWeights:
@@ -208,8 +210,8 @@ class RandomWeights:
 
     def __call__(self, name: str, size: torch.Size) -> Tensor:
         name = name.removeprefix(PREFIX)
-        inside = [block for block in self._blocks if name.startswith(f"{block}.")]
-        unit = inside[0] if inside else name.rpartition(".")[0]
+        containing_blocks = [block for block in self._blocks if name.startswith(f"{block}.")]
+        unit = containing_blocks[0] if containing_blocks else name.rpartition(".")[0]
         if unit != self._unit or not self._drawn:
             self._unit, self._drawn = unit, self._draw(unit)
         return self._drawn[name]

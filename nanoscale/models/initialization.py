@@ -36,25 +36,27 @@ def initialise(model: nn.Module, shape: Model, seed: int) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, drawn: Draw, adapters_only: bool = False) -> None:
+def fill(model: nn.Module, initializer: Draw, adapters_only: bool = False) -> None:
     """Fill every parameter with this rank's shard of the drawn one."""
     for name, parameter in model.named_parameters():
         if adapters_only and ADAPTER not in name:
             continue
-        whole = drawn(name, torch.Size(parameter.shape)).to(parameter.dtype)
+        whole = initializer(name, torch.Size(parameter.shape)).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(own_shard(whole, parameter))
+            parameter.to_local().copy_(local_shard(whole, parameter))
         else:
             parameter.copy_(whole)
 
 
-def own_shard(whole: Tensor, like: DTensor) -> Tensor:
+def local_shard(whole: Tensor, like: DTensor) -> Tensor:
     """Return this rank's shard of a whole tensor, sharded like `like`."""
-    offsets, sizes = own_box(like)
-    return whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))]
+    offsets, sizes = local_region(like)
+    return whole[
+        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    ]
 
 
-def own_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def local_region(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of this rank's shard in the whole tensor, without communication.
 
     The axes of a mesh shard from the first to the last, except strided ones: FSDP shards what remains after

@@ -18,18 +18,18 @@ from nanoscale.models.transformer import Attention, Block, Mask, Rotation, Trans
 
 
 @contextmanager
-def decoding() -> Iterator[None]:
+def without_cudnn_attention() -> Iterator[None]:
     """Compute attention without cuDNN, which would plan again for every length, 20 to 100 ms each.
 
     Where cuDNN is the only kernel that is allowed, it stays.
     """
     cuda = torch.backends.cuda
-    before = cuda.cudnn_sdp_enabled()
-    cuda.enable_cudnn_sdp(before and not cuda.math_sdp_enabled())
+    was_enabled = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(was_enabled and not cuda.math_sdp_enabled())
     try:
         yield
     finally:
-        cuda.enable_cudnn_sdp(before)
+        cuda.enable_cudnn_sdp(was_enabled)
 
 
 class Cache:
@@ -38,26 +38,26 @@ class Cache:
     Sequences of a batch may differ in length: each has its own positions, and never sees the others' padding.
 
     Args:
-        room: the most tokens of a sequence.
+        max_length: the most tokens of a sequence.
     """
 
-    def __init__(self, model: Transformer, batch: int, room: int) -> None:
+    def __init__(self, model: Transformer, batch: int, max_length: int) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.long)
         """The number of tokens of each sequence seen so far, in host memory."""
         self.longest = 0
         """The largest of `lengths`."""
-        self.places: Tensor | None = None
+        self.positions: Tensor | None = None
         """The positions `[batch, new]` of the new tokens; None if they are the same in all sequences."""
         self.mask: Mask = None
         """The keys `[batch, 1, new, keys]` that each new token sees; None if a causal kernel needs no mask."""
         self._model = model
         self._last: Tensor | None = None
         shape, parameter = model.shape, next(model.parameters())
-        size = (batch, shape.kv_head_count, room, shape.head_width)
+        size = (batch, shape.kv_head_count, max_length, shape.head_width)
         for attention in self._attentions():
             # Zeros: what a mask hides must be finite, as it is multiplied by 0.
             attention.core = CachedAttention(self, *parameter.new_zeros(2, *size))
-        model.place = self._place
+        model.token_positions = self._token_positions
         model.run_layers = self._run_layers
 
     @torch.inference_mode()
@@ -72,39 +72,39 @@ class Cache:
         new, device = tokens.shape[1], tokens.device
         counts = torch.full_like(self.lengths, new) if counts is None else counts
         self._last = (counts - 1).to(device) if last_only else None
-        self._find_places(new, device)
-        with decoding():
-            found: Tensor = self._model(tokens)
+        self._set_positions(new, device)
+        with without_cudnn_attention():
+            logits: Tensor = self._model(tokens)
         self.lengths = self.lengths + counts
         self.longest = int(self.lengths.max())
-        return found
+        return logits
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all sequences except these."""
-        kept = torch.tensor(rows)
-        self.lengths = self.lengths[kept]
+        indices = torch.tensor(rows)
+        self.lengths = self.lengths[indices]
         self.longest = int(self.lengths.max())
         for attention in self._attentions():
             core = cast("CachedAttention", attention.core)
-            core.keys, core.values = (it[kept.to(it.device)] for it in (core.keys, core.values))
+            core.keys, core.values = (tensor[indices.to(tensor.device)] for tensor in (core.keys, core.values))
 
     def _attentions(self) -> Iterator[Attention]:
         return (cast("Block", block).attention for block in self._model.layers.values())
 
-    def _find_places(self, new: int, device: torch.device) -> None:
+    def _set_positions(self, new: int, device: torch.device) -> None:
         """Set the positions and the mask of new tokens: each sees all tokens up to itself."""
-        even = bool((self.lengths == self.longest).all())
-        places = self.lengths[:, None] + torch.arange(new)
-        self.places = None if even else places.to(device)
+        are_equal = bool((self.lengths == self.longest).all())
+        positions = self.lengths[:, None] + torch.arange(new)
+        self.positions = None if are_equal else positions.to(device)
         self.mask = None
-        if not even or (self.longest and new > 1):
+        if not are_equal or (self.longest and new > 1):
             keys = torch.arange(self.longest + new)
-            self.mask = (keys <= places[:, :, None])[:, None].to(device)
+            self.mask = (keys <= positions[:, :, None])[:, None].to(device)
 
-    def _place(self, seq: int, device: torch.device) -> Tensor:
-        if self.places is not None:
-            return self.places
+    def _token_positions(self, seq: int, device: torch.device) -> Tensor:
+        if self.positions is not None:
+            return self.positions
         return torch.arange(self.longest, self.longest + seq, device=device)
 
     def _run_layers(
@@ -127,13 +127,13 @@ class CachedAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = None) -> Tensor:
         assert mask is None, "what is written is one document"
         cache, past, end = self._cache, self._cache.longest, self._cache.longest + q.shape[2]
-        if cache.places is None:
+        if cache.positions is None:
             self.keys[:, :, past:end] = k
             self.values[:, :, past:end] = v
         else:
-            places = cache.places[:, None, :, None].expand_as(k)
-            self.keys.scatter_(2, places, k)
-            self.values.scatter_(2, places, v)
+            positions = cache.positions[:, None, :, None].expand_as(k)
+            self.keys.scatter_(2, positions, k)
+            self.values.scatter_(2, positions, v)
         return F.scaled_dot_product_attention(
             q,
             self.keys[:, :, :end],

@@ -24,9 +24,9 @@ class Adapter(nn.Module):
 
     def __init__(self, layer: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
-        kind, device = layer.weight.dtype, layer.weight.device
-        self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=kind, device=device))
-        self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=kind, device=device))
+        dtype, device = layer.weight.dtype, layer.weight.device
+        self.a = nn.Parameter(torch.empty(rank, layer.in_features, dtype=dtype, device=device))
+        self.b = nn.Parameter(torch.empty(layer.out_features, rank, dtype=dtype, device=device))
         self.scale = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,12 +37,12 @@ def attach(model: Transformer, settings: Lora) -> None:
     """Freeze a stage and give its layers adapters without values, in place; names of parameters stay."""
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for layer in adapted(model, settings):
+    for layer in adapted_layers(model, settings):
         layer.adapter = Adapter(layer, settings.rank, settings.alpha)
         layer.forward = partial(_forward, layer, layer.forward)  # type: ignore[method-assign]
 
 
-def adapted(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
+def adapted_layers(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
     """Yield the layers that have adapters, or will have them."""
     for block in model.layers.values():
         for name in lora.modules(model.shape, settings).values():
@@ -54,5 +54,5 @@ def adapted(model: Transformer, settings: Lora) -> Iterator[nn.Linear]:
 def _forward(layer: nn.Linear, frozen: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     adapter = layer.adapter
     assert isinstance(adapter, Adapter)
-    change: Tensor = adapter(x)
-    return frozen(x) + change
+    delta: Tensor = adapter(x)
+    return frozen(x) + delta

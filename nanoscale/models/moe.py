@@ -34,12 +34,12 @@ class MixtureOfExperts(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
         weights, chosen = self.router(hidden)
-        order, back = sort(chosen.flatten())
+        order, inverse = sort(chosen.flatten())
         load = count(chosen, self.router.experts)
-        found = self.experts(take(tokens, order // chosen.shape[1], back), load)
-        found = take(found, back, order).view(*chosen.shape, -1)
-        mixed = (found * weights.to(found.dtype).unsqueeze(-1)).sum(1)
-        return mixed.view(hidden.shape)
+        outputs = self.experts(gather_rows(tokens, order // chosen.shape[1], inverse), load)
+        outputs = gather_rows(outputs, inverse, order).view(*chosen.shape, -1)
+        combined = (outputs * weights.to(outputs.dtype).unsqueeze(-1)).sum(1)
+        return combined.view(hidden.shape)
 
 
 class Router(nn.Module):
@@ -47,25 +47,25 @@ class Router(nn.Module):
 
     load: Tensor
     """`[experts]`: choices in training's forward passes since the last reset to 0."""
-    lean: Tensor
+    choice_bias: Tensor
     """`[experts]`: the bias of the choice, in units of `balance_rate`."""
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
-        self.experts, self.taken = shape.experts, shape.experts_per_token
+        self.experts, self.top_k = shape.experts, shape.experts_per_token
         self.rate = shape.balance_rate if shape.balance == "bias" else 0.0
         self.penalty = 0.0
         """The weight of a sequence's balancing loss in the loss of the backward pass."""
-        self.whole: Callable[[Tensor], Tensor] = _as_it_is
+        self.sum_over_sequence: Callable[[Tensor], Tensor] = _identity
         """A function from the counts of this rank's part of each sequence to those of the whole sequence."""
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
         # Integers: no cast of the model to another dtype changes them, and they add up exactly in any order.
-        for name in ("load", "lean"):
+        for name in ("load", "choice_bias"):
             zero = torch.zeros(shape.experts, dtype=torch.int64)
             self.register_buffer(name, zero, persistent=False)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Route `[batch, seq, hidden]`: the weights and the numbers of the experts, `[tokens, taken]` both."""
+        """Route `[batch, seq, hidden]`: the weights and the numbers of the experts, `[tokens, top_k]` both."""
         return self.choose(hidden, self.weight)
 
     def choose(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,19 +75,21 @@ class Router(nn.Module):
         The bias affects the choice of experts and not their weights, so it has no gradient (Wang et al. 2024,
         arXiv:2408.15664, eq. 3).
         """
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        score_dtype = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            scores = F.linear(hidden.flatten(0, 1).to(wide), weight.to(wide)).softmax(-1)
-        preferred = scores.detach() + self.rate * self.lean.to(wide)
-        chosen = preferred.topk(self.taken).indices
+            scores = F.linear(hidden.flatten(0, 1).to(score_dtype), weight.to(score_dtype)).softmax(
+                -1
+            )
+        biased_scores = scores.detach() + self.rate * self.choice_bias.to(score_dtype)
+        chosen = biased_scores.topk(self.top_k).indices
         if self.penalty and torch.is_grad_enabled():
-            scores = _add_loss(scores, self.penalty * self.uneven(scores, chosen, len(hidden)))
+            scores = _add_loss(scores, self.penalty * self.imbalance(scores, chosen, len(hidden)))
         weights = scores.gather(1, chosen)
         if torch.is_grad_enabled() and not _recomputing():
             self.load += count(chosen, self.experts)
         return weights / weights.sum(-1, keepdim=True), chosen
 
-    def uneven(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
+    def imbalance(self, scores: Tensor, chosen: Tensor, batch: int) -> Tensor:
         """Return the imbalance of experts, summed over sequences: Σ f·P over experts, which is 1 in perfect
         balance.
 
@@ -95,22 +97,27 @@ class Router(nn.Module):
         Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4; by sequence as in DeepSeek-V3, arXiv:2412.19437,
         eq. 17 to 20. If a sequence is divided over ranks, each rank returns the term of its own scores.
         """
-        rows = torch.stack([count(part, self.experts) for part in chosen.chunk(batch)])
-        counts = self.whole(rows).to(scores.dtype)
+        local_counts = torch.stack(
+            [
+                count(choices_of_sequence, self.experts)
+                for choices_of_sequence in chosen.chunk(batch)
+            ]
+        )
+        counts = self.sum_over_sequence(local_counts).to(scores.dtype)
         choices = counts.sum(-1, keepdim=True)
         share = counts / choices * self.experts
-        mean = scores.view(batch, -1, self.experts).sum(1) * self.taken / choices
+        mean = scores.view(batch, -1, self.experts).sum(1) * self.top_k / choices
         return (share * mean).sum()
 
 
-def _as_it_is(counts: Tensor) -> Tensor:
+def _identity(counts: Tensor) -> Tensor:
     return counts
 
 
 def _add_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return `x`; its backward pass adds `loss` to the loss."""
-    same: Tensor = _AddLoss.apply(x, loss)
-    return same
+    result: Tensor = _AddLoss.apply(x, loss)
+    return result
 
 
 class _AddLoss(torch.autograd.Function):
@@ -146,17 +153,17 @@ class Experts(nn.Module):
 
 def run_experts(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Apply the experts; those without tokens take part, so that every rank has all gradients."""
-    kind = tokens.device.type
-    if torch.is_autocast_enabled(kind):
-        narrow = torch.get_autocast_dtype(kind)
-        tokens, gate, up, down = (x.to(narrow) for x in (tokens, gate, up, down))
-    if kind == "cuda" and _suits_the_kernel(tokens, gate):
+    device_type = tokens.device.type
+    if torch.is_autocast_enabled(device_type):
+        compute_dtype = torch.get_autocast_dtype(device_type)
+        tokens, gate, up, down = (x.to(compute_dtype) for x in (tokens, gate, up, down))
+    if device_type == "cuda" and _supports_grouped_mm(tokens, gate):
         return _run_grouped(tokens, load, gate, up, down)
-    parts = zip(tokens.split(load.tolist()), gate, up, down, strict=True)
-    return torch.cat([_swiglu(F.linear, *part) for part in parts])
+    per_expert = zip(tokens.split(load.tolist()), gate, up, down, strict=True)
+    return torch.cat([_swiglu(F.linear, *expert) for expert in per_expert])
 
 
-def _suits_the_kernel(tokens: Tensor, gate: Tensor) -> bool:
+def _supports_grouped_mm(tokens: Tensor, gate: Tensor) -> bool:
     """True if the kernel supports the inputs: bf16, rows of whole 16 bytes, and at least one row."""
     aligned = tokens.shape[1] % 8 == gate.shape[1] % 8 == 0
     return tokens.dtype == torch.bfloat16 and aligned and len(tokens) > 0
@@ -164,16 +171,16 @@ def _suits_the_kernel(tokens: Tensor, gate: Tensor) -> bool:
 
 def _run_grouped(tokens: Tensor, load: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Run all experts in one kernel, which reads the number of tokens of each expert on the device."""
-    product = partial(_grouped, load.cumsum(0, dtype=torch.int32))
-    return _swiglu(product, tokens, gate, up, down)
+    matmul = partial(_grouped_matmul, load.cumsum(0, dtype=torch.int32))
+    return _swiglu(matmul, tokens, gate, up, down)
 
 
-def _grouped(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+def _grouped_matmul(ends: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
     return F.grouped_mm(tokens, weight.mT, offs=ends)
 
 
-def _swiglu(product: Any, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    return product(F.silu(product(tokens, gate)) * product(tokens, up), down)
+def _swiglu(matmul: Any, tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return matmul(F.silu(matmul(tokens, gate)) * matmul(tokens, up), down)
 
 
 def count(chosen: Tensor, experts: int) -> Tensor:
@@ -189,28 +196,28 @@ def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, rows)
 
 
-def take(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+def gather_rows(x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
     """Return `x[rows]`, in which every row of `x` occurs equally often.
 
-    `back` holds the positions in the result of the first row of x, then those of the second, and so on. With
+    `inverse` holds the positions in the result of the first row of x, then those of the second, and so on. With
     it the gradient is a sum in a fixed order, which PyTorch's own indexing does not guarantee on a GPU.
     """
-    taken: Tensor = _Take.apply(x, rows, back)
-    return taken
+    gathered: Tensor = _GatherRows.apply(x, rows, inverse)
+    return gathered
 
 
-class _Take(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         ctx.shape = x.shape
         return x[rows]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
+        (inverse,) = ctx.saved_tensors
         rows, width = ctx.shape
         if rows == 0:
             return grad.new_zeros(ctx.shape), None, None
-        return grad[back].view(rows, -1, width).sum(1), None, None
+        return grad[inverse].view(rows, -1, width).sum(1), None, None

@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         self.last = numbers[-1] == shape.layers - 1
         self.sequence_shards = 1
         """Ranks that share the residual stream's sequence between the blocks."""
-        self.place: Callable[[int, torch.device], Tensor] = whole_sequence
+        self.token_positions: Callable[[int, torch.device], Tensor] = whole_sequence
         """A function that returns the positions `[seq]` of the tokens of this rank's sequence."""
         self.run_layers: RunLayers = run_layers
         if self.first:
@@ -69,20 +69,20 @@ class Transformer(nn.Module):
         it, attention stays within documents, and positions restart with each document.
         """
         seq = inputs.shape[1] * (1 if self.first else self.sequence_shards)
-        position = self.place(seq, inputs.device)
+        positions = self.token_positions(seq, inputs.device)
         mask = None
         if documents is not None:
-            position = places_in_documents(documents)[:, position]
-            mask = within_documents(documents)
-        hidden = self._embed(inputs, position) if self.first else inputs
+            positions = positions_in_documents(documents)[:, positions]
+            mask = document_mask(documents)
+        hidden = self._embed(inputs, positions) if self.first else inputs
         rotation = None
         if self.shape.position == "rope":
-            rotation = rope_rotation(self.shape, position, hidden.dtype)
+            rotation = rope_rotation(self.shape, positions, hidden.dtype)
         hidden = self.run_layers(self.layers, hidden, rotation, mask)
-        return self._end(hidden, targets) if self.last else hidden
+        return self._apply_head(hidden, targets) if self.last else hidden
 
     @property
-    def has_ends(self) -> bool:
+    def has_separate_head(self) -> bool:
         """True if embedding and head have separate parameters, which can be gathered separately."""
         return not self.shape.tie_embeddings
 
@@ -101,11 +101,11 @@ class Transformer(nn.Module):
         """Return the function that draws its initial weights."""
         return partial(draw, shape=self.shape, seed=seed, device=device)
 
-    def _embed(self, tokens: Tensor, position: Tensor) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         hidden = self.embed(tokens)
-        return hidden + self.positions(position) if self.shape.position == "learned" else hidden
+        return hidden + self.positions(positions) if self.shape.position == "learned" else hidden
 
-    def _end(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
+    def _apply_head(self, hidden: Tensor, targets: Tensor | None) -> Tensor:
         hidden = self.norm(hidden)
         if self.shape.tie_embeddings:
             return self.head(hidden, self.embed.weight, targets)
@@ -124,14 +124,14 @@ def whole_sequence(seq: int, device: torch.device) -> Tensor:
     return torch.arange(seq, device=device)
 
 
-def places_in_documents(documents: Tensor) -> Tensor:
+def positions_in_documents(documents: Tensor) -> Tensor:
     """Return the position of each token within its document and row: `[batch, seq]`."""
     index = torch.arange(documents.shape[1], device=documents.device)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return index - torch.where(begins, index, 0).cummax(1).values
+    starts_document = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - torch.where(starts_document, index, 0).cummax(1).values
 
 
-def within_documents(documents: Tensor) -> Tensor:
+def document_mask(documents: Tensor) -> Tensor:
     """Return the causal mask within each document: bool `[batch, 1, seq, seq]`."""
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
     return same.tril().unsqueeze(1)
@@ -186,8 +186,8 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        mixed = self.core(q, k, v, mask)
-        return self.wo(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        out = self.core(q, k, v, mask)
+        return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class CausalAttention(nn.Module):
@@ -237,7 +237,7 @@ def make_norm(shape: Model) -> nn.Module:
     return nn.LayerNorm(shape.hidden, eps=shape.norm_eps)
 
 
-def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_rotation(shape: Model, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of each position's rotary angles: `Rotation` for positions `[seq]` or `[batch,
     seq]`.
 
@@ -245,31 +245,31 @@ def rope_rotation(shape: Model, position: Tensor, dtype: torch.dtype) -> tuple[T
     """
     angle_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     head_dim = shape.head_width
-    exponent = torch.arange(0, head_dim, 2, device=position.device, dtype=angle_dtype) / head_dim
-    frequency = shape.rope_theta**-exponent
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=angle_dtype) / head_dim
+    frequencies = shape.rope_theta**-exponent
     if shape.rope_scaling is not None:
-        frequency = stretch_frequencies(frequency, shape.rope_scaling)
-    angle = position.to(angle_dtype).unsqueeze(-1) * frequency
-    if angle.ndim == 3:
-        angle = angle.unsqueeze(1)  # all heads of a row share its angles
-    return angle.cos(), angle.sin()
+        frequencies = scale_rope_frequencies(frequencies, shape.rope_scaling)
+    angles = positions.to(angle_dtype).unsqueeze(-1) * frequencies
+    if angles.ndim == 3:
+        angles = angles.unsqueeze(1)  # all heads of a row share its angles
+    return angles.cos(), angles.sin()
 
 
-def stretch_frequencies(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+def scale_rope_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow the rotary frequencies `[head_dim / 2]` for a longer context, as Llama 3.1 does.
 
     Wavelengths longer than the original context allows are stretched by `factor`, short ones stay, those
     between are blended linearly in (original context / wavelength). Source: Llama 3.1's model card and the
     `rope_scaling` of its published configuration.
     """
-    wavelength = 2 * math.pi / frequency
+    wavelength = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((scaling.original_seq_len / wavelength - low) / (high - low)).clamp(0, 1)
-    return kept * frequency + (1 - kept) * frequency / scaling.factor
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate `[batch, heads, seq, head_dim]`; the pairs are (i, i + head_dim / 2), as in Hugging Face."""
-    cos, sin = (part.to(x.dtype) for part in rotation)
+    cos, sin = (angles.to(x.dtype) for angles in rotation)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

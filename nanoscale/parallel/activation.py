@@ -54,13 +54,13 @@ def apply(layers: nn.ModuleDict, parallel: Parallel) -> None:
         for block in blocks[:: parallel.checkpoint_every]:
             block.forward = partial(_recompute, block.forward)
     if parallel.activation_checkpointing == "selective":
-        pair = host_contexts if parallel.offload_activations else device_contexts
-        contexts = partial(pair, parallel.selective_keep)
+        make_contexts = host_contexts if parallel.offload_activations else device_contexts
+        contexts = partial(make_contexts, parallel.selective_keep)
         for block in blocks:
             block.forward = partial(_recompute, block.forward, context_fn=contexts)
 
 
-def runner(parallel: Parallel, run: Run) -> Run:
+def make_run_layers(parallel: Parallel, run: Run) -> Run:
     """Return the loop over blocks in this mode: in groups, or with its saved tensors on the host."""
     if parallel.activation_checkpointing == "sqrt":
         run = run_in_groups
@@ -73,7 +73,7 @@ def describe(parallel: Parallel) -> str:
     text = {
         "none": "everything kept for the backward pass",
         "full": "every block recomputed" if every == 1 else f"one block in {every} recomputed",
-        "selective": f"all recomputed except {_KEPT_IN_WORDS[parallel.selective_keep]}",
+        "selective": f"all recomputed except {_SELECTION_NAMES[parallel.selective_keep]}",
         "sqrt": "blocks recomputed in √layers groups",
     }[parallel.activation_checkpointing]
     return (
@@ -102,11 +102,11 @@ def run_in_groups(
     blocks: list[nn.Module] = list(layers.values())
     for group in groups(len(blocks)):
         members = blocks[group.start : group.stop]
-        hidden = _recompute(_run_one_after_another, members, hidden, rotation, mask)
+        hidden = _recompute(_run_blocks, members, hidden, rotation, mask)
     return hidden
 
 
-def _run_one_after_another(
+def _run_blocks(
     blocks: list[nn.Module], hidden: Tensor, rotation: Rotation | None, mask: Tensor | None
 ) -> Tensor:
     for block in blocks:
@@ -129,71 +129,71 @@ COLLECTIVES = {
     getattr(torch.ops._c10d_functional, name).default
     for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 }
-_KEPT_IN_WORDS = {
+_SELECTION_NAMES = {
     "attention": "attention",
     "matmuls": "attention and matrix products",
     "every-2nd-matmul": "attention and every 2nd matrix product",
 }
 
 
-class Keeps:
+class SavePolicy:
     """A decision about keeping each operation's result, asked in order during one pass through a block."""
 
-    def __init__(self, what: str) -> None:
-        self.every = {"attention": None, "matmuls": 1, "every-2nd-matmul": 2}[what]
+    def __init__(self, selection: str) -> None:
+        self.matmul_interval = {"attention": None, "matmuls": 1, "every-2nd-matmul": 2}[selection]
         self.matmuls = 0
 
     def __call__(self, operation: Any) -> bool:
         if operation in MATMULS:
             self.matmuls += 1
-            return self.every is not None and self.matmuls % self.every == 0
+            return self.matmul_interval is not None and self.matmuls % self.matmul_interval == 0
         # All of PyTorch's fused kernels have it in their names; the unfused one consists of products.
         return operation in COLLECTIVES or "attention" in operation.name()
 
 
-def device_contexts(what: str) -> tuple[Any, Any]:
+def device_contexts(selection: str) -> tuple[Any, Any]:
     """Return the contexts of the forward pass and its recomputation, with kept results on the device."""
-    passes = {False: Keeps(what), True: Keeps(what)}
+    passes = {False: SavePolicy(selection), True: SavePolicy(selection)}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> Any:
-        kept = passes[context.is_recompute](operation)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        must_save = passes[context.is_recompute](operation)
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def host_contexts(what: str) -> tuple[Any, Any]:
+def host_contexts(selection: str) -> tuple[Any, Any]:
     """Return the same with kept results on the host, which PyTorch's own contexts do not support."""
     kept: deque[Any] = deque()
-    return _KeepOnHost(Keeps(what), kept), _TakeFromHost(Keeps(what), kept)
+    return _SaveToHost(SavePolicy(selection), kept), _LoadFromHost(SavePolicy(selection), kept)
 
 
-class _KeepOnHost(TorchDispatchMode):
-    def __init__(self, keeps: Keeps, kept: deque[Any]) -> None:
+class _SaveToHost(TorchDispatchMode):
+    def __init__(self, policy: SavePolicy, kept: deque[Any]) -> None:
         super().__init__()
-        self.keeps, self.kept, self.memory = keeps, kept, HostMemory()
+        self.policy, self.kept, self.memory = policy, kept, HostMemory()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.keeps(func):
+        if self.policy(func):
             if func in COLLECTIVES:  # they return before their result is ready
                 torch.ops._c10d_functional.wait_tensor(result)
             self.kept.append(tree_map_only(Tensor, self.memory.pack, result))
         return result
 
 
-class _TakeFromHost(TorchDispatchMode):
-    def __init__(self, keeps: Keeps, kept: deque[Any]) -> None:
+class _LoadFromHost(TorchDispatchMode):
+    def __init__(self, policy: SavePolicy, kept: deque[Any]) -> None:
         super().__init__()
-        self.keeps, self.kept = keeps, kept
+        self.policy, self.kept = policy, kept
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.keeps(func):
-            return tree_map_only(OnHost, HostMemory.unpack, self.kept.popleft())
+        if self.policy(func):
+            return tree_map_only(HostTensor, HostMemory.unpack, self.kept.popleft())
         return func(*args, **(kwargs or {}))
 
 
@@ -220,71 +220,71 @@ class HostMemory:
     def __init__(self) -> None:
         # The weak reference keeps the storage's identity, not its bytes: no later storage can be mistaken for
         # it.
-        self.moved: dict[tuple[StorageWeakRef, int], Moved] = {}
+        self.moved: dict[tuple[StorageWeakRef, int], HostStorage] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | OnHost:
+    def pack(self, tensor: Tensor) -> Tensor | HostTensor:
         if _is_weight(tensor):
             return tensor
         return self._move(tensor.detach())
 
     @staticmethod
-    def unpack(saved: Tensor | OnHost) -> Tensor:
-        return saved.back() if isinstance(saved, OnHost) else saved
+    def unpack(saved: Tensor | HostTensor) -> Tensor:
+        return saved.to_device() if isinstance(saved, HostTensor) else saved
 
-    def _move(self, tensor: Tensor) -> OnHost:
+    def _move(self, tensor: Tensor) -> HostTensor:
         if isinstance(tensor, AsyncCollectiveTensor):
             return self._move(tensor.wait())
         storage = tensor.untyped_storage()
         key = (StorageWeakRef(storage), tensor._version)
         if key not in self.moved:
-            self.moved[key] = Moved(storage)
-        return OnHost(self.moved[key], tensor)
+            self.moved[key] = HostStorage(storage)
+        return HostTensor(self.moved[key], tensor)
 
 
-class Moved:
+class HostStorage:
     """The bytes of one storage in host memory."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.device = storage.device
-        self.viewers = 0
-        self.returned: Tensor | None = None
-        there = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        self.remaining_views = 0
+        self.device_copy: Tensor | None = None
+        device_bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         on_gpu = self.device.type == "cuda"
-        self.here = torch.empty(there.numel(), dtype=torch.uint8, pin_memory=on_gpu)
+        self.host_bytes = torch.empty(device_bytes.numel(), dtype=torch.uint8, pin_memory=on_gpu)
         if not on_gpu:
-            self.here.copy_(there)
+            self.host_bytes.copy_(device_bytes)
             return
         stream = _copy_stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.here.copy_(there, non_blocking=True)
-        there.record_stream(stream)  # otherwise its memory could be reused during the copy
-        self.arrived = stream.record_event()
+            self.host_bytes.copy_(device_bytes, non_blocking=True)
+        device_bytes.record_stream(stream)  # otherwise its memory could be reused during the copy
+        self.copied = stream.record_event()
 
-    def back(self) -> torch.UntypedStorage:
+    def to_device(self) -> torch.UntypedStorage:
         """Copy the storage back to the device, once for all tensors that view it."""
-        if self.returned is None:
+        if self.device_copy is None:
             if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).wait_event(self.arrived)
-            self.returned = self.here.to(self.device, non_blocking=True)
-        storage = self.returned.untyped_storage()
-        self.viewers -= 1
-        if self.viewers <= 0:
-            self.returned = None
+                torch.cuda.current_stream(self.device).wait_event(self.copied)
+            self.device_copy = self.host_bytes.to(self.device, non_blocking=True)
+        storage = self.device_copy.untyped_storage()
+        self.remaining_views -= 1
+        if self.remaining_views <= 0:
+            self.device_copy = None
         return storage
 
 
-class OnHost:
+class HostTensor:
     """A saved tensor: a view of memory that has moved."""
 
-    def __init__(self, moved: Moved, tensor: Tensor) -> None:
+    def __init__(self, moved: HostStorage, tensor: Tensor) -> None:
         self.moved, self.dtype = moved, tensor.dtype
         self.view = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        moved.viewers += 1
+        moved.remaining_views += 1
 
-    def back(self) -> Tensor:
+    def to_device(self) -> Tensor:
         return torch.empty(0, dtype=self.dtype, device=self.moved.device).set_(
-            self.moved.back(), *self.view
+            self.moved.to_device(), *self.view
         )
 
 
@@ -293,13 +293,13 @@ def _is_weight(tensor: Tensor) -> bool:
     anyway."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
-    while node is not None and node.name() in _SAME_WEIGHT:
+    while node is not None and node.name() in _WEIGHT_VIEWS:
         node = node.next_functions[0][0]
     return isinstance(getattr(node, "variable", base), nn.Parameter)
 
 
-_SAME_WEIGHT = ("ToCopyBackward0", "_PartBackward")
-"""Names of the operations of autocast, and of `parallel.parts`."""
+_WEIGHT_VIEWS = ("ToCopyBackward0", "_ToLocalBackward")
+"""Names of the operations of autocast, and of `parallel.local_parameters`."""
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

@@ -9,9 +9,10 @@ from torch.distributed._functional_collectives import all_reduce
 
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.resolved import ResolvedConfig
+from nanoscale.models import lora
 from nanoscale.models.moe import Router
 from nanoscale.models.transformer import Attention, Transformer
-from nanoscale.parallel import activation, compile, context, expert, fsdp, lora, tensor
+from nanoscale.parallel import activation, compile, context, expert, fsdp, tensor
 from nanoscale.parallel.mesh import Layout
 
 
@@ -27,8 +28,10 @@ def parallelise(model: Transformer, config: ResolvedConfig, layout: Layout) -> N
     if config.model.experts:
         expert.apply(model, layout.tensor, layout.experts, parallel.sequence_parallel)
     if config.lora.rank:
-        lora.apply(model, config.lora, layout.tensor)
-    prepare_blocks(model, config, layout.context, layout.place.cp)
+        lora.attach(model, config.lora)
+        if layout.tensor is not None:
+            tensor.divide_adapters(model, layout.tensor)
+    prepare_blocks(model, config, layout.context, layout.coordinates.cp)
     if layout.data is not None and not is_replicated(config):
         fsdp.shard(model, config, layout.data, layout.experts)
 
@@ -40,7 +43,7 @@ def prepare_blocks(
     if context_group is not None:
         _divide_sequence(model, config, context_group, cp_rank)
     activation.apply(model.layers, config.parallel)
-    model.run_layers = activation.runner(config.parallel, model.run_layers)
+    model.run_layers = activation.make_run_layers(config.parallel, model.run_layers)
     compile.apply(model.layers, config)
     compile.fuse_loss(model, config)
 
@@ -49,9 +52,9 @@ def _divide_sequence(
     model: Transformer, config: ResolvedConfig, group: ProcessGroup, rank: int
 ) -> None:
     method, degree = config.parallel.cp_method, config.parallel.cp
-    model.place = lambda seq, device: context.positions(method, seq, rank, degree, device)
+    model.token_positions = lambda seq, device: context.positions(method, seq, rank, degree, device)
     for module in model.modules():
         if isinstance(module, Attention):
             module.core = context.make_core(method, group)
         if isinstance(module, Router):
-            module.whole = partial(all_reduce, reduceOp="sum", group=group)
+            module.sum_over_sequence = partial(all_reduce, reduceOp="sum", group=group)

@@ -88,9 +88,9 @@ def _portable_backward(
     grad_out = _rows(grad_out.to(weights.dtype), kv_heads)
     grad_v = weights.mT @ grad_out
     # Softmax's Jacobian needs the sum of weight · gradient over all keys: it is out · grad_out.
-    everywhere = (grad_out * _rows(out, kv_heads)).sum(-1, keepdim=True)
+    grad_dot_out = (grad_out * _rows(out, kv_heads)).sum(-1, keepdim=True)
     grad_scores = grad_out @ v.to(weights.dtype).mT
-    grad_scores.sub_(everywhere).mul_(weights).mul_(scale)
+    grad_scores.sub_(grad_dot_out).mul_(weights).mul_(scale)
     grad_q = grad_scores @ k.to(weights.dtype)
     grad_k = grad_scores.mT @ _rows(q.to(weights.dtype), kv_heads)
     return grad_q.view(q.shape), grad_k, grad_v

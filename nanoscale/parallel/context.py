@@ -81,6 +81,6 @@ class UlyssesAttention(nn.Module):
 
 def _exchange(x: Tensor, divided: int, whole: int, group: dist.ProcessGroup) -> Tensor:
     """Divide one dimension over the ranks and gather another."""
-    parts = torch.cat(x.chunk(dist.get_world_size(group), dim=divided))
-    parts = all_to_all_single_autograd(parts, None, None, group)
-    return torch.cat(parts.split(len(x)), dim=whole)
+    chunks = torch.cat(x.chunk(dist.get_world_size(group), dim=divided))
+    chunks = all_to_all_single_autograd(chunks, None, None, group)
+    return torch.cat(chunks.split(len(x)), dim=whole)

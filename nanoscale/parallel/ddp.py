@@ -35,24 +35,24 @@ class _Bucket:
     def receive(self) -> None:
         assert self.flat is not None and self.work is not None
         self.work.wait()
-        parts = self.flat.split([p.numel() for p in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        sums = self.flat.split([p.numel() for p in self.parameters])
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            parameter.grad = total.view_as(parameter)
         self.flat = self.work = None
 
 
-class Replicas:
+class GradientReducer:
     """The sum over ranks of each parameter's gradient, once a step."""
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         """Order `parameters`, which are the same on every rank, as the forward pass reaches them."""
         self._group = group
         # The backward pass reaches the last ones first.
-        self._buckets = list(_divide(list(reversed(parameters))))
+        self._buckets = list(_make_buckets(list(reversed(parameters))))
         self._sent = len(self._buckets)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
 
     def begin_micro_batch(self, last: bool) -> None:
         """Set before a forward whether its backward ends the step."""
@@ -69,7 +69,7 @@ class Replicas:
         for bucket in self._buckets:
             bucket.receive()
 
-    def _arrived(self, bucket: _Bucket, _: Tensor) -> None:
+    def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
         bucket.missing -= 1
         # All ranks send in the same order, whatever the order in which gradients come.
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
@@ -77,7 +77,7 @@ class Replicas:
             self._sent += 1
 
 
-def _divide(parameters: list[nn.Parameter]) -> Iterator[_Bucket]:
+def _make_buckets(parameters: list[nn.Parameter]) -> Iterator[_Bucket]:
     bucket, size, limit = _Bucket([]), 0, FIRST_BUCKET
     for parameter in parameters:
         bucket.parameters.append(parameter)

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from nanoscale.models.moe import Experts, MixtureOfExperts, sort, take
+from nanoscale.models.moe import Experts, MixtureOfExperts, gather_rows, sort
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.local_parameters import divide, partial_grad, replicated_grad
 from nanoscale.parallel.mesh import ExpertLayout
@@ -39,65 +39,69 @@ def apply(
     if tensor is None and experts is None:
         return
     for layer in model.layers.values():
-        mixture = layer.mlp
-        assert isinstance(mixture, MixtureOfExperts)
+        moe = layer.mlp
+        assert isinstance(moe, MixtureOfExperts)
         if tensor is not None:
             # Every rank routes the whole sequence, and has the gradient of its share of the experts.
-            divide(mixture.router, layer, tensor, {"weight": Replicate()}, partial_grad)
-            ResidualStream.over(tensor, sequence_parallel).around(mixture)
-        _divide_experts(mixture.experts, layer, tensor, experts)
+            divide(moe.router, layer, tensor, {"weight": Replicate()}, partial_grad)
+            ResidualStream.on_mesh(tensor, sequence_parallel).wrap(moe)
+        _divide_experts(moe.experts, layer, tensor, experts)
 
 
 def shard_dimension(name: str, matrix: Tensor, ranks: int) -> int:
     """Return the dimension along which FSDP shards a matrix: whole experts, or `hidden` if there are too
     few."""
     local = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    other = _HIDDEN[name]
-    return other if local.shape[0] % ranks and local.shape[other] % ranks == 0 else 0
+    hidden_dim = _HIDDEN[name]
+    return hidden_dim if local.shape[0] % ranks and local.shape[hidden_dim] % ranks == 0 else 0
 
 
 def _divide_experts(
     experts: Experts, unit: nn.Module, tensor: DeviceMesh | None, layout: ExpertLayout | None
 ) -> None:
-    mesh = layout.divided if layout is not None else tensor
+    mesh = layout.expert_mesh if layout is not None else tensor
     assert mesh is not None
     placements: dict[str, list[Placement]] = {
         name: [
             *([Shard(0)] if layout is not None else []),
-            *([Shard(width)] if tensor is not None else []),
+            *([Shard(width_dim)] if tensor is not None else []),
         ]
-        for name, width in _WIDTH.items()
+        for name, width_dim in _WIDTH.items()
     }
-    share = layout.group.size() if layout is not None else 1
-    divide(experts, unit, mesh, placements, partial(_own, share))
+    ep = layout.group.size() if layout is not None else 1
+    divide(experts, unit, mesh, placements, partial(_own, ep))
     if layout is not None:
         experts.forward = partial(_exchange, layout.group, experts.forward)  # type: ignore[method-assign]
 
 
-def _own(share: int, weight: Tensor) -> Tensor:
+def _own(ep: int, weight: Tensor) -> Tensor:
     """Return this rank's shard of a matrix.
 
     Its gradient is the sum over the tokens of all ranks of ep. FSDP then averages over the remaining ranks;
     all other gradients are averaged over all ranks.
     """
     local = replicated_grad(weight)
-    if share > 1 and local.requires_grad:
-        local.register_hook(lambda grad: grad / share)
+    if ep > 1 and local.requires_grad:
+        local.register_hook(lambda grad: grad / ep)
     return local
 
 
 def _exchange(
-    group: ProcessGroup, run: Callable[..., Tensor], tokens: Tensor, load: Tensor
+    group: ProcessGroup, run_experts: Callable[..., Tensor], tokens: Tensor, load: Tensor
 ) -> Tensor:
     """Run `Experts` on other ranks: tokens `[choices, hidden]`, sorted by expert, whose loads are
     `[experts]`."""
     ranks = group.size()
-    coming = all_to_all_single_autograd(load, None, None, group).view(ranks, -1)
-    sending, receiving = torch.stack((load.view(ranks, -1).sum(1), coming.sum(1))).tolist()
+    arriving_load = all_to_all_single_autograd(load, None, None, group).view(ranks, -1)
+    sending, receiving = torch.stack((load.view(ranks, -1).sum(1), arriving_load.sum(1))).tolist()
     arrived = all_to_all_single_autograd(tokens, receiving, sending, group)
     # They arrive rank by rank, and from each rank expert by expert.
-    own = torch.arange(coming.shape[1], device=load.device)
-    expert = own.repeat(ranks).repeat_interleave(coming.flatten(), output_size=sum(receiving))
-    order, back = sort(expert)
-    found = take(run(take(arrived, order, back), coming.sum(0)), back, order)
-    return all_to_all_single_autograd(found, sending, receiving, group)
+    local_experts = torch.arange(arriving_load.shape[1], device=load.device)
+    expert_of_row = local_experts.repeat(ranks).repeat_interleave(
+        arriving_load.flatten(), output_size=sum(receiving)
+    )
+    order, inverse = sort(expert_of_row)
+    outputs = gather_rows(
+        run_experts(gather_rows(arrived, order, inverse), arriving_load.sum(0)), inverse, order
+    )
+    return all_to_all_single_autograd(outputs, sending, receiving, group)

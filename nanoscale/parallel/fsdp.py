@@ -8,8 +8,8 @@
 | 3 | inside a block's forward and backward only | scattered after every micro batch |
 
 Stage 0 is a sharding over groups of one rank: DDP's communication, by the code of the other stages, which
-supports every other axis; without other axes and casts, `replicas` does with less. Between steps stages 1 and
-2 keep their parameters sharded, so they need less memory than ZeRO's definition (Rajbhandari et al. 2020,
+supports every other axis. Without other axes and casts, `ddp` is used instead. Between steps stages 1 and 2
+keep their parameters sharded, so they need less memory than ZeRO's definition (Rajbhandari et al. 2020,
 arXiv:1910.02054) allows. In a pipeline every stage's parameters stay whole for the step and gradients are
 reduced once, at its end: micro batches of several stages alternate there, and each would gather and scatter
 everything again. Across `dp_replicate` (HSDP) gradients are all-reduced once a step in every stage.
@@ -55,18 +55,18 @@ def shard(
         "reshard_after_forward": config.zero.stage == 3 and config.parallel.pp == 1,
     }
     for layer in model.layers.values():
-        fully_shard(layer, **options, shard_placement_fn=_experts_apart(layer, mesh, experts))
-    if model.first and model.has_ends:
+        fully_shard(layer, **options, shard_placement_fn=_expert_placement(layer, mesh, experts))
+    if model.first and model.has_separate_head:
         fully_shard(model.embed, **options)
-    if model.last and model.has_ends:
+    if model.last and model.has_separate_head:
         # The backward begins with these two: freeing them and gathering them again at once would be wasteful.
         fully_shard([model.norm, model.head], **options | {"reshard_after_forward": False})
     fully_shard(model, **options)
     if config.parallel.pp == 1 and config.model.source != "hf":
-        _free_early(model)
+        _free_buffers_before_loss(model)
 
 
-def _free_early(model: Transformer) -> None:
+def _free_buffers_before_loss(model: Transformer) -> None:
     """Make FSDP2 free two buffers before the loss, where a step needs the most memory.
 
     The first is the input of the last reduction of the previous micro batch, which is the gradient of the
@@ -83,7 +83,7 @@ def _free_early(model: Transformer) -> None:
 
 
 def _free_reductions(model: nn.Module) -> None:
-    context = _communication(model)
+    context = _comm_context(model)
     reductions = getattr(context, "reduce_scatter_states", None)
     if reductions is None:  # before torch 2.13 there was at most one
         reductions = [context.reduce_scatter_state] if context.reduce_scatter_state else []
@@ -95,18 +95,18 @@ def _free_reductions(model: nn.Module) -> None:
 
 
 def _free_gather(model: nn.Module) -> None:
-    context = _communication(model)
+    context = _comm_context(model)
     gathered, context.all_gather_state = context.all_gather_state, None
     if gathered is not None and gathered.event is not None:
         context.all_gather_copy_in_stream.wait_event(gathered.event)
         context.all_gather_stream.wait_event(gathered.event)
 
 
-def _communication(model: nn.Module) -> Any:
+def _comm_context(model: nn.Module) -> Any:
     return model._get_fsdp_state()._comm_ctx  # type: ignore[operator]
 
 
-def _experts_apart(
+def _expert_placement(
     block: nn.Module, mesh: DeviceMesh, layout: ExpertLayout | None
 ) -> Callable[[nn.Parameter], Any] | None:
     """Return the ranks and the dimension over which each parameter is sharded: experts, or others by rows.
@@ -117,17 +117,17 @@ def _experts_apart(
     Raises:
         UserError: this torch is too old for ep.
     """
-    mixture = getattr(block, "mlp", None)
-    if not isinstance(mixture, MixtureOfExperts):
+    moe = getattr(block, "mlp", None)
+    if not isinstance(moe, MixtureOfExperts):
         return None
-    spread = mesh if layout is None else layout.data
-    ranks = spread.size(spread.ndim - 1)
-    cuts = {
+    sharding_mesh = mesh if layout is None else layout.data
+    ranks = sharding_mesh.size(sharding_mesh.ndim - 1)
+    placements = {
         parameter: Shard(shard_dimension(name, parameter, ranks))
-        for name, parameter in mixture.experts.named_parameters()
+        for name, parameter in moe.experts.named_parameters()
     }
     if layout is None:
-        return cuts.get
+        return placements.get
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import (
             FSDPMeshInfo,
@@ -137,10 +137,13 @@ def _experts_apart(
     except ImportError as error:  # before torch 2.12 all parameters of a unit had one sharding
         text = f"parallel.ep={layout.group.size()} needs torch 2.12 or newer, and this is {torch.__version__}"
         raise UserError("layout", text) from error
-    where = FSDPMeshInfo(spread, shard_mesh_dim=0)
-    if spread.ndim == 2:
-        where = HSDPMeshInfo(spread, shard_mesh_dim=1, replicate_mesh_dim=0)
-    return {parameter: ShardPlacementResult(cut, where) for parameter, cut in cuts.items()}.get
+    mesh_info = FSDPMeshInfo(sharding_mesh, shard_mesh_dim=0)
+    if sharding_mesh.ndim == 2:
+        mesh_info = HSDPMeshInfo(sharding_mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return {
+        parameter: ShardPlacementResult(placement, mesh_info)
+        for parameter, placement in placements.items()
+    }.get
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
@@ -161,7 +164,7 @@ def begin_micro_batch(model: nn.Module, stage: int, last: bool) -> None:
         model.set_reshard_after_backward(last or stage == 3)
         # FSDP2 prefetches in the order of all forward passes of a step. At the end of a backward pass it would
         # needlessly gather the last units of the previous forward pass: the norm and the head.
-        getattr(_communication(model), "post_forward_order", []).clear()
+        getattr(_comm_context(model), "post_forward_order", []).clear()
 
 
 def reshard(model: nn.Module) -> None:

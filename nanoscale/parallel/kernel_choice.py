@@ -39,10 +39,10 @@ def kernels_in_use(config: ResolvedConfig, device: torch.device) -> dict[str, An
 
     PyTorch's own choice is determined with a sample of the blocks' shape.
     """
-    return {"attention": _attention(config, device), "cudnn": torch.backends.cudnn.version()}
+    return {"attention": _attention_kernel(config, device), "cudnn": torch.backends.cudnn.version()}
 
 
-def _attention(config: ResolvedConfig, device: torch.device) -> str | None:
+def _attention_kernel(config: ResolvedConfig, device: torch.device) -> str | None:
     model, layout, data = config.model, config.parallel, config.data
     if model.source == "hf":
         return None  # transformers chooses it
@@ -51,13 +51,13 @@ def _attention(config: ResolvedConfig, device: torch.device) -> str | None:
     if layout.cp > 1 and layout.cp_method == "ring":
         return choose_kernel(torch.empty(0, head_dim, dtype=dtype, device=device), has_cuda_flash())
     masked = data.document_mask or data.packing == "whole"
-    seq, divided = config.train.seq_len, layout.tp * layout.cp
+    seq, head_shards = config.train.seq_len, layout.tp * layout.cp
 
-    def some(heads: int) -> torch.Tensor:
-        shape = (1, heads // divided, seq, head_dim)
+    def sample(heads: int) -> torch.Tensor:
+        shape = (1, heads // head_shards, seq, head_dim)
         return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
-    q, k, v = some(model.heads), *(some(model.kv_head_count) for _ in range(2))
+    q, k, v = sample(model.heads), *(sample(model.kv_head_count) for _ in range(2))
     mask = torch.empty(1, 1, seq, seq, dtype=torch.bool, device=device) if masked else None
     grouped = q.shape[1] != k.shape[1]
     chosen = torch._fused_sdp_choice(

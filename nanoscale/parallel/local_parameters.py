@@ -25,8 +25,8 @@ parameter's."""
 def distribute(module: nn.Module, mesh: DeviceMesh, placements: Placements) -> None:
     """Make a module's own parameters DTensors, in place, on any device."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placed = placements[name]
-        axes = [placed] if isinstance(placed, Placement) else placed
+        placement = placements[name]
+        axes = [placement] if isinstance(placement, Placement) else placement
         module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, axes)))
 
 
@@ -39,19 +39,19 @@ def divide(
     them, and outside of the regions that activation checkpointing repeats and torch.compile traces.
     """
     distribute(module, mesh, placements)
-    parts, forward = _Parts(module), type(module).forward
-    unit.register_forward_pre_hook(lambda *_: parts.take(read))
+    local_parameters, forward = _LocalView(module), type(module).forward
+    unit.register_forward_pre_hook(lambda *_: local_parameters.read_all(read))
     # No `partial`: torch.compile would treat each as a new function, and compile every block again.
-    module.forward = lambda *inputs: forward(parts, *inputs)
+    module.forward = lambda *inputs: forward(local_parameters, *inputs)
 
 
-class _Parts:
+class _LocalView:
     """The object that a module's own code gets as `self`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def take(self, read: Read) -> None:
+    def read_all(self, read: Read) -> None:
         for name, parameter in self.module._parameters.items():
             if parameter is not None:
                 setattr(self, name, read(parameter))
@@ -62,22 +62,24 @@ class _Parts:
 
 def replicated_grad(parameter: Tensor) -> Tensor:
     """Return the local shard; its gradient is its own, or equal on all ranks that share it."""
-    return _part(parameter, _placements(parameter))
+    return _to_local(parameter, _placements(parameter))
 
 
 def partial_grad(parameter: Tensor) -> Tensor:
     """Return the local shard; its gradient is the sum of those of all ranks that share it."""
-    sums = (Partial() if it.is_replicate() else it for it in _placements(parameter))
-    return _part(parameter, tuple(sums))
+    gradient_placements = (
+        Partial() if placement.is_replicate() else placement for placement in _placements(parameter)
+    )
+    return _to_local(parameter, tuple(gradient_placements))
 
 
 def rank0_only(parameter: Tensor) -> Tensor:
     """Return a replicated parameter on the first rank, which adds it to a sum, and 0 on the others."""
-    part = replicated_grad(parameter)
+    local = replicated_grad(parameter)
     assert isinstance(parameter, DTensor)
     if parameter.placements[0].is_replicate() and parameter.device_mesh.get_local_rank():
-        return part - part.detach()  # the gradient of a sum is that of every summand
-    return part
+        return local - local.detach()  # the gradient of a sum is that of every summand
+    return local
 
 
 def _placements(parameter: Tensor) -> tuple[Placement, ...]:
@@ -85,12 +87,12 @@ def _placements(parameter: Tensor) -> tuple[Placement, ...]:
     return parameter.placements
 
 
-def _part(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
-    part: Tensor = _Part.apply(parameter, gradient)
-    return part
+def _to_local(parameter: Tensor, gradient: tuple[Placement, ...]) -> Tensor:
+    local: Tensor = _ToLocal.apply(parameter, gradient)
+    return local
 
 
-class _Part(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     """A `DTensor.to_local` that keeps the placements, which PyTorch would recompute for every gradient."""
 
     @staticmethod

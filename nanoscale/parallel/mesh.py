@@ -18,7 +18,7 @@ class ExpertLayout:
 
     data: DeviceMesh
     """The mesh of data parallelism over the ranks that have the same experts."""
-    divided: DeviceMesh
+    expert_mesh: DeviceMesh
     """`[ep, tp]`, or ep alone."""
     group: ProcessGroup
     """The ranks of ep."""
@@ -28,7 +28,7 @@ class ExpertLayout:
 class Layout:
     """This rank's coordinates, and its groups on each axis; None on an axis of one."""
 
-    place: Coordinates
+    coordinates: Coordinates
     data: DeviceMesh | None
     """The mesh over which parameters and gradients are sharded: `[dp_replicate, dp_shard · cp]`, or the last
     alone. Ranks of cp hold the same parameters for other tokens, as ranks of dp do. None only in a single
@@ -40,62 +40,62 @@ class Layout:
     """The layout of experts with ep."""
 
 
-def lay_out(config: ResolvedConfig, device_type: str) -> Layout:
+def make_layout(config: ResolvedConfig, device_type: str) -> Layout:
     """Arrange all ranks. Every rank calls it once, after it has joined the process group."""
     if not dist.is_initialized():
         return Layout(Coordinates(0, 0, 0, 0), None, None, None, None)
     parallel = config.parallel
     ranks = _data_ranks(parallel)
-    copies = parallel.dp_replicate if config.zero.stage else ranks
+    replicas = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
         device_type,
         pp=parallel.pp,
-        dp_replicate=copies,
-        dp_shard=ranks // copies,
+        dp_replicate=replicas,
+        dp_shard=ranks // replicas,
         tp=parallel.tp,
     )
     return Layout(
-        place=coordinates(dist.get_rank(), parallel),
-        data=_spread(mesh, copies),
+        coordinates=coordinates(dist.get_rank(), parallel),
+        data=_sharding_mesh(mesh, replicas),
         tensor=mesh["tp"] if parallel.tp > 1 else None,
         context=context_group(config, device_type),
         pipeline=mesh["pp"].get_group() if parallel.pp > 1 else None,
-        experts=_lay_out_experts(config, device_type) if parallel.ep > 1 else None,
+        experts=_make_expert_layout(config, device_type) if parallel.ep > 1 else None,
     )
 
 
-def _lay_out_experts(config: ResolvedConfig, device_type: str) -> ExpertLayout:
+def _make_expert_layout(config: ResolvedConfig, device_type: str) -> ExpertLayout:
     parallel = config.parallel
     ranks = _data_ranks(parallel) // parallel.ep
-    copies = parallel.dp_replicate if config.zero.stage else ranks
+    replicas = parallel.dp_replicate if config.zero.stage else ranks
     mesh = _mesh(
         device_type,
         pp=parallel.pp,
-        dp_replicate=copies,
-        dp_shard=ranks // copies,
+        dp_replicate=replicas,
+        dp_shard=ranks // replicas,
         ep=parallel.ep,
         tp=parallel.tp,
     )
     return ExpertLayout(
-        data=_spread(mesh, copies),
-        divided=mesh["ep", "tp"] if parallel.tp > 1 else mesh["ep"],
+        data=_sharding_mesh(mesh, replicas),
+        expert_mesh=mesh["ep", "tp"] if parallel.tp > 1 else mesh["ep"],
         group=mesh["ep"].get_group(),
     )
 
 
 def _data_ranks(parallel: ResolvedParallel) -> int:
-    """Return the number of ranks that have other tokens and, before sharding, the same parameters."""
+    """Return the number of ranks that have different tokens and, before sharding, the same parameters."""
     return parallel.dp * parallel.cp
 
 
-def _spread(mesh: DeviceMesh, copies: int) -> DeviceMesh:
-    return mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
+def _sharding_mesh(mesh: DeviceMesh, replicas: int) -> DeviceMesh:
+    return mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
 
 
 def _mesh(device_type: str, **degrees: int) -> DeviceMesh:
     """Create a mesh of the axes that have more than one rank, and of dp_shard in any case."""
-    kept = {name: size for name, size in degrees.items() if size > 1 or name == "dp_shard"}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    axes = {name: size for name, size in degrees.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def context_group(config: ResolvedConfig, device_type: str) -> ProcessGroup | None:

@@ -68,7 +68,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: dict[int, Transformer],
+        stages_by_number: dict[int, Transformer],
         parallel: ResolvedParallel,
         group: ProcessGroup,
         accumulation: int,
@@ -76,39 +76,39 @@ class Pipeline:
         loss: Loss,
     ) -> None:
         """Create the pipeline of the rank's stages by number, for `accumulation` micro batches a step."""
-        self._parts = parts
+        self._stages = stages_by_number
         self._parallel = parallel
         self._group = group
         self._boundary = boundary
-        self._has_last = any(part.last for part in parts.values())
+        self._has_last = any(stage.last for stage in stages_by_number.values())
         self._schedule = self._make_schedule(
             accumulation, lambda loss_sum, _targets: loss(loss_sum)
         )
 
     def step(self, inputs: Tensor, targets: Tensor, documents: Tensor | None) -> None:
         """Run forward and backward of all micro batches, `[accumulation · micro_batch, seq]` of token ids."""
-        takes = [inputs] if 0 in self._parts else []
+        first_stage_inputs = [inputs] if 0 in self._stages else []
         target = targets if self._has_last else None
         # Keyword arguments go to every stage, cut into micro batches like the tokens.
-        named = {"targets": targets} | ({} if documents is None else {"documents": documents})
-        self._schedule.step(*takes, target=target, return_outputs=False, **named)
+        keywords = {"targets": targets} | ({} if documents is None else {"documents": documents})
+        self._schedule.step(*first_stage_inputs, target=target, return_outputs=False, **keywords)
 
     def forward(
         self, tokens: Tensor, documents: Tensor | None, targets: Tensor | None
     ) -> Tensor | None:
         """Run a forward pass of `[batch, seq]`; the last stage's rank gets its output, the others None."""
         hidden = tokens
-        for number, part in sorted(self._parts.items()):
+        for number, stage in sorted(self._stages.items()):
             if number > 0 and self._peer(number - 1) != self._group.rank():
                 hidden = self._receive(number - 1, tokens)
-            hidden = part(hidden, documents, targets)
-            if not part.last and self._peer(number + 1) != self._group.rank():
+            hidden = stage(hidden, documents, targets)
+            if not stage.last and self._peer(number + 1) != self._group.rank():
                 dist.send(hidden.contiguous(), group=self._group, group_dst=self._peer(number + 1))
         return hidden if self._has_last else None
 
     def _receive(self, stage: int, tokens: Tensor) -> Tensor:
         _, _, width = self._boundary.shape
-        seq = tokens.shape[1] // next(iter(self._parts.values())).sequence_shards
+        seq = tokens.shape[1] // next(iter(self._stages.values())).sequence_shards
         shape = (tokens.shape[0], seq, width)
         hidden = torch.empty(shape, dtype=self._boundary.dtype, device=self._boundary.device)
         dist.recv(hidden, group=self._group, group_src=self._peer(stage))
@@ -120,13 +120,13 @@ class Pipeline:
     def _make_schedule(self, accumulation: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         name = self._parallel.schedule
         _require_torch(name)
-        parts = [self._make_stage(number) for number in sorted(self._parts)]
+        pipeline_stages = [self._make_stage(number) for number in sorted(self._stages)]
         if name in SINGLE:
-            return SINGLE[name](parts[0], accumulation, loss, scale_grads=False)
-        return MULTI[name](parts, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
+            return SINGLE[name](pipeline_stages[0], accumulation, loss, scale_grads=False)
+        return MULTI[name](pipeline_stages, accumulation, loss, scale_grads=False)  # type: ignore[arg-type]
 
     def _make_stage(self, number: int) -> PipelineStage:
-        part = self._parts[number]
+        stage = self._stages[number]
         hidden = torch.empty(
             self._boundary.shape, dtype=self._boundary.dtype, device="meta", requires_grad=True
         )
@@ -135,12 +135,12 @@ class Pipeline:
         )
         # The shape of the first stage's input is not needed: it is not sent.
         return _Stage(
-            part,
+            stage,
             number,
             self._parallel.pp * self._parallel.virtual_stages,
             self._boundary.device,
-            input_args=torch.empty(0, dtype=torch.long, device="meta") if part.first else hidden,
-            output_args=loss if part.last else hidden,
+            input_args=torch.empty(0, dtype=torch.long, device="meta") if stage.first else hidden,
+            output_args=loss if stage.last else hidden,
             group=self._group,
         )
 

@@ -24,19 +24,19 @@ def join(world_size: int, device: torch.device, timeout_s: float) -> None:
     if world_size == 1:
         return
     # A new group does not inherit its parent's timeout: it uses these.
-    limit = timedelta(seconds=timeout_s)
-    distributed_c10d.default_pg_timeout = limit
-    distributed_c10d.default_pg_nccl_timeout = limit
+    timeout = timedelta(seconds=timeout_s)
+    distributed_c10d.default_pg_timeout = timeout
+    distributed_c10d.default_pg_nccl_timeout = timeout
     if device.type == "cpu":
         # Otherwise PyTorch records every collective with its Python stack, which nobody reads; in 2.11 threads
         # do so without a lock, and one of them writes a checkpoint.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-        _take_no_core_on_waking()
+        _use_batch_scheduling()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
 
 
-def _take_no_core_on_waking() -> None:
+def _use_batch_scheduling() -> None:
     """Let threads that wake up wait for their turn: this one, and those that it starts from now on.
 
     A thread of gloo polls its sockets as long as another holds their lock. If it got that thread's core on
@@ -71,7 +71,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
+def broadcast(value: T, group: dist.ProcessGroup | None = None) -> T:
     """Return rank 0's value on every rank. `group`: another one of all ranks."""
     if not dist.is_initialized():
         return value
@@ -82,9 +82,9 @@ def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
 
 def gather_numbers(numbers: list[float]) -> torch.Tensor:
     """Return every rank's numbers, fp64 `[ranks, numbers]` in host memory, the same on every rank."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
+    local = torch.tensor(numbers, dtype=torch.float64)
     if not dist.is_initialized():
-        return mine[None]
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return torch.stack(everyone)
+        return local[None]
+    all_numbers = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_numbers, local)
+    return torch.stack(all_numbers)

@@ -58,15 +58,15 @@ class _Ring(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = pass_keys(q, k, v, _named(group), KERNELS[kernel], scale)
-    return _tokens_outside(out), lse.contiguous()
+    out, lse = pass_keys(q, k, v, _resolve_group(group), KERNELS[kernel], scale)
+    return _sequence_major(out), lse.contiguous()
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, group: str, kernel: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _empty_tokens_outside(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
+    return _empty_sequence_major(q), q.new_empty(q.shape[:-1], dtype=accumulator(q.dtype))
 
 
 @torch.library.custom_op("nanoscale::ring_attention_backward", mutates_args=())
@@ -81,8 +81,10 @@ def _backward(
     kernel: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = pass_gradients(grad_out, q, k, v, out, lse, _named(group), KERNELS[kernel], scale)
-    grad_q, grad_k, grad_v = (_tokens_outside(grad) for grad in grads)
+    grads = pass_gradients(
+        grad_out, q, k, v, out, lse, _resolve_group(group), KERNELS[kernel], scale
+    )
+    grad_q, grad_k, grad_v = (_sequence_major(grad) for grad in grads)
     return grad_q, grad_k, grad_v
 
 
@@ -98,20 +100,20 @@ def _(
     kernel: str,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_tokens_outside(q), _empty_tokens_outside(k), _empty_tokens_outside(v)
+    return _empty_sequence_major(q), _empty_sequence_major(k), _empty_sequence_major(v)
 
 
-def _named(group: Any) -> dist.ProcessGroup:
+def _resolve_group(group: Any) -> dist.ProcessGroup:
     return _resolve_process_group(group)
 
 
-def _tokens_outside(x: Tensor) -> Tensor:
+def _sequence_major(x: Tensor) -> Tensor:
     """Return `[batch, heads, seq, head_dim]` stored as `[batch, seq, heads, head_dim]`, as the model reads it
     next."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _empty_tokens_outside(x: Tensor) -> Tensor:
+def _empty_sequence_major(x: Tensor) -> Tensor:
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
 
@@ -121,17 +123,17 @@ def pass_keys(
     """Return this rank's out, and the log-sum-exp `[batch, heads, seq]` of all keys that its queries attend
     to."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    coming = Transfer((k, v), group)
+    incoming = Transfer((k, v), group)
     out, lse = (x.to(accumulator(q.dtype)) for x in kernel.forward(q, k, v, True, scale))
     for hop in range(1, degree):
-        k, v = coming.wait()
+        k, v = incoming.wait()
         if hop + 1 < degree:
-            coming = Transfer((k, v), group)
-        queries, keys = _needed(rank, (rank - hop) % degree, q.shape[2])
-        part, part_lse = kernel.forward(
+            incoming = Transfer((k, v), group)
+        queries, keys = _attending_slices(rank, (rank - hop) % degree, q.shape[2])
+        block_out, block_lse = kernel.forward(
             q[:, :, queries], k[:, :, keys], v[:, :, keys], False, scale
         )
-        _merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
+        _merge(out[:, :, queries], lse[:, :, queries], block_out, block_lse)
     return out.to(q.dtype), lse
 
 
@@ -148,7 +150,7 @@ def pass_gradients(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of this rank's q, k and v."""
     rank, degree = dist.get_rank(group), dist.get_world_size(group)
-    coming = Transfer((k, v), group)
+    incoming = Transfer((k, v), group)
     grad_q, grad_k, grad_v = (
         part.to(accumulator(q.dtype))
         for part in kernel.backward(grad_out, q, k, v, out, lse, True, scale)
@@ -156,11 +158,11 @@ def pass_gradients(
     for hop in range(1, degree):
         # Gradients are sent one hop behind their keys, while those of the next keys are computed.
         grads = Transfer((grad_k, grad_v), group)
-        k, v = coming.wait()
+        k, v = incoming.wait()
         if hop + 1 < degree:
-            coming = Transfer((k, v), group)
-        queries, keys = _needed(rank, (rank - hop) % degree, q.shape[2])
-        part_q, part_k, part_v = kernel.backward(
+            incoming = Transfer((k, v), group)
+        queries, keys = _attending_slices(rank, (rank - hop) % degree, q.shape[2])
+        block_grad_q, block_grad_k, block_grad_v = kernel.backward(
             grad_out[:, :, queries],
             q[:, :, queries],
             k[:, :, keys],
@@ -170,15 +172,15 @@ def pass_gradients(
             False,
             scale,
         )
-        grad_q[:, :, queries] += part_q
+        grad_q[:, :, queries] += block_grad_q
         grad_k, grad_v = grads.wait()
-        grad_k[:, :, keys] += part_k
-        grad_v[:, :, keys] += part_v
+        grad_k[:, :, keys] += block_grad_k
+        grad_v[:, :, keys] += block_grad_v
     grad_k, grad_v = Transfer((grad_k, grad_v), group).wait()
     return tuple(grad.to(q.dtype) for grad in (grad_q, grad_k, grad_v))
 
 
-def _needed(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
+def _attending_slices(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
     """Return the slices of a rank's queries and of another rank's keys that attend to each other."""
     half = seq // 2
     if owner < rank:
@@ -186,11 +188,11 @@ def _needed(rank: int, owner: int, seq: int) -> tuple[slice, slice]:
     return slice(half, None), slice(None)
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge another block's average and log-sum-exp into those so far, in place."""
-    total = torch.logaddexp(lse, part_lse)
+    total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), (part_lse - total).exp_().unsqueeze(-1))
+    out.addcmul_(block_out.to(out.dtype), (block_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 

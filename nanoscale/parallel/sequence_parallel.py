@@ -35,32 +35,32 @@ class ResidualStream:
     """True if each rank has `[…, seq / ranks, hidden]`."""
 
     @staticmethod
-    def over(mesh: DeviceMesh, divided: bool) -> ResidualStream:
+    def on_mesh(mesh: DeviceMesh, divided: bool) -> ResidualStream:
         return ResidualStream(mesh.get_group().group_name, mesh.size(), divided)
 
-    def whole(self, hidden: Tensor) -> Tensor:
+    def gather(self, hidden: Tensor) -> Tensor:
         """Gather the stream to `[…, seq, hidden]`, from which every rank computes another part of the next
         result."""
-        found: Tensor = _Whole.apply(hidden, self.group, self.ranks, self.divided)
-        return found
+        gathered: Tensor = _Gather.apply(hidden, self.group, self.ranks, self.divided)
+        return gathered
 
-    def summed(self, part: Tensor) -> Tensor:
+    def reduce(self, partial_sum: Tensor) -> Tensor:
         """Reduce every rank's partial sum `[…, seq, hidden]` to the stream."""
-        found: Tensor = _Summed.apply(part, self.group, self.ranks, self.divided)
-        return found
+        reduced: Tensor = _Reduce.apply(partial_sum, self.group, self.ranks, self.divided)
+        return reduced
 
-    def around(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module) -> None:
         """Wrap a module that computes a rank's partial sum so that it takes and returns the stream, in
         place."""
-        inside = module.forward
+        run = module.forward
 
         def forward(hidden: Tensor, *others: Any) -> Tensor:
-            return self.summed(inside(self.whole(hidden), *others))
+            return self.reduce(run(self.gather(hidden), *others))
 
         module.forward = forward
 
 
-class _Whole(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *stream: Any) -> Tensor:
         ctx.stream = stream
@@ -68,14 +68,14 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _add_up(grad, *ctx.stream), None, None, None
+        return _reduce(grad, *ctx.stream), None, None, None
 
 
-class _Summed(torch.autograd.Function):
+class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, *stream: Any) -> Tensor:
         ctx.stream = stream
-        return _add_up(part, *stream)
+        return _reduce(part, *stream)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,13 +85,13 @@ class _Summed(torch.autograd.Function):
 def _gather(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
     if not divided:
         return x
-    found = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
-    found = collective.wait_tensor(found)
+    gathered = collective.all_gather_into_tensor(x.contiguous(), ranks, group)
+    gathered = collective.wait_tensor(gathered)
     # Rank by rank, [ranks · …, seq / ranks, hidden]: nothing is copied if there is one sample.
-    return found.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
+    return gathered.unflatten(0, (ranks, -1)).movedim(0, -3).flatten(-3, -2)
 
 
-def _add_up(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
+def _reduce(x: Tensor, group: str, ranks: int, divided: bool) -> Tensor:
     if not divided:
         return collective.wait_tensor(collective.all_reduce(x.contiguous(), "sum", group))
     x = x.unflatten(-2, (ranks, -1)).movedim(-3, 0).flatten(0, 1).contiguous()

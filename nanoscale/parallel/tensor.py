@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from nanoscale.models.head import Head, TiedHead, logits_or_loss
+from nanoscale.models.lora import Adapter
 from nanoscale.models.transformer import Attention, GeluMLP, SwiGLU, Transformer
 from nanoscale.parallel.local_parameters import (
     distribute,
@@ -38,7 +39,7 @@ def apply(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool) -> None
     Between the blocks the residual stream is `[batch, seq / tp, hidden]` with sequence parallelism, else
     whole. Every rank has the logits of its shard of the vocabulary.
     """
-    stream = ResidualStream.over(mesh, sequence_parallel)
+    stream = ResidualStream.on_mesh(mesh, sequence_parallel)
     for block in model.layers.values():
         divide_block(block, mesh, stream)
     if model.first:
@@ -63,13 +64,37 @@ def divide_block(block: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> 
         if isinstance(module, nn.RMSNorm) and name.startswith("attention."):  # of a rank's heads
             divide(module, block, mesh, {"weight": Replicate()}, partial_grad)
         if isinstance(module, Attention | SwiGLU | GeluMLP):
-            stream.around(module)
+            stream.wrap(module)
+
+
+def divide_adapters(model: Transformer, mesh: DeviceMesh) -> None:
+    """Divide the LoRA adapters of a stage whose layers `apply` has divided, in place.
+
+    For a layer divided by column every rank has all of A and its rows of B; for one divided by row its columns
+    of A and all of B. So an adapter's output is divided like the layer's own result, and no further
+    communication is needed.
+    """
+    for block in model.layers.values():
+        for layer in block.modules():
+            if isinstance(getattr(layer, "adapter", None), Adapter):
+                _divide_adapter(layer, block, mesh)
+
+
+def _divide_adapter(layer: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
+    weight, adapter = layer.weight, layer.adapter
+    assert isinstance(weight, DTensor) and isinstance(adapter, Adapter)
+    columns = weight.placements[0] == Shard(0)
+    placements = {
+        "a": Replicate() if columns else Shard(1),
+        "b": Shard(0) if columns else Replicate(),
+    }
+    divide(adapter, block, mesh, placements, partial_grad)
 
 
 def _replicate(norm: nn.Module, unit: nn.Module, mesh: DeviceMesh, stream: ResidualStream) -> None:
     """Replicate a norm of the stream, which sees a part of its tokens, or all of them on every rank."""
-    everywhere = {"weight": Replicate(), "bias": Replicate()}
-    divide(norm, unit, mesh, everywhere, partial_grad if stream.divided else replicated_grad)
+    placements = {"weight": Replicate(), "bias": Replicate()}
+    divide(norm, unit, mesh, placements, partial_grad if stream.divided else replicated_grad)
 
 
 def _divide_rows(embedding: nn.Embedding, mesh: DeviceMesh, stream: ResidualStream) -> None:
@@ -81,9 +106,11 @@ def _divide_rows(embedding: nn.Embedding, mesh: DeviceMesh, stream: ResidualStre
 
 def _look_up(embedding: nn.Embedding, rank: int, stream: ResidualStream, tokens: Tensor) -> Tensor:
     rows = replicated_grad(embedding.weight)
-    local = tokens - rank * rows.shape[0]
-    mine = (local >= 0) & (local < rows.shape[0])
-    return stream.summed(F.embedding(local.where(mine, 0), rows) * mine.unsqueeze(-1))
+    local_tokens = tokens - rank * rows.shape[0]
+    is_local = (local_tokens >= 0) & (local_tokens < rows.shape[0])
+    return stream.reduce(
+        F.embedding(local_tokens.where(is_local, 0), rows) * is_local.unsqueeze(-1)
+    )
 
 
 def _divide_head(head: Head | TiedHead, mesh: DeviceMesh, stream: ResidualStream) -> None:
@@ -107,22 +134,22 @@ def _apply_rows(
     targets: Tensor | None = None,
 ) -> Tensor:
     rows = replicated_grad(weight)
-    vocabulary = DividedVocabulary(mesh.get_local_rank() * len(rows), mesh.get_group())
-    return logits_or_loss(stream.whole(hidden), rows, targets, vocabulary, fused=head.fused)
+    vocabulary = VocabularyShard(mesh.get_local_rank() * len(rows), mesh.get_group())
+    return logits_or_loss(stream.gather(hidden), rows, targets, vocabulary, fused=head.fused)
 
 
 @dataclass(frozen=True)
-class DividedVocabulary:
+class VocabularyShard:
     """This rank's rows of the head among those of the ranks of `group`: a `Vocabulary`."""
 
     first: int
     group: ProcessGroup
 
-    def log_sum(self, mine: Tensor) -> Tensor:
-        everyone = mine.new_empty(self.group.size(), *mine.shape)
-        dist.all_gather(list(everyone), mine, group=self.group)
-        return everyone.logsumexp(dim=0)
+    def log_sum(self, local: Tensor) -> Tensor:
+        all_log_sums = local.new_empty(self.group.size(), *local.shape)
+        dist.all_gather(list(all_log_sums), local, group=self.group)
+        return all_log_sums.logsumexp(dim=0)
 
-    def total(self, mine: Tensor) -> Tensor:
-        dist.all_reduce(mine, group=self.group)
-        return mine
+    def sum_over_ranks(self, local: Tensor) -> Tensor:
+        dist.all_reduce(local, group=self.group)
+        return local

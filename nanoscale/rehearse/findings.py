@@ -11,7 +11,7 @@ _SHOWN = 3
 
 def of_optimizer(engine: NativeEngine) -> list[str]:
     """Return the parameters that are trained and in no optimizer."""
-    groups = engine._stepped_optimizer().param_groups
+    groups = engine._torch_optimizer().param_groups
     updated = {id(parameter) for group in groups for parameter in group["params"]}
     left = [name for name, p in engine.parameters() if id(p) not in updated]
     return [f"no optimizer updates {_shown(left)}"] if left else []

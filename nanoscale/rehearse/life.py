@@ -97,7 +97,7 @@ def _played_batches(
     if config.parallel.pp > 1 or len(whole) <= 3:
         yield whole
         return
-    (part,) = engine.parts.values()
+    (part,) = engine.stages.values()
     repeats = iter([1, len(whole) - 2, 1])
     hook = part.register_forward_pre_hook(lambda *_: setattr(world, "repeat", next(repeats)))
     try:
@@ -118,7 +118,7 @@ def micro_batches(config: ResolvedConfig) -> list[Batch]:
 
 def _watch(engine: NativeEngine, world: World) -> None:
     """Tell the world when the update begins and ends, which block runs, and what its tensors are for."""
-    optimizer = engine._stepped_optimizer()
+    optimizer = engine._torch_optimizer()
 
     def before(*_: Any) -> None:
         world.updating = True
@@ -130,7 +130,7 @@ def _watch(engine: NativeEngine, world: World) -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    for part in engine.parts.values():
+    for part in engine.stages.values():
         part.register_forward_pre_hook(lambda *_: _name_tensors(optimizer, world))
         for number, block in part.layers.items():
             block.register_forward_pre_hook(_setting(world, f"layers.{number}"))

@@ -32,7 +32,7 @@ class Agreement:
         self._since = time.monotonic()
         self._answer = torch.zeros(2)
         self._question: dist.Work | None = None
-        self._saved_since_asked = False
+        self._saved_since_question = False
 
     def stops(self, failed: bool = False) -> bool:
         """True if all ranks stop now; the same answer on every rank. Call it before every step.
@@ -45,10 +45,10 @@ class Agreement:
             return stop
         if self._question is not None:
             self._question.wait()
-        anybody_stops, first_saves = self._answer.tolist()
-        self.save_is_due = bool(first_saves) and not self._saved_since_asked
-        self._saved_since_asked = False
-        if anybody_stops:
+        any_rank_stops, rank0_saves = self._answer.tolist()
+        self.save_is_due = bool(rank0_saves) and not self._saved_since_question
+        self._saved_since_question = False
+        if any_rank_stops:
             self._question = None
             return True
         self._answer.copy_(torch.tensor([stop, save and dist.get_rank() == 0]))
@@ -58,7 +58,7 @@ class Agreement:
     def saved(self) -> None:
         """Restart the clock: a checkpoint was saved, and a pending request no longer counts."""
         self._since = time.monotonic()
-        self._saved_since_asked = self._question is not None
+        self._saved_since_question = self._question is not None
 
     def close(self) -> None:
         """Receive the last answer, which is not needed."""

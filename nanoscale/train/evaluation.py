@@ -22,7 +22,7 @@ from nanoscale.data.loader import Loader
 from nanoscale.data.tokenizer import Tokenizer
 from nanoscale.parallel import process_group
 from nanoscale.runs.directory import read_json, write_json
-from nanoscale.train.job import base_of, begin, make_engine
+from nanoscale.train.job import base_fingerprint, load_initial_weights, make_engine
 from nanoscale.train.loop import samples_of, validate
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _WEIGHTS = ("model.", "balance.")
 """Prefixes of a training's state that the model computes with."""
 T = TypeVar("T")
-_SAID_EVERY_S = 1.0
-_DECODED = 1 << 16
+_PRINT_EVERY_S = 1.0
+_DECODE_TOKENS = 1 << 16
 """Tokens that are decoded at once."""
 
 
@@ -51,20 +51,20 @@ def run(context: RankContext) -> str:
     process_group.join(context.world_size, device, config.launcher.collective_timeout_s)
     engine = make_engine(config, device)
     if task["checkpoint"] is None:
-        begin(engine, config, lambda *_, **__: None)
+        load_initial_weights(engine, config, lambda *_, **__: None)
     else:
         stored = StoredCheckpoint(Path(task["checkpoint"]), task["step"])
         if config.lora.rank:  # the checkpoint has only the adapters
-            begin(engine, config, lambda *_, **__: None)
-            require_same_base(config, base_of(config, context.rank), stored.manifest)
+            load_initial_weights(engine, config, lambda *_, **__: None)
+            require_same_base(config, base_fingerprint(config, context.rank), stored.manifest)
         load_weights(engine, stored)
-    found = [_evaluate(context, engine, part, task["samples"]) for part in data.valid]
+    results = [_evaluate(context, engine, split, task["samples"]) for split in data.valid]
     if context.rank == 0:
-        for part, figures in zip(data.valid, found, strict=True):
-            known = data.tokenizer
+        for split, figures in zip(data.valid, results, strict=True):
+            tokenizer = data.tokenizer
             samples = figures["samples"]
-            figures["bytes"] = known and count_bytes(part.loader, samples, known)
-        write_json(context.run.result, {"data": data.description, "parts": found})
+            figures["bytes"] = tokenizer and count_bytes(split.loader, samples, tokenizer)
+        write_json(context.run.result, {"data": data.description, "parts": results})
     process_group.leave()
     return "completed"
 
@@ -82,36 +82,38 @@ def open_validation(config: ResolvedConfig) -> Dataset:
     try:  # without eval_every a too small split was not reported until now
         return open_data(config.data, replace(train, eval_every=1), config.model.vocab)
     except UserError as error:
-        violations = [_to_evaluate(it) for it in error.violations]
+        violations = [_without_eval_every_advice(violation) for violation in error.violations]
         raise UserError(error.kind, f"no samples are held out: {error}", violations) from error
 
 
-def _to_evaluate(wrong: Violation) -> Violation:
+def _without_eval_every_advice(violation: Violation) -> Violation:
     """Return the violation without the advice not to evaluate."""
-    ways = tuple(text for text in wrong.suggestions if text != "train.eval_every=0")
-    return replace(wrong, suggestions=ways)
+    suggestions = tuple(text for text in violation.suggestions if text != "train.eval_every=0")
+    return replace(violation, suggestions=suggestions)
 
 
 def _evaluate(
-    context: RankContext, engine: Engine, part: Validation, asked: int | None
+    context: RankContext, engine: Engine, split: Validation, requested: int | None
 ) -> dict[str, Any]:
     """Evaluate the samples of one source."""
-    loader, config = part.loader, context.config
-    wanted = len(loader) if asked is None else samples_of(part, asked)
-    samples = loader.evaluated(wanted)
+    loader, config = split.loader, context.config
+    sample_count = len(loader) if requested is None else samples_of(split, requested)
+    samples = loader.evaluated(sample_count)
     batches = loader.valid_batches(
         samples, engine.dp_rank, config.parallel.dp, config.train.micro_batch
     )
     count = -(-samples // (config.parallel.dp * config.train.micro_batch))
-    began = time.perf_counter()
-    loss_sum, tokens = validate(engine, _told(batches, count) if context.rank == 0 else batches)
+    start = time.perf_counter()
+    loss_sum, tokens = validate(
+        engine, _print_progress(batches, count) if context.rank == 0 else batches
+    )
     return {
-        "name": part.name,
-        "share": part.share,
+        "name": split.name,
+        "share": split.share,
         "loss_sum": loss_sum,
         "tokens": tokens,
         "samples": samples,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - start,
     }
 
 
@@ -122,40 +124,44 @@ def load_weights(engine: Engine, stored: StoredCheckpoint) -> None:
         UserError: it is damaged, or of another model.
     """
     state = engine.state()
-    wanted = {name: value for name, value in state.items() if name.startswith(_WEIGHTS)}
-    sharded.load_weights(stored, wanted)
-    engine.take(state)
+    weights = {name: value for name, value in state.items() if name.startswith(_WEIGHTS)}
+    sharded.load_weights(stored, weights)
+    engine.load_state(state)
 
 
 def count_bytes(valid: Loader, samples: int, tokenizer: Tokenizer) -> int:
     """Count the bytes of text of the predicted tokens of a split's first samples."""
     targets = (valid.batch([number]).targets[0] for number in range(samples))
     rows = (row[row != IGNORED] for row in targets)
-    return sum(len(tokenizer.decode(part).encode()) for part in _parts(rows, tokenizer.eos))
+    return sum(
+        len(tokenizer.decode(chunk).encode()) for chunk in _document_chunks(rows, tokenizer.eos)
+    )
 
 
-def _parts(rows: Iterable[np.ndarray], end: int) -> Iterator[list[int]]:
+def _document_chunks(rows: Iterable[np.ndarray], eos: int) -> Iterator[list[int]]:
     """Yield tokens in chunks, cut at the ends of documents, or at the most tokens."""
-    held: list[int] = []
+    buffer: list[int] = []
     for row in rows:
-        held += row.tolist()
-        if len(held) > _DECODED:
-            cut = _last(held, end) + 1 or len(held)
-            yield held[:cut]
-            held = held[cut:]
-    yield held
+        buffer += row.tolist()
+        if len(buffer) > _DECODE_TOKENS:
+            end = _last_position(buffer, eos) + 1 or len(buffer)
+            yield buffer[:end]
+            buffer = buffer[end:]
+    yield buffer
 
 
-def _last(tokens: list[int], token: int) -> int:
+def _last_position(tokens: list[int], token: int) -> int:
     """Return the last position of a token; -1 if it does not occur."""
-    return next((n for n in range(len(tokens) - 1, -1, -1) if tokens[n] == token), -1)
+    return next(
+        (position for position in range(len(tokens) - 1, -1, -1) if tokens[position] == token), -1
+    )
 
 
-def _told(batches: Iterable[T], count: int) -> Iterator[T]:
+def _print_progress(batches: Iterable[T], count: int) -> Iterator[T]:
     """Yield the batches, and print the progress on standard output."""
-    last = 0.0
+    last_print = 0.0
     for number, batch in enumerate(batches, 1):
-        if time.monotonic() - last > _SAID_EVERY_S:
-            last = time.monotonic()
+        if time.monotonic() - last_print > _PRINT_EVERY_S:
+            last_print = time.monotonic()
             print(f"{number:,} of {count:,} batches", flush=True)
         yield batch

@@ -20,19 +20,19 @@ class Evaluations:
     """The loss and the step of the last evaluation with a finite loss."""
     lowest: float | None = None
     """The loss that the next one must be below, by `min_delta`, to count as lower."""
-    in_vain: int = 0
+    without_improvement: int = 0
     """Evaluations in a row without a lower loss."""
 
     def add(self, step: int, loss: float, keep: int, min_delta: float) -> bool:
         """Add the loss of a step; True if it is one of the `keep` lowest. One that is not finite is none."""
         if not math.isfinite(loss):
-            self.in_vain += 1
+            self.without_improvement += 1
             return False
         self.last = (loss, step)
         if self.lowest is None or loss < self.lowest - min_delta:
-            self.lowest, self.in_vain = loss, 0
+            self.lowest, self.without_improvement = loss, 0
         else:
-            self.in_vain += 1
+            self.without_improvement += 1
         others = [entry for entry in self.best if entry[1] != step]
         self.best = sorted([*others, (loss, step)])[:keep]
         return (loss, step) in self.best
@@ -45,9 +45,9 @@ class Evaluations:
         if limits.eval_loss is not None and loss <= limits.eval_loss:
             limit = f"train.stop_when.eval_loss={limits.eval_loss:g}"
             return f"the evaluation loss of {loss:.4f} is at most {limit}"
-        if limits.patience and self.in_vain >= limits.patience:
+        if limits.patience and self.without_improvement >= limits.patience:
             return (
-                f"{self.in_vain} evaluations in a row were not below {self.lowest:.4f} "
+                f"{self.without_improvement} evaluations in a row were not below {self.lowest:.4f} "
                 f"(train.stop_when.patience={limits.patience})"
             )
         return None
@@ -56,11 +56,15 @@ class Evaluations:
         """Return the record as the manifest of this step's checkpoint holds it; empty before the first one."""
         if self.last is None:
             return {}
-        own = {store.EVAL_LOSS: self.last[0]} if self.last[1] == step else {}
+        this_step = {store.EVAL_LOSS: self.last[0]} if self.last[1] == step else {}
         return {
-            **own,
+            **this_step,
             store.BEST: self.best,
-            "evaluations": {"last": self.last, "lowest": self.lowest, "in_vain": self.in_vain},
+            "evaluations": {
+                "last": self.last,
+                "lowest": self.lowest,
+                "in_vain": self.without_improvement,
+            },
         }
 
     @classmethod
@@ -68,6 +72,6 @@ class Evaluations:
         """Return the record at the step of a checkpoint."""
         if "evaluations" not in manifest:
             return cls()
-        known = manifest["evaluations"]
+        stored = manifest["evaluations"]
         best = [(loss, step) for loss, step in manifest[store.BEST]]
-        return cls(best, tuple(known["last"]), known["lowest"], known["in_vain"])
+        return cls(best, tuple(stored["last"]), stored["lowest"], stored["in_vain"])

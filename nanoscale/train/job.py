@@ -52,7 +52,7 @@ def run(context: RankContext) -> str:
     engine = make_engine(config, device)
     progress = restore(context, engine, data)
     agreement = Agreement(context.stop, 60 * (config.checkpoint.every_minutes or 0))
-    note = noter(context)
+    note = make_note(context)
     record_kernels(context, device)
     record_cores(context, device)
     training = Training(
@@ -63,7 +63,7 @@ def run(context: RankContext) -> str:
         progress=progress,
         rank=context.rank,
         meter=Meter(config, context.world_size, device),
-        sinks=sinks_of(context, progress.step),
+        sinks=make_sinks(context, progress.step),
         note=note,
         recorder=Recorder(context.run.profile, config.profile, context.rank, device, note),
     )
@@ -71,7 +71,7 @@ def run(context: RankContext) -> str:
         training.note("adapters", f"training {describe_adapters(config)}")
     training.note("running", f"training from step {progress.step + 1}", data=data.description)
     try:
-        outcome = training.go(agreement)
+        outcome = training.run(agreement)
     except BaseException:
         training.close_sinks("failed")
         raise
@@ -101,18 +101,18 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         UserError: none of them is complete, or they are of another model or other data; or a launcher holds
             the run.
     """
-    note = noter(context)
+    note = make_note(context)
     if context.attempt == 0 and context.rank == 0:  # started by torchrun, which knows no runs
         lock.refuse_if_held(context.run)
         fence.begin(context.run, 0)
-    if not process_group.from_first(store.list_checkpoints(context.run.checkpoints)):
-        begin(engine, config=context.config, note=note)
+    if not process_group.broadcast(store.list_checkpoints(context.run.checkpoints)):
+        load_initial_weights(engine, config=context.config, note=note)
         # before any optimizer state is created
-        return Progress(base=base_of(context.config, context.rank))
+        return Progress(base=base_fingerprint(context.config, context.rank))
     state = engine.empty_state()
     manifest = sharded.load_newest(context.workspace, state, partial(note, "fallback"))
     assert manifest is not None, "an unreadable one raises"
-    engine.take(state)
+    engine.load_state(state)
     if manifest["data"] != data.fingerprint:
         raise UserError(
             "data",
@@ -121,15 +121,15 @@ def restore(context: RankContext, engine: Engine, data: Dataset) -> Progress:
         )
     base = None
     if context.config.lora.rank:  # the checkpoint has only the adapters
-        begin(engine, context.config, note)
-        base = base_of(context.config, context.rank)
+        load_initial_weights(engine, context.config, note)
+        base = base_fingerprint(context.config, context.rank)
         require_same_base(context.config, base, manifest)
     step, consumed = manifest["step"], manifest["consumed_samples"]
     note("resumed", f"resumed from step-{step:08d}", step=step, consumed_samples=consumed)
     return Progress(step, consumed, base, Evaluations.from_manifest(manifest))
 
 
-def begin(engine: Engine, config: ResolvedConfig, note: Note) -> None:
+def load_initial_weights(engine: Engine, config: ResolvedConfig, note: Note) -> None:
     """Load the model's initial weights, unless they are random.
 
     Raises:
@@ -139,19 +139,19 @@ def begin(engine: Engine, config: ResolvedConfig, note: Note) -> None:
     if folder is None:
         return
     try:
-        engine.begin_with(Path(folder))
+        engine.load_pretrained(Path(folder))
     except BadFileError as error:
-        found = Violation("model.init_from", folder, "", str(error))
-        raise UserError("model", f"model.init_from={folder}: {error}", [found]) from error
+        violation = Violation("model.init_from", folder, "", str(error))
+        raise UserError("model", f"model.init_from={folder}: {error}", [violation]) from error
     note("loaded", f"weights read from {folder}")
 
 
-def base_of(config: ResolvedConfig, rank: int) -> str | None:
-    """Return, with lora, the fingerprint of the adapters' base model, once `begin` has loaded it."""
+def base_fingerprint(config: ResolvedConfig, rank: int) -> str | None:
+    """Return, with lora, the fingerprint of the loaded base model of the adapters."""
     folder = config.model.init_from
     if not config.lora.rank or folder is None:
         return None
-    return process_group.from_first(fingerprint(Path(folder), config.model) if rank == 0 else None)
+    return process_group.broadcast(fingerprint(Path(folder), config.model) if rank == 0 else None)
 
 
 def show_sample(training: Training, data: Dataset) -> None:
@@ -169,7 +169,7 @@ def show_sample(training: Training, data: Dataset) -> None:
     training.note("sample", "a sample of the trained model", text=text)
 
 
-def sinks_of(context: RankContext, step: int) -> list[Sink]:
+def make_sinks(context: RankContext, step: int) -> list[Sink]:
     """Return the run's sinks on rank 0, and none on others."""
     if context.rank > 0:
         return []
@@ -197,7 +197,7 @@ def _record(context: RankContext, name: str, value: Any) -> None:
         write_json(path, {**read_json(path), name: value})
 
 
-def noter(context: RankContext) -> Note:
+def make_note(context: RankContext) -> Note:
     def note(kind: str, message: str, **fields: Any) -> None:
         if context.rank == 0:
             fence.require(context.workspace)

@@ -59,7 +59,7 @@ class Training:
     meter: Meter
     sinks: list[Sink]
     note: Note
-    recorder: Recorder = field(default_factory=Recorder.of_nothing)
+    recorder: Recorder = field(default_factory=Recorder.disabled)
 
     def __post_init__(self) -> None:
         on_gpu = self.engine.device.type == "cuda"
@@ -69,7 +69,7 @@ class Training:
         self.saver = Saver(self.workspace, self.config.checkpoint, self.rank)
         self.engine.before_update(self.saver.hold)
 
-    def go(self, agreement: Agreement) -> str:
+    def run(self, agreement: Agreement) -> str:
         """Train until the last step or until asked to stop: "completed" or "stopped"."""
         try:
             return self._train(agreement)
@@ -85,24 +85,24 @@ class Training:
             self.report_saved(self.saver.finished())
             self.recorder.before(self.progress.step + 1)
             self.meter.begin()
-            with self.recorder.marked(STEP):
+            with self.recorder.labelled(STEP):
                 result = self.advance()
             step = self.progress.step
-            evaluating = is_due(step, self.config.train.eval_every)
+            evaluates = is_due(step, self.config.train.eval_every)
             by_step = is_due(step, self.config.checkpoint.every)
-            saving = by_step or agreement.save_is_due
+            saves = by_step or agreement.save_is_due
             if (
                 is_due(step, self.config.train.log_every)
-                or evaluating
+                or evaluates
                 or step == self.config.train.steps
             ):
-                if self.log(result, evaluating):
-                    by_step = saving = True
+                if self.log(result, evaluates):
+                    by_step = saves = True
             else:
-                if saving:
+                if saves:
                     result.grad_norm.item()  # so that queued work counts as the step's
                 self.meter.end()
-            if saving:
+            if saves:
                 self.save(self.saver.begin, by_time=not by_step)
                 agreement.saved()
         if reason := self.reason_to_stop():
@@ -123,7 +123,7 @@ class Training:
             self.config.parallel.dp,
             self.config.train.micro_batch,
         )
-        with self.recorder.marked(DATA):
+        with self.recorder.labelled(DATA):
             batches = list(micro_batches)
         self.last = self.engine.train_step(batches, self.learning_rate(step))
         self.progress.step = step
@@ -138,34 +138,34 @@ class Training:
         """Return why `train.stop_when` ends the training now; None: it continues."""
         return self.progress.evaluations.reason_to_stop(self.config.train.stop_when)
 
-    def log(self, result: StepResult, evaluating: bool) -> bool:
+    def log(self, result: StepResult, evaluates: bool) -> bool:
         """Gather one step's metrics from all ranks and write them; True if its checkpoint is to be kept as one
         of the best.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite.
         """
-        mine = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
-        everyone = process_group.gather_numbers(mine)
+        local_figures = [result.loss_sum.item(), peak_memory_gib(self.engine.device)]
+        all_figures = process_group.gather_numbers(local_figures)
         self.meter.end()
         record: dict[str, Any] = {
             "step": self.progress.step,
-            "loss": everyone[:, 0].sum().item() / float(result.tokens),
+            "loss": all_figures[:, 0].sum().item() / float(result.tokens),
             "grad_norm": result.grad_norm.item(),
             "lr": self.learning_rate(self.progress.step),
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
             **self.meter.read(self.config.tokens_per_step),
             **self.engine.figures(),
-            "memory_gib": everyone[:, 1].max().item(),
+            "memory_gib": all_figures[:, 1].max().item(),
             "time": time.time(),
         }
-        if evaluating:
+        if evaluates:
             record |= self.evaluate()
         for sink in self.sinks:
             sink.write(record)
         require_finite(record["step"], loss=record["loss"])
         self.require_finite_gradients(result)
-        if not evaluating:
+        if not evaluates:
             return False
         return self.progress.evaluations.add(
             self.progress.step,
@@ -181,14 +181,14 @@ class Training:
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss of the validation samples, and of each source if there are several."""
-        found = {part.name: self.evaluate_on(part) for part in self.data.valid}
-        mean = sum(part.share * found[part.name] for part in self.data.valid)
-        each = {f"eval_loss/{name}": loss for name, loss in found.items() if name}
-        return {"eval_loss": mean, **each}
+        losses = {split.name: self.evaluate_on(split) for split in self.data.valid}
+        mean = sum(split.share * losses[split.name] for split in self.data.valid)
+        by_source = {f"eval_loss/{name}": loss for name, loss in losses.items() if name}
+        return {"eval_loss": mean, **by_source}
 
-    def evaluate_on(self, part: Validation) -> float:
-        batches = part.loader.valid_batches(
-            samples_of(part, self.config.train.eval_samples),
+    def evaluate_on(self, split: Validation) -> float:
+        batches = split.loader.valid_batches(
+            samples_of(split, self.config.train.eval_samples),
             self.engine.dp_rank,
             self.config.parallel.dp,
             self.config.train.micro_batch,
@@ -225,7 +225,7 @@ class Training:
         self.require_finite_gradients(self.last)
         for sink in self.sinks:
             sink.flush()
-        about = {
+        manifest = {
             "step": self.progress.step,
             "consumed_samples": self.progress.consumed_samples,
             "tokens": self.progress.consumed_samples * self.config.train.seq_len,
@@ -238,7 +238,7 @@ class Training:
             configuration.IN_MANIFEST: configuration.values(self.config),
         }
         self.report_saved(self.saver.finish())
-        self.report_saved(write(self.engine.state(), about))
+        self.report_saved(write(self.engine.state(), manifest))
         self.saved_step = self.progress.step
 
     def report_saved(self, saved: Saved | None) -> None:
@@ -250,11 +250,11 @@ class Training:
         self.note(
             "checkpoint", message, step=saved.step, seconds=saved.seconds, stall_s=saved.stall_s
         )
-        for step, why in saved.undeleted.items():
+        for step, reason in saved.undeleted.items():
             path = store.checkpoint_path(saved.path.parent, step)
             self.note(
                 "undeleted",
-                f"{path.name} is no longer needed and could not be deleted ({why}); the training "
+                f"{path.name} is no longer needed and could not be deleted ({reason}); the training "
                 f"continues. To delete it: rm -r {shlex.quote(str(path))}",
                 step=step,
             )
@@ -267,9 +267,9 @@ def validate(engine: Engine, batches: Iterable[tuple[Batch, int]]) -> tuple[floa
     return total[0].item(), int(total[1].item())
 
 
-def samples_of(part: Validation, samples: int) -> int:
+def samples_of(split: Validation, samples: int) -> int:
     """Return the number of an evaluation's samples that come from one source."""
-    return max(1, round(part.share * samples))
+    return max(1, round(split.share * samples))
 
 
 def is_due(step: int, every: int) -> bool:

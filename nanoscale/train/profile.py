@@ -22,7 +22,7 @@ from nanoscale.runs.step_parts import in_words
 
 _MOST_ALLOCATIONS = 1_000_000
 """The most allocations in a memory snapshot; the last ones are kept."""
-_DEAREST = 25
+_TABLE_ROWS = 25
 
 
 def recording(device: torch.device, first: int, last: int, begin: int) -> profile:
@@ -63,38 +63,38 @@ class Recorder:
         self._rank = rank
         self._device = device
         self._note = note
-        self._now: Steps | None = None
-        self._begun = 0
+        self._current: Steps | None = None
+        self._begun_at = 0
         self.profiler: profile | None = None
         """The profiler that records at present."""
 
     @classmethod
-    def of_nothing(cls) -> Recorder:
+    def disabled(cls) -> Recorder:
         return cls(Path(), Profile(), 0, torch.device("cpu"), lambda *_, **__: None)
 
     def before(self, step: int) -> None:
         """Prepare for a step; call it before each one."""
         if not self._series:
             return
-        if self._now is not None and step > self._now[1]:
+        if self._current is not None and step > self._current[1]:
             self.end(step)
-        if self._now is None:
+        if self._current is None:
             self._begin(step)
-        if self._now is not None and step == self._now[0]:
+        if self._current is not None and step == self._current[0]:
             wait_for(self._device)  # queued operations belong to other steps
-            self._remember_memory()
-        if self.profiler is not None and step > self._begun:
+            self._record_memory()
+        if self.profiler is not None and step > self._begun_at:
             self.profiler.step()
 
-    def marked(self, name: str) -> AbstractContextManager[Any]:
+    def labelled(self, name: str) -> AbstractContextManager[Any]:
         """Return a context whose content has this name in the trace."""
         return nullcontext() if self.profiler is None else record_function(name)
 
     def end(self, step: int) -> None:
         """Write the recording that ends before this step, if there is one. All ranks call it."""
-        if self._now is None:
+        if self._current is None:
             return
-        (first, last), self._now = self._now, None
+        (first, last), self._current = self._current, None
         profiler, self.profiler = self.profiler, None
         last = min(last, step - 1)
         if profiler is not None:
@@ -108,36 +108,36 @@ class Recorder:
                 self._write(profiler, first, last)
         except OSError as error:  # is not a reason to end the training
             problem = f"of rank {self._rank} could not be written: {error}"
-        problems = [it for it in process_group.gather(problem) if it is not None]
-        which = f"step {first}" if first == last else f"steps {first} to {last}"
-        said = f"profile of {which} {problems[0] if problems else f'in {self._folder}'}"
-        self._note("profile", said, first=first, last=last)
+        problems = [text for text in process_group.gather(problem) if text is not None]
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        message = f"profile of {steps} {problems[0] if problems else f'in {self._folder}'}"
+        self._note("profile", message, first=first, last=last)
 
     def _begin(self, step: int) -> None:
         """Start a recording whose series begins after this step or has begun; the step before it warms up."""
-        found = next((it for it in self._series if it[0] - 1 <= step <= it[1]), None)
-        if found is None:
+        series = next((steps for steps in self._series if steps[0] - 1 <= step <= steps[1]), None)
+        if series is None:
             return
-        first = max(found[0], step)
-        self._now, self._begun = (first, found[1]), step
+        first = max(series[0], step)
+        self._current, self._begun_at = (first, series[1]), step
         if self._is_recorded:
-            self.profiler = recording(self._device, first, found[1], step)
+            self.profiler = recording(self._device, first, series[1], step)
             self.profiler.start()
 
-    def _remember_memory(self) -> None:
+    def _record_memory(self) -> None:
         if self.profiler is not None and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
 
     def _write(self, profiler: profile, first: int, last: int) -> None:
-        which = f"step-{first}" if first == last else f"steps-{first}-{last}"
-        name = f"{which}.rank-{self._rank}"
+        steps = f"step-{first}" if first == last else f"steps-{first}-{last}"
+        name = f"{steps}.rank-{self._rank}"
         self._folder.mkdir(exist_ok=True)
         if self._device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(self._folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         parts = parts_of(events_of(profiler))
-        lines = [f"{which} of rank {self._rank}", ""]
+        lines = [f"{steps} of rank {self._rank}", ""]
         if parts is not None:
             lines.append(f"a step took {duration(parts.step_s)} of the {parts.where}'s time")
             lines += [*in_words(asdict(parts)), ""]
@@ -147,8 +147,8 @@ class Recorder:
 
 def most_expensive(profiler: profile, device: torch.device) -> str:
     """Return a table of the operations that take most of the device's time; on a CPU, of the host's time."""
-    of = "device" if device.type == "cuda" else "cpu"
+    time_of = "device" if device.type == "cuda" else "cpu"
     table: str = profiler.key_averages().table(
-        sort_by=f"self_{of}_time_total", row_limit=_DEAREST, max_name_column_width=70
+        sort_by=f"self_{time_of}_time_total", row_limit=_TABLE_ROWS, max_name_column_width=70
     )
     return table

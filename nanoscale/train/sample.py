@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from nanoscale.data.tokenizer import Tokenizer
-from nanoscale.models.kv_cache import decoding
+from nanoscale.models.kv_cache import without_cudnn_attention
 
 TEMPERATURE = 0.7
 
 
 def uncompiled() -> AbstractContextManager[Any]:
     """Run compiled blocks as they were written: a compilation takes longer than the sample."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 class NextToken(Protocol):
@@ -33,15 +33,15 @@ def sample(
     that the model was trained on.
     """
     generator = torch.Generator().manual_seed(seed)
-    prompted = tokenizer.encode(prompt)
-    tokens = [tokenizer.eos, *prompted]
+    prompt_tokens = tokenizer.encode(prompt)
+    tokens = [tokenizer.eos, *prompt_tokens]
     # No early exit at a document's end: ranks that disagreed would wait for each other forever.
     for _ in range(length):
-        with decoding(), uncompiled():
+        with without_cudnn_attention(), uncompiled():
             logits = engine.next_token_logits(tokens[-context:])
         probability = torch.softmax(logits.cpu()[: tokenizer.vocab_size] / TEMPERATURE, dim=0)
         tokens.append(int(torch.multinomial(probability, 1, generator=generator)))
-    written = tokens[1:]
+    generated = tokens[1:]
     return tokenizer.decode(
-        written[: written.index(tokenizer.eos)] if tokenizer.eos in written else written
+        generated[: generated.index(tokenizer.eos)] if tokenizer.eos in generated else generated
     )

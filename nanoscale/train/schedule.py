@@ -18,10 +18,10 @@ def lr_factor(scheduler: Scheduler, step: int, steps: int) -> float:
         return step / scheduler.warmup_steps
     if scheduler.name == "constant":
         return 1.0
-    falling_from = scheduler.warmup_steps
+    decay_start = scheduler.warmup_steps
     if scheduler.name == "wsd":
         assert scheduler.decay_steps is not None, "the launcher freezes a number"
-        falling_from = max(falling_from, steps - scheduler.decay_steps)
-    progress = max(0, step - falling_from) / max(1, steps - falling_from)
-    fallen = (1 - math.cos(math.pi * progress)) / 2 if scheduler.name == "cosine" else progress
-    return 1 - (1 - scheduler.min_ratio) * fallen
+        decay_start = max(decay_start, steps - scheduler.decay_steps)
+    progress = max(0, step - decay_start) / max(1, steps - decay_start)
+    decay = (1 - math.cos(math.pi * progress)) / 2 if scheduler.name == "cosine" else progress
+    return 1 - (1 - scheduler.min_ratio) * decay

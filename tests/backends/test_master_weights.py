@@ -55,5 +55,5 @@ def test_gradients_add_up_in_masters_and_weights_follow_them(tmp_path: Path) -> 
     state = engine.state()
     for name, master in masters:
         torch.testing.assert_close(state[f"model.{name}"], master.data, rtol=0, atol=1e-6)
-    (ours,) = engine.parts.values()
+    (ours,) = engine.stages.values()
     assert all(p.dtype == torch.bfloat16 and p.grad is None for p in ours.parameters())

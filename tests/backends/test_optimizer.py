@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from nanoscale.backends import gradients
 from nanoscale.backends.native import NativeEngine
 from nanoscale.backends.optimizer import (
-    Named,
+    NamedParameters,
     clip_in_update,
     dequantise,
     fill_state,
@@ -47,7 +47,7 @@ def draw(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in SIZES.items()}
 
 
-def make_parameters(mesh: Any = None, placements: Any = None) -> Named:
+def make_parameters(mesh: Any = None, placements: Any = None) -> NamedParameters:
     return [(name, nn.Parameter(shard(v, mesh, placements))) for name, v in draw(0).items()]
 
 
@@ -58,7 +58,7 @@ def shard(value: Tensor, mesh: Any, placements: Any) -> Tensor:
     return distribute_tensor(value, mesh, usable, src_data_rank=None)
 
 
-def train(parameters: Named, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(parameters: NamedParameters, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         for (_, parameter), gradient in zip(parameters, draw(step + 1).values(), strict=True):
             if isinstance(parameter, DTensor):
@@ -271,11 +271,11 @@ def test_clipping_in_the_update_is_clipping_before_it(limit: float) -> None:
             for (_, parameter), gradient in zip(named, draw(step + 1).values(), strict=True):
                 parameter.grad = gradient.clone()
         before = [p.grad for _, p in apart if p.grad is not None]
-        norm = gradients.own_norm(before)
+        norm = gradients.local_norm(before)
         gradients.clip(before, norm, limit)
         assert clip_in_update(optimizers[1], norm, limit)
         untouched = [p.grad for _, p in joined if p.grad is not None]
-        assert torch.equal(gradients.own_norm(untouched), norm), "no pass of its own"
+        assert torch.equal(gradients.local_norm(untouched), norm), "no pass of its own"
         for optimizer in optimizers:
             optimizer.step()
     for (name, one), (_, other) in zip(apart, joined, strict=True):

@@ -25,7 +25,7 @@ from nanoscale.runs.directory import RunDirectory
 from nanoscale.runs.failure import Evidence, RankFailure, diagnose
 from nanoscale.runs.fence import FencedError
 from nanoscale.runs.rank_context import RankContext, StopFlag
-from nanoscale.train.job import noter
+from nanoscale.train.job import make_note
 from tests.support.ranks import run_ranks
 
 STATE = {"a": torch.arange(10.0), "b": torch.ones(3, 5)}
@@ -207,7 +207,7 @@ def test_the_record_of_a_run_is_the_last_attempts(run: RunDirectory) -> None:
 
     old = open_sinks(Subject(run, Config(), run.workspace(1), 1), 3)[0]
     old.write(record(4))
-    note = noter(context(run, 1))
+    note = make_note(context(run, 1))
     note("checkpoint", "saved")
     fence.begin(run, 2)
     new = open_sinks(Subject(run, Config(), run.workspace(2), 2), 3)[0]
@@ -221,7 +221,7 @@ def test_the_record_of_a_run_is_the_last_attempts(run: RunDirectory) -> None:
         open_sinks(Subject(run, Config(), run.workspace(1), 1), 0)
     assert (run.metrics.read_text(), run.events.read_text()) == before
     assert len(before[0].splitlines()) == 1
-    noter(context(run, 2))("checkpoint", "saved")
+    make_note(context(run, 2))("checkpoint", "saved")
     assert [event["kind"] for event in events.read(run)].count("checkpoint") == 2
 
 

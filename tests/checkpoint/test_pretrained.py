@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanoscale.backends.gradients import own_part
-from nanoscale.backends.native import build_parts
+from nanoscale.backends.gradients import local_tensor
+from nanoscale.backends.native import build_stages
 from nanoscale.checkpoint.flat import FlatShard
 from nanoscale.checkpoint.hf import load
 from nanoscale.checkpoint.hf.names import places, shapes
@@ -26,7 +26,7 @@ from nanoscale.config.schema import Backend, Model
 from nanoscale.models.initialization import initialise
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel import process_group
-from nanoscale.parallel.mesh import lay_out
+from nanoscale.parallel.mesh import make_layout
 from nanoscale.train.job import make_engine
 from tests.support.hf_families import logits, save
 from tests.support.jobs import make_config
@@ -65,7 +65,7 @@ def begin_and_look(_rank: int, config: ResolvedConfig) -> tuple[list[float], int
         return part
 
     load.read_part = counting
-    engine.begin_with(Path(str(config.model.init_from)))
+    engine.load_pretrained(Path(str(config.model.init_from)))
     held = sum(local_numbers(t) for n, t in engine.state().items() if n.startswith("model."))
     return engine.next_token_logits(PROMPT).tolist(), sum(read), held
 
@@ -139,15 +139,15 @@ def test_reading_needs_the_shards_and_a_part_of_a_tensor(
     monkeypatch.setattr(load, "read_part", weighing)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        layout = lay_out(config, "cpu")
+        layout = make_layout(config, "cpu")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            (part,) = build_parts(config, layout, CPU).values()
+            (part,) = build_stages(config, layout, CPU).values()
             state = {f"model.{name}": p for name, p in part.named_parameters()}
             load.load(tmp_path, shape, state)
     finally:
         dist.destroy_process_group()
-    share = sum(own_part(p).nbytes for p in part.parameters())
-    largest = max(own_part(p).nbytes for p in part.parameters())
+    share = sum(local_tensor(p).nbytes for p in part.parameters())
+    largest = max(local_tensor(p).nbytes for p in part.parameters())
     assert sum(parts) == share and max(parts) == largest
     mapped = (
         (tmp_path / "model.safetensors").stat().st_size

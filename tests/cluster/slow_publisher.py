@@ -31,16 +31,16 @@ def job(context: RankContext) -> str:
 
     from nanoscale.checkpoint import sharded
     from nanoscale.parallel import process_group
-    from nanoscale.train.job import noter, sinks_of
+    from nanoscale.train.job import make_note, make_sinks
 
     state = {"weights": torch.arange(1e4), "moments": torch.ones(100, 7)}
     process_group.join(context.world_size, torch.device("cpu"), 600.0)
     loaded = sharded.load_newest(context.workspace, state)
     step = loaded["step"] if loaded else 0
-    sinks = sinks_of(context, step)
-    note = noter(context)
+    sinks = make_sinks(context, step)
+    note = make_note(context)
     note("running", f"training from step {step + 1}")
-    while not process_group.from_first((context.run.path / "enough").exists()):
+    while not process_group.broadcast((context.run.path / "enough").exists()):
         step += 1 if context.attempt == 1 else 10
         if (context.attempt, context.rank, step) == (1, 0, WAITS_AT):
             _be_late(context, sinks, note)

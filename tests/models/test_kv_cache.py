@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanoscale.config.hf.shape import read_shape
 from nanoscale.config.schema import Model
 from nanoscale.models.initialization import initialise
-from nanoscale.models.kv_cache import Cache, decoding
+from nanoscale.models.kv_cache import Cache, without_cudnn_attention
 from nanoscale.models.transformer import Transformer
 from tests.support.hf_families import FAMILIES, save, tokens
 from tests.support.jobs import SHAPE
@@ -42,13 +42,13 @@ def test_logits_are_those_without_it(
     ids = tokens(20)
     with torch.no_grad():
         expected = model(ids)
-    cache = Cache(model, batch=2, room=20)
+    cache = Cache(model, batch=2, max_length=20)
     cuts = [0, 5, 6, 7, 14, 20]  # one token and several, after some and after none
     parts = [cache.logits(ids[:, a:b]) for a, b in pairwise(cuts)]
     found = torch.cat(parts, dim=1)
     assert expected.std() > 0.1 and found.dtype == dtype
     assert (found - expected).abs().max() <= bound * expected.abs().max()
-    again = Cache(model, batch=2, room=20).logits(ids, last_only=True)
+    again = Cache(model, batch=2, max_length=20).logits(ids, last_only=True)
     assert again.shape == (2, 1, shape.vocab) and cache.lengths.tolist() == [20, 20]
     assert (again - expected[:, -1:]).abs().max() <= bound * expected.abs().max()
 
@@ -63,7 +63,7 @@ def test_sequences_of_different_lengths_do_not_see_each_other(family: str, tmp_p
     ids = torch.cat([ids, ids.flip(0)[:1].roll(3, 1)])
     with torch.no_grad():
         expected = model(ids)
-    cache = Cache(model, batch=3, room=20)
+    cache = Cache(model, batch=3, max_length=20)
     seen, rows = [0, 0, 0], [0, 1, 2]
     for step, counts in enumerate(([3, 9, 1], [1, 1, 1], [4, 1, 2], [1, 1], [2, 5], [1, 1])):
         if step == 3:
@@ -99,8 +99,8 @@ def test_decoding_keeps_from_cudnn_which_plans_anew_for_every_length(
 
 
 def test_decoding_leaves_cudnn_to_whoever_allows_nothing_else() -> None:
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), decoding():
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn_attention():
         assert torch.backends.cuda.cudnn_sdp_enabled()
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), decoding():
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION), without_cudnn_attention():
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()

@@ -44,7 +44,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(load: list[int]) -> None
 
 def test_every_expert_has_a_gradient_also_one_without_tokens() -> None:
     made = mixture()
-    made.router.lean += torch.tensor([9, 9, 0, 0])
+    made.router.choice_bias += torch.tensor([9, 9, 0, 0])
     made(tokens()).sum().backward()
     assert made.router.load.tolist() == [12, 12, 0, 0]
     for parameter in made.experts.parameters():
@@ -55,12 +55,12 @@ def test_every_expert_has_a_gradient_also_one_without_tokens() -> None:
 def test_a_preference_changes_the_choice_and_not_the_weights() -> None:
     made, x = mixture(experts_per_token=1), tokens()
     usual, chosen = made.router(x)
-    made.router.lean[2] += 9
+    made.router.choice_bias[2] += 9
     weights, preferred = made.router(x)
     assert (chosen != 2).any() and (preferred == 2).all()
     assert torch.equal(weights, usual) and (weights == 1).all()
     made = mixture(balance="none")
-    made.router.lean[2] += 9
+    made.router.choice_bias[2] += 9
     assert torch.equal(made.router(x)[1], mixture().router(x)[1])
 
 
@@ -86,4 +86,4 @@ def test_what_is_taken_gives_back_its_gradient() -> None:
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     order, back = moe.sort(torch.tensor([2, 0, 1, 1, 0, 2, 2, 0]))
     assert order.tolist() == [1, 4, 7, 2, 3, 0, 5, 6]
-    assert torch.autograd.gradcheck(lambda x: moe.take(x, order // 2, back), x)
+    assert torch.autograd.gradcheck(lambda x: moe.gather_rows(x, order // 2, back), x)

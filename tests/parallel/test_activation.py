@@ -83,7 +83,7 @@ def make(mode: str, offload: bool = False) -> tuple[nn.ModuleDict, activation.Ru
     layers = nn.ModuleDict({str(i): Block(SHAPE) for i in range(LAYERS)}).double()
     parallel = replace(Parallel(), offload_activations=offload, **MODES[mode])
     activation.apply(layers, parallel)
-    return layers, activation.runner(parallel, run_plainly)
+    return layers, activation.make_run_layers(parallel, run_plainly)
 
 
 def inputs(batch: int = BATCH) -> tuple[Tensor, activation.Rotation]:
@@ -226,7 +226,7 @@ def step_in_layout(rank: int, layout: str, cases: list[Case]) -> dict[Case, dict
             if layout == "fsdp":
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             else:
-                divide_block(block, mesh, ResidualStream.over(mesh, divided=False))
+                divide_block(block, mesh, ResidualStream.on_mesh(mesh, divided=False))
         if layout == "fsdp":
             fully_shard(model, mesh=mesh)
         with CountOperations() as counter, measure_moves() as moved:
@@ -251,13 +251,13 @@ def own_bytes(parameter: Tensor) -> int:
 def measure_moves() -> Iterator[list[int]]:
     """Provide the bytes of each storage that moves to host memory."""
     sizes: list[int] = []
-    move = activation.Moved.__init__
+    move = activation.HostStorage.__init__
 
-    def measured(self: activation.Moved, storage: torch.UntypedStorage) -> None:
+    def measured(self: activation.HostStorage, storage: torch.UntypedStorage) -> None:
         sizes.append(storage.nbytes())
         move(self, storage)
 
-    with patch.object(activation.Moved, "__init__", measured):
+    with patch.object(activation.HostStorage, "__init__", measured):
         yield sizes
 
 

@@ -53,7 +53,7 @@ def make(
             divide(block)
     activation.apply(layers, parallel)
     compile.apply(layers, replace(Config(), backend=Backend(compile=compiled)))  # type: ignore[arg-type]
-    return layers, activation.runner(parallel, run_plainly)
+    return layers, activation.make_run_layers(parallel, run_plainly)
 
 
 def gradients(layers: nn.ModuleDict, run: activation.Run) -> list[Tensor]:
@@ -118,7 +118,7 @@ def compile_in_shards(rank: int) -> dict[str, tuple[float, tuple[int, int]]]:
     for axis, sizes in {"dp": (2, 1), "tp": (1, 2)}.items():
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
         divide = partial(
-            divide_block, mesh=mesh["tp"], stream=ResidualStream.over(mesh["tp"], False)
+            divide_block, mesh=mesh["tp"], stream=ResidualStream.on_mesh(mesh["tp"], False)
         )
         torch._dynamo.reset()
         counters.clear()

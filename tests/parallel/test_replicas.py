@@ -30,7 +30,7 @@ def train_rank(rank: int, bucket: int) -> tuple[int, list[np.ndarray]]:
     parameters = make_parameters()
     group = dist.group.WORLD
     assert group is not None
-    found = ddp.Replicas(parameters, group)
+    found = ddp.GradientReducer(parameters, group)
     reduced = 0
     send = dist.all_reduce
 

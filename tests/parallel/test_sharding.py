@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanoscale.backends.gradients import own_part
-from nanoscale.backends.native import NativeEngine, build_parts
+from nanoscale.backends.gradients import local_tensor
+from nanoscale.backends.native import NativeEngine, build_stages
 from nanoscale.config.layout import is_replicated
 from nanoscale.config.parameters import named
 from nanoscale.config.resolved import ResolvedConfig
@@ -24,7 +24,7 @@ from nanoscale.config.schema import Launcher, Model, Parallel, Precision, Train,
 from nanoscale.data.batch import Batch
 from nanoscale.parallel import fsdp as data_parallel
 from nanoscale.parallel import process_group
-from nanoscale.parallel.mesh import lay_out
+from nanoscale.parallel.mesh import make_layout
 from tests.support.live_memory import memory_changes, peak_bytes
 from tests.support.ranks import run_ranks
 from tests.support.recipes import complete
@@ -124,7 +124,7 @@ def measure_rank(_rank: int, config: ResolvedConfig) -> tuple[int, Held]:
     at_update = at_call(engine, "_finish_gradients", lambda: live_numbers() - before)
     engine.train_step(batches, 1e-3)
     held = Held(between[0], at_update[0], live_numbers() - before)
-    return engine.layout.place.pp, held
+    return engine.layout.coordinates.pp, held
 
 
 def at_call(engine: Any, method: str, look: Callable[[], float]) -> list[float]:
@@ -182,7 +182,7 @@ def largest_allocation(_rank: int, config: ResolvedConfig) -> tuple[bool, int]:
     engine.train_step(batches, 1e-3)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         engine.train_step(batches, 1e-3)
-    last = any(part.last for part in engine.parts.values())
+    last = any(part.last for part in engine.stages.values())
     return last, max(size for _, size in memory_changes(recorded)) // 4
 
 
@@ -211,10 +211,10 @@ def test_the_table_divides_as_tp_and_ep_do(shape: Model, degrees: dict[str, int]
     config = make_config(0, shape=shape, **degrees)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.world_size)
     try:
-        parts = build_parts(config, lay_out(config, "cpu"), CPU)
+        parts = build_stages(config, make_layout(config, "cpu"), CPU)
     finally:
         dist.destroy_process_group()
-    local = {name: tuple(own_part(value).shape) for name, value in parts[0].named_parameters()}
+    local = {name: tuple(local_tensor(value).shape) for name, value in parts[0].named_parameters()}
     table = named(shape).items()
     assert local == {
         name: value.local(degrees["tp"], degrees.get("ep", 1)) for name, value in table
@@ -230,12 +230,12 @@ def test_initialising_needs_a_share_and_one_parameter(tmp_path: Path) -> None:
     config = make_config(3, shape=replace(shape, kv_heads=8), dp=4, tp=2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
-        layout = lay_out(config, "cpu")
+        layout = make_layout(config, "cpu")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            parts = build_parts(config, layout, CPU)
+            parts = build_stages(config, layout, CPU)
     finally:
         dist.destroy_process_group()
-    share = sum(own_part(p).nbytes for p in parts[0].parameters())
+    share = sum(local_tensor(p).nbytes for p in parts[0].parameters())
     whole = sum(p.nbytes for p in parts[0].parameters())
     largest = max(p.nbytes for p in parts[0].parameters())
     assert share == pytest.approx(whole / 8, rel=0.01)

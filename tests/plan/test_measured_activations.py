@@ -49,7 +49,7 @@ def run(model: Model, parallel: Parallel, dtype: torch.dtype, autocast: bool) ->
     too."""
     part = Transformer(model).to(torch.float32 if autocast else dtype)
     activation.apply(part.layers, parallel)
-    loop = activation.runner(parallel, part.run_layers)
+    loop = activation.make_run_layers(parallel, part.run_layers)
     stream = torch.float32 if autocast else dtype
     rotation = None
     if model.position == "rope":

@@ -79,4 +79,4 @@ def test_no_room_is_too_large(imports):
     for name in imports:
         if name != folder_of(name):
             sizes.setdefault(folder_of(name), []).append(name)
-    assert {folder for folder, files in sizes.items() if len(files) > 17} == set()
+    assert {folder for folder, files in sizes.items() if len(files) > 16} == set()

@@ -94,7 +94,7 @@ def reduce_in_other_order(rank: int, x: torch.Tensor) -> None:
 
 def gather_once_more(rank: int, engine: NativeEngine, _: Any) -> None:
     if rank > 0:
-        (part,) = engine.parts.values()
+        (part,) = engine.stages.values()
         block: Any = part.layers["0"]
         block.unshard()
         block.reshard()

@@ -251,6 +251,6 @@ def record_all(
         note=lambda *_, **__: None,
     )
     agreement = Agreement(StopFlag())
-    assert training.go(agreement) == "completed"
+    assert training.run(agreement) == "completed"
     agreement.close()
     return records

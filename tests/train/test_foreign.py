@@ -73,7 +73,7 @@ def curves_of(rank: int, configs: list[Config]) -> list[CURVE]:
 
 def begun_engine(config: Config, device: torch.device) -> Any:
     engine = job.make_engine(config, device)
-    job.begin(engine, config, lambda *_: None)
+    job.load_initial_weights(engine, config, lambda *_: None)
     return engine
 
 
@@ -146,7 +146,7 @@ def test_narrow_compute_leaves_rotary_frequencies_alone(tmp_path: Path) -> None:
 
 def frequencies(_rank: int, config: Config) -> list[float]:
     engine = job.make_engine(config, torch.device("cpu"))
-    (part,) = engine.parts.values()
+    (part,) = engine.stages.values()
     assert all(p.dtype == torch.bfloat16 for p in part.parameters())
     found: list[float] = part.hf.gpt_neox.rotary_emb.inv_freq.tolist()
     return found

@@ -53,7 +53,7 @@ def _spoil(scale: Any, here: bool) -> Any:
         if isinstance(factor, float):  # the scale's factor, not that of clipping
             calls += 1
             if here and calls == OVERFLOWS_AT:
-                gradients.own_part(grads[0]).fill_(float("inf"))
+                gradients.local_tensor(grads[0]).fill_(float("inf"))
 
     return spoiled
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoscale.backends import gradients
-from nanoscale.backends.base import Engine, StepResult, make_part
+from nanoscale.backends.base import Engine, StepResult, make_stage
 from nanoscale.backends.deepspeed import pipeline, shard_ranges, tensor
 from nanoscale.backends.deepspeed.groups import Groups
 from nanoscale.backends.deepspeed.import_library import load_deepspeed
-from nanoscale.backends.optimizer import first_state, make_optimizer, set_lr
+from nanoscale.backends.optimizer import initial_state, make_optimizer, set_lr
 from nanoscale.checkpoint.flat import Box, FlatShard
 from nanoscale.checkpoint.hf import load
 from nanoscale.config.deepspeed import deepspeed_settings
@@ -35,17 +35,17 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: ResolvedConfig, device: torch.device) -> None:
         super().__init__(config, device)
         library = load_deepspeed(device)
-        self.stage = config.zero.stage
-        self.place = coordinates(dist.get_rank(), config.parallel)
+        self.zero_stage = config.zero.stage
+        self.coordinates = coordinates(dist.get_rank(), config.parallel)
         self.groups = Groups(config, device.type)
-        self.divided: tensor.Divided = {}
+        self.split_dims: tensor.SplitDims = {}
         self.pipelined = config.parallel.pp > 1
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._norm = torch.zeros((), device=device)
-        self._waiting: deque[pipeline.Named] = deque()
+        self._micro_batch_queue: deque[pipeline.StageInputs] = deque()
         settings = deepspeed_settings(config)
         self.model = self._build(library, settings)
-        self.parts = {self.place.pp: self.model}
+        self.stages = {self.coordinates.pp: self.model}
         self.engine: Any = library.initialize(
             model=self._pipeline() if self.pipelined else self.model,
             optimizer=make_optimizer(self.parameters(), config.optimizer),
@@ -53,16 +53,20 @@ class DeepSpeedEngine(Engine):
             config=settings,
             dist_init_required=False,
         )[0]
-        if self.stage == 0:
+        if self.zero_stage == 0:
             self.engine.clip_fp32_gradients = self._clip
         if self.pipelined:
             self.engine.timers = pipeline.no_timers()
         self.model.reset_buffers(device)  # DeepSpeed casts them like parameters
         self.balance = self._make_balance()
-        self.pieces = shard_ranges.find(self.parameters(), self.engine.optimizer, self.stage)
-        begun = config.model.init_from is not None  # then all weights but adapters are loaded
-        if not begun or config.lora.rank:
-            self._initialise(frozen=not begun)
+        self.shards = shard_ranges.find_shards(
+            self.parameters(), self.engine.optimizer, self.zero_stage
+        )
+        is_pretrained = (
+            config.model.init_from is not None
+        )  # then all weights but adapters are loaded
+        if not is_pretrained or config.lora.rank:
+            self._initialise(frozen=not is_pretrained)
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """List the trained parameters."""
@@ -70,85 +74,95 @@ class DeepSpeedEngine(Engine):
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> StepResult:
         self._loss_sum.zero_()
-        self._tokens = self._count(micro_batches)
+        self._tokens = self._count_tokens(micro_batches)
         set_lr(self.engine.optimizer, lr)
         self._set_scale()
-        batches = [self._divide(batch) for batch in micro_batches]
+        batches = [self._local_batch(batch) for batch in micro_batches]
         if self.pipelined:
-            self._waiting.extend((documents, targets) for _, targets, documents in batches)
+            self._micro_batch_queue.extend(
+                (documents, targets) for _, targets, documents in batches
+            )
             self.engine.train_batch((inputs, targets) for inputs, targets, _ in batches)
         else:
             for inputs, targets, documents in batches:
-                self.engine.backward(self._share(self.engine(inputs, documents, targets)))
+                self.engine.backward(self._backward_loss(self.engine(inputs, documents, targets)))
                 self.engine.step()
-        norm = self._norm if self.stage == 0 else self._reported_norm()
+        norm = self._norm if self.zero_stage == 0 else self._reported_norm()
         skipped = self.scaling is not None and not self.scaling.update(bool(norm.isfinite()))
         if self.balance is not None:
-            self.balance.settle(self._counts, skipped)
-        return StepResult(self._loss_sum * self._counts, self._tokens, norm, skipped)
+            self.balance.end_step(self._counts_losses, skipped)
+        return StepResult(self._loss_sum * self._counts_losses, self._tokens, norm, skipped)
 
     def state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
-        for mine in shard_ranges.by_home(self.pieces):
-            with shard_ranges.in_memory(mine, self.engine.optimizer) as swapped:
-                for name, tensor_ in self._tensors(mine):
-                    state[name] = _copied(tensor_) if swapped else tensor_
+        for shards in shard_ranges.group_by_tensor(self.shards):
+            with shard_ranges.swapped_in(shards, self.engine.optimizer) as was_swapped:
+                for name, value in self._tensors(shards):
+                    state[name] = _copied(value) if was_swapped else value
         return state | self._small_state()
 
     def frozen_state(self) -> dict[str, Tensor]:
         frozen = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
-        if self.stage < 3:
+        if self.zero_stage < 3:
             return {f"model.{name}": parameter for name, parameter in frozen}
-        own = (shard_ranges.own_part(parameter, self.engine.optimizer) for _, parameter in frozen)
+        local_shards = (
+            shard_ranges.local_shard(parameter, self.engine.optimizer) for _, parameter in frozen
+        )
         return {
             f"model.{name}": FlatShard(local, tuple(self._window(name)[0]), start)
-            for (name, _), (start, local) in zip(frozen, own, strict=True)
+            for (name, _), (start, local) in zip(frozen, local_shards, strict=True)
         }
 
     def empty_state(self) -> dict[str, Tensor]:
-        optimizer = self._stepped_optimizer()
-        for mine in shard_ranges.by_home(self.pieces):
-            with shard_ranges.in_memory(mine, self.engine.optimizer):
-                optimizer.state[mine[0].home].update(first_state(optimizer, mine[0].home))
+        optimizer = self._torch_optimizer()
+        for shards in shard_ranges.group_by_tensor(self.shards):
+            with shard_ranges.swapped_in(shards, self.engine.optimizer):
+                optimizer.state[shards[0].flat].update(initial_state(optimizer, shards[0].flat))
         return self.state()
 
-    def take(self, state: dict[str, Tensor]) -> None:
-        for mine in shard_ranges.by_home(self.pieces):
-            with shard_ranges.in_memory(mine, self.engine.optimizer) as swapped:
-                if swapped:
-                    for name, tensor_ in self._tensors(mine):
-                        _local(tensor_).copy_(_local(state[name]))
-        shard_ranges.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for shards in shard_ranges.group_by_tensor(self.shards):
+            with shard_ranges.swapped_in(shards, self.engine.optimizer) as was_swapped:
+                if was_swapped:
+                    for name, value in self._tensors(shards):
+                        _local(value).copy_(_local(state[name]))
+        shard_ranges.refresh_weights(self.engine.optimizer, self.zero_stage, self.shards)
 
-    def _tensors(self, mine: list[shard_ranges.ShardRange]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors of some pieces."""
-        optimizer = self._stepped_optimizer()
-        for piece in mine:
-            yield f"model.{piece.name}", self._shard(piece, piece.master)
-            for name, moment in piece.moments(optimizer.state):
-                shard = moment if moment.ndim == 0 else self._shard(piece, moment)
-                yield f"optimizer.{piece.name}.{name}", shard
+    def _tensors(self, shards: list[shard_ranges.ShardRange]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the checkpoint's tensors of some shards."""
+        optimizer = self._torch_optimizer()
+        for shard in shards:
+            yield f"model.{shard.name}", self._shard(shard, shard.master)
+            for name, moment in shard.moments(optimizer.state):
+                value = moment if moment.ndim == 0 else self._shard(shard, moment)
+                yield f"optimizer.{shard.name}.{name}", value
 
     def _build(self, library: Any, settings: dict[str, Any]) -> Transformer:
         """Build this rank's stage without values; stage 3 shards every module as soon as it is created."""
         parallel = self.config.parallel
-        apart = self.stage == 3 and parallel.tp == 1
-        context = library.zero.Init(config_dict_or_path=settings) if apart else nullcontext()
-        with context, torch.device(self.device if apart else "meta"):
-            model = make_part(self.config, self.place.pp, real=apart)
+        shards_on_creation = self.zero_stage == 3 and parallel.tp == 1
+        context = (
+            library.zero.Init(config_dict_or_path=settings) if shards_on_creation else nullcontext()
+        )
+        with context, torch.device(self.device if shards_on_creation else "meta"):
+            model = make_stage(self.config, self.coordinates.pp, real=shards_on_creation)
             if self.config.lora.rank:
                 lora.attach(model, self.config.lora)
         if parallel.tp > 1:
-            self.divided = tensor.apply(model, self.groups.tensor)
+            self.split_dims = tensor.apply(model, self.groups.tensor)
         sequence = context_group(self.config, self.device.type)
-        prepare_blocks(model, self.config, sequence, self.place.cp)
-        if not apart:
+        prepare_blocks(model, self.config, sequence, self.coordinates.cp)
+        if not shards_on_creation:
             tensor.materialise(model, self.device)
         return model
 
     def _pipeline(self) -> Any:
         return pipeline.make_module(
-            self.model, self.place.pp, self.config.parallel, self._share, self._waiting
+            self.model,
+            self.coordinates.pp,
+            self.config.parallel,
+            self._backward_loss,
+            self._micro_batch_queue,
         )
 
     @torch.no_grad()
@@ -158,38 +172,38 @@ class DeepSpeedEngine(Engine):
         With `frozen`, also write those that are not updated.
         """
         draw = self.model.initializer(self.config.train.seed, self.device)
-        for mine in shard_ranges.by_home(self.pieces):
-            with shard_ranges.in_memory(mine, self.engine.optimizer):
-                for piece in mine:
-                    shape, window = self._window(piece.name)
-                    part = draw(piece.name, shape)
+        for shards in shard_ranges.group_by_tensor(self.shards):
+            with shard_ranges.swapped_in(shards, self.engine.optimizer):
+                for shard in shards:
+                    shape, window = self._window(shard.name)
+                    initial = draw(shard.name, shape)
                     for axis, offset in enumerate(window.offsets):
-                        part = part.narrow(axis, offset, window.sizes[axis])
-                    end = piece.start + piece.numel
-                    piece.master.copy_(part.reshape(-1)[piece.start : end])
+                        initial = initial.narrow(axis, offset, window.sizes[axis])
+                    end = shard.start + shard.numel
+                    shard.master.copy_(initial.reshape(-1)[shard.start : end])
         for name, target in self.frozen_state().items() if frozen else ():
             whole = draw(name.removeprefix("model."), target.shape)
             for box, memory in load.boxes(target):
                 ends = zip(box.offsets, box.sizes, strict=True)
-                memory.copy_(whole[tuple(slice(at, at + n) for at, n in ends)])
-        shard_ranges.refresh_weights(self.engine.optimizer, self.stage, self.pieces)
+                memory.copy_(whole[tuple(slice(at, at + size) for at, size in ends)])
+        shard_ranges.refresh_weights(self.engine.optimizer, self.zero_stage, self.shards)
 
-    def _shard(self, piece: shard_ranges.ShardRange, local: Tensor) -> FlatShard:
-        shape, window = self._window(piece.name)
-        return FlatShard(local, tuple(shape), piece.start, window)
+    def _shard(self, shard: shard_ranges.ShardRange, local: Tensor) -> FlatShard:
+        shape, window = self._window(shard.name)
+        return FlatShard(local, tuple(shape), shard.start, window)
 
     def _window(self, name: str) -> tuple[torch.Size, Box]:
         """Return the shape of a whole parameter, and this rank of tp's box of it."""
         parameter = self.model.get_parameter(name)
         sizes = list(getattr(parameter, "ds_shape", parameter.shape))
-        offsets, whole = [0] * len(sizes), list(sizes)
-        axis = self.divided.get(name)
+        offsets, full_sizes = [0] * len(sizes), list(sizes)
+        axis = self.split_dims.get(name)
         if axis is not None:
-            offsets[axis] = sizes[axis] * self.place.tp
-            whole[axis] = sizes[axis] * self.config.parallel.tp
-        return torch.Size(whole), Box(tuple(offsets), tuple(sizes))
+            offsets[axis] = sizes[axis] * self.coordinates.tp
+            full_sizes[axis] = sizes[axis] * self.config.parallel.tp
+        return torch.Size(full_sizes), Box(tuple(offsets), tuple(sizes))
 
-    def _stepped_optimizer(self) -> torch.optim.Optimizer:
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
         """Return PyTorch's optimizer, inside DeepSpeed's."""
         optimizer: torch.optim.Optimizer = self.engine.basic_optimizer
         return optimizer
@@ -199,23 +213,23 @@ class DeepSpeedEngine(Engine):
     ) -> Tensor | None:
         if self.pipelined:
             return pipeline.forward(self.model, inputs, documents, targets, self.groups.pipeline)
-        found: Tensor = self.engine(inputs, documents, targets)
-        return found
+        output: Tensor = self.engine(inputs, documents, targets)
+        return output
 
-    def _share(self, loss_sum: Tensor) -> Tensor:
+    def _backward_loss(self, loss_sum: Tensor) -> Tensor:
         """Return a micro batch's loss, scaled for DeepSpeed's mean over micro batches and ranks."""
         self._loss_sum += loss_sum.detach()
-        parts = self.config.accumulation * self.config.parallel.dp * self.config.parallel.cp
-        return self._mean(loss_sum, parts)
+        divisor = self.config.accumulation * self.config.parallel.dp * self.config.parallel.cp
+        return self._mean(loss_sum, divisor)
 
     def _set_scale(self) -> None:
         """Set this step's loss scale in DeepSpeed; it skips the step on an overflow."""
         if self.scaling is None:
             return
-        if self.stage == 0:  # PyTorch's scaler, which would adapt by itself
-            about = {"scale": self.scaling.scale, "_growth_tracker": 0, "growth_interval": 2}
+        if self.zero_stage == 0:  # PyTorch's scaler, which would adapt by itself
+            scaler_state = {"scale": self.scaling.scale, "_growth_tracker": 0, "growth_interval": 2}
             factors = {"growth_factor": 2.0, "backoff_factor": 0.5}
-            self.engine.torch_autocast_z0_gradscaler.load_state_dict(about | factors)
+            self.engine.torch_autocast_z0_gradscaler.load_state_dict(scaler_state | factors)
         else:
             self.engine.optimizer.loss_scale = self.scaling.scale
 
@@ -223,7 +237,9 @@ class DeepSpeedEngine(Engine):
         """Clip before the update in stage 0: DeepSpeed would lose the norm, and clip by one stage's."""
         grads = [(name, p.grad) for name, p in self.parameters() if p.grad is not None]
         # Parameters that tp does not divide are the same on all its ranks, and count once.
-        counted = [grad for name, grad in grads if self.place.tp == 0 or name in self.divided]
+        counted = [
+            grad for name, grad in grads if self.coordinates.tp == 0 or name in self.split_dims
+        ]
         square = gradients.square_norm(counted)
         dist.all_reduce(square)
         self._norm = (square / self.groups.data.size()).sqrt()
@@ -234,11 +250,11 @@ class DeepSpeedEngine(Engine):
         return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
 
 
-def _copied(tensor_: Tensor) -> Tensor:
-    if isinstance(tensor_, FlatShard):
-        return FlatShard(tensor_.local.clone(), tuple(tensor_.shape), tensor_.start, tensor_.window)
-    return tensor_.clone()
+def _copied(value: Tensor) -> Tensor:
+    if isinstance(value, FlatShard):
+        return FlatShard(value.local.clone(), tuple(value.shape), value.start, value.window)
+    return value.clone()
 
 
-def _local(tensor_: Tensor) -> Tensor:
-    return tensor_.local if isinstance(tensor_, FlatShard) else tensor_
+def _local(value: Tensor) -> Tensor:
+    return value.local if isinstance(value, FlatShard) else value

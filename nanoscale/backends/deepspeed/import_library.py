@@ -37,21 +37,21 @@ def load_quietly(device: torch.device) -> Any:
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # It would compile an all-reduce for inference on CPUs before the first step.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    _load_muon_as_it_is()
+    _load_muon_uncompiled()
     return deepspeed
 
 
-def _load_muon_as_it_is() -> None:
+def _load_muon_uncompiled() -> None:
     """Load an optimizer that ZeRO imports, without compiling it, which would load the compiler.
 
     That would take 1.4 s of every rank's start.
     """
     from deepspeed.runtime import compiler
 
-    compiling = compiler.compile
+    original = compiler.compile
     compiler.compile = lambda *_, **__: lambda function: function
     try:
         with suppress(ImportError):  # a DeepSpeed that has none
             import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     finally:
-        compiler.compile = compiling
+        compiler.compile = original

@@ -14,7 +14,7 @@ from nanoscale.config.resolved import ResolvedParallel
 from nanoscale.models.transformer import Transformer
 from nanoscale.parallel.pipeline import Loss
 
-Named = tuple[Tensor | None, Tensor]
+StageInputs = tuple[Tensor | None, Tensor]
 """A micro batch's documents, or None, and its targets."""
 
 
@@ -25,13 +25,13 @@ class FromQueue(nn.Module):
     Every rank has the batches, and forward passes run in their order.
     """
 
-    def __init__(self, stage: Transformer, waiting: deque[Named]) -> None:
+    def __init__(self, stage: Transformer, queue: deque[StageInputs]) -> None:
         super().__init__()
-        self.stage, self.waiting = stage, waiting
+        self.stage, self.queue = stage, queue
 
     def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.stage(hidden, *self.waiting.popleft())
-        return found
+        output: Tensor = self.stage(hidden, *self.queue.popleft())
+        return output
 
 
 def make_module(
@@ -39,17 +39,17 @@ def make_module(
     number: int,
     parallel: ResolvedParallel,
     loss: Loss,
-    waiting: deque[Named],
+    queue: deque[StageInputs],
 ) -> Any:
     """Create the pipeline of which this rank has the stage `number`; ranks are arranged as everywhere here.
 
-    Fill `waiting` before each step with the documents and targets of its micro batches.
+    Fill `queue` before each step with the documents and targets of its micro batches.
     """
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     layers: list[nn.Module] = [nn.Identity() for _ in range(parallel.pp)]
-    layers[number] = FromQueue(stage, waiting)
+    layers[number] = FromQueue(stage, queue)
     return PipelineModule(
         layers,
         topology=PipeModelDataParallelTopology(
@@ -71,17 +71,17 @@ def forward(
 
     Tensors are sent explicitly, since DeepSpeed's evaluation caches the shape of a batch.
     """
-    here = group.rank()
+    rank = group.rank()
     hidden = tokens
     if not stage.first:
         dtype = next(stage.parameters()).dtype
         shape = (*tokens.shape, stage.shape.hidden)
         hidden = torch.empty(shape, dtype=dtype, device=tokens.device)
-        dist.recv(hidden, group=group, group_src=here - 1)
+        dist.recv(hidden, group=group, group_src=rank - 1)
     hidden = stage(hidden, documents, targets)
     if stage.last:
         return hidden
-    dist.send(hidden.contiguous(), group=group, group_dst=here + 1)
+    dist.send(hidden.contiguous(), group=group, group_dst=rank + 1)
     return None
 
 

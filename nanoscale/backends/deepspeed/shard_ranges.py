@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Named = list[tuple[str, nn.Parameter]]
+NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,30 @@ class ShardRange:
     start: int
     """Its first element in the parameter."""
     numel: int
-    home: Tensor
+    flat: Tensor
     """The tensor that the optimizer updates, which is the key of its state."""
     offset: int
-    """Its first element in the flattened home."""
+    """Its first element in `flat`, flattened."""
     group: int | None = None
-    """Stage 3: the sub-group whose shards make the home."""
+    """Stage 3: the sub-group whose shards make up `flat`."""
 
     @property
     def master(self) -> Tensor:
         """A view of the elements, `[numel]`."""
-        return self._of(self.home)
+        return self._view(self.flat)
 
     def moments(self, state: dict[Tensor, Any]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimizer's tensors by name: `[numel]` views, and scalars that the whole home shares."""
-        for name, value in state.get(self.home, {}).items():
+        """Yield the optimizer's tensors by name: `[numel]` views, and scalars that all of `flat` shares."""
+        for name, value in state.get(self.flat, {}).items():
             if isinstance(value, Tensor):
-                yield name, self._of(value) if value.numel() == self.home.numel() else value
+                yield name, self._view(value) if value.numel() == self.flat.numel() else value
 
-    def _of(self, tensor: Tensor) -> Tensor:
+    def _view(self, tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1).narrow(0, self.offset, self.numel)
 
 
-def find(parameters: Named, optimizer: Any, stage: int) -> list[ShardRange]:
-    """List the pieces of this rank. `optimizer` is DeepSpeed's, which wraps ours from stage 1 on."""
+def find_shards(parameters: NamedParameters, optimizer: Any, stage: int) -> list[ShardRange]:
+    """List the shards of this rank. `optimizer` is DeepSpeed's, which wraps ours from stage 1 on."""
     if stage == 0:
         return [ShardRange(name, 0, p.numel(), p, 0) for name, p in parameters]
     if stage == 3:
@@ -61,72 +61,72 @@ def find(parameters: Named, optimizer: Any, stage: int) -> list[ShardRange]:
     return list(_sharded_masters(parameters, optimizer))
 
 
-def _sharded_masters(parameters: Named, optimizer: Any) -> Iterator[ShardRange]:
-    homes = [group["params"][0] for group in optimizer.param_groups]
+def _sharded_masters(parameters: NamedParameters, optimizer: Any) -> Iterator[ShardRange]:
+    flat_tensors = [group["params"][0] for group in optimizer.param_groups]
     for name, parameter in parameters:
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is None:  # all of it belongs to other ranks
             continue
-        here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-        home = homes[mapping.param_group_index]
-        yield ShardRange(name, there.start, here.numel, home, here.start)
+        hp_address, lp_address = mapping.hp_fragment_address, mapping.lp_fragment_address
+        flat = flat_tensors[mapping.param_group_index]
+        yield ShardRange(name, lp_address.start, hp_address.numel, flat, hp_address.start)
 
 
-def _sharded_parameters(parameters: Named, optimizer: Any) -> Iterator[ShardRange]:
+def _sharded_parameters(parameters: NamedParameters, optimizer: Any) -> Iterator[ShardRange]:
     for name, parameter in parameters:
-        zero: Any = parameter
+        ds_parameter: Any = parameter
         group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = optimizer._get_param_partition_rank(parameter) * size
-        numel = min(size, max(0, zero.ds_numel - start))  # the last shards are padded
+        numel = min(size, max(0, ds_parameter.ds_numel - start))  # the last shards are padded
         if numel:
-            home = optimizer.fp32_partitioned_groups_flat[group]
-            yield ShardRange(name, start, numel, home, offset, group)
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            yield ShardRange(name, start, numel, flat, offset, group)
 
 
-def own_part(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
+def local_shard(frozen: nn.Parameter, optimizer: Any) -> tuple[int, Tensor]:
     """Return this rank's shard of a frozen parameter in stage 3: its first element's number, its elements."""
-    zero: Any = frozen
-    size = zero.ds_tensor.ds_numel
+    ds_parameter: Any = frozen
+    size = ds_parameter.ds_tensor.ds_numel
     start = optimizer._get_param_partition_rank(frozen) * size
-    numel = min(size, max(0, zero.ds_numel - start))
-    return start, zero.ds_tensor.narrow(0, 0, numel)
+    numel = min(size, max(0, ds_parameter.ds_numel - start))
+    return start, ds_parameter.ds_tensor.narrow(0, 0, numel)
 
 
 @contextmanager
-def in_memory(pieces: list[ShardRange], optimizer: Any) -> Iterator[bool]:
-    """Bring the tensors of one home into memory if they are on a disk, and put them back afterwards.
+def swapped_in(shards: list[ShardRange], optimizer: Any) -> Iterator[bool]:
+    """Bring the shards of one flat tensor into memory if they are on a disk, and put them back afterwards.
 
     Yields True if they were on a disk.
     """
-    group = pieces[0].group
-    swapped = group is not None and optimizer._swappable_optimizer_subgroup(group)
-    if swapped:
+    group = shards[0].group
+    was_swapped = group is not None and optimizer._swappable_optimizer_subgroup(group)
+    if was_swapped:
         optimizer._optimizer_states_and_gradient_swap_in(group)
-    yield swapped
-    if swapped:
+    yield was_swapped
+    if was_swapped:
         optimizer._optimizer_states_and_gradient_swap_out(group)
 
 
-def by_home(pieces: list[ShardRange]) -> list[list[ShardRange]]:
-    """Group pieces by the tensor that the optimizer updates."""
-    homes: dict[int, list[ShardRange]] = {}
-    for piece in pieces:
-        homes.setdefault(id(piece.home), []).append(piece)
-    return list(homes.values())
+def group_by_tensor(shards: list[ShardRange]) -> list[list[ShardRange]]:
+    """Group shards by the tensor that the optimizer updates."""
+    shards_by_tensor: dict[int, list[ShardRange]] = {}
+    for shard in shards:
+        shards_by_tensor.setdefault(id(shard.flat), []).append(shard)
+    return list(shards_by_tensor.values())
 
 
 @torch.no_grad()
-def refresh_weights(optimizer: Any, stage: int, pieces: list[ShardRange]) -> None:
+def refresh_weights(optimizer: Any, stage: int, shards: list[ShardRange]) -> None:
     """Copy the fp32 master weights to the compute copies. All ranks call it."""
     if stage in (1, 2):
         optimizer.update_lp_params()
     if stage == 3:
-        kept = optimizer.persistent_parameters
-        if kept:  # small parameters that are always gathered
-            kept[0].partition(kept)
-        for mine in by_home(pieces):
-            with in_memory(mine, optimizer):
-                optimizer._reassign_or_swap_out_partitioned_parameters(mine[0].group)
-        if kept:
-            kept[0].all_gather(kept)
+        persistent = optimizer.persistent_parameters
+        if persistent:  # small parameters that are always gathered
+            persistent[0].partition(persistent)
+        for group in group_by_tensor(shards):
+            with swapped_in(group, optimizer):
+                optimizer._reassign_or_swap_out_partitioned_parameters(group[0].group)
+        if persistent:
+            persistent[0].all_gather(persistent)
         optimizer.invalidate_secondary_tensor()

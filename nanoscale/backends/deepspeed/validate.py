@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Asked(dict[str, Any]):
+class RecordedSettings(dict[str, Any]):
     """A configuration that records which of its keys were read: DeepSpeed ignores all others."""
 
     def __init__(self, *args: Any) -> None:
@@ -39,20 +39,20 @@ def find_problems(settings: dict[str, Any]) -> list[tuple[str, str, list[str]]]:
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 
-    asked = Asked(settings)
+    recorded = RecordedSettings(settings)
     try:
-        DeepSpeedConfig(asked)
+        DeepSpeedConfig(recorded)
     except ValidationError as error:
         return [
-            (".".join(map(str, found["loc"])), f"{found['msg']} ({error.title})", [])
-            for found in error.errors()
+            (".".join(map(str, problem["loc"])), f"{problem['msg']} ({error.title})", [])
+            for problem in error.errors()
         ]
     except Exception as error:
         return [("", str(error), [])]
     return [
-        (name, "is not a setting of DeepSpeed, which would ignore it", sorted(asked.names))
-        for name in asked
-        if name not in asked.names
+        (name, "is not a setting of DeepSpeed, which would ignore it", sorted(recorded.names))
+        for name in recorded
+        if name not in recorded.names
     ]
 
 

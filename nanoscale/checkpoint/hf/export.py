@@ -183,8 +183,8 @@ def _largest_bias(path: Path, model: Model) -> float:
     reader, largest = Reader(path), 0
     for name, about in reader.read_metadata().state_dict_metadata.items():
         if name.startswith("balance.") and model.balance == "bias":
-            lean = reader.read(name, tuple(cast(Any, about).size))
-            largest = max(largest, int(lean.abs().max()))
+            choice_bias = reader.read(name, tuple(cast(Any, about).size))
+            largest = max(largest, int(choice_bias.abs().max()))
     return largest * model.balance_rate
 
 

@@ -169,14 +169,14 @@ def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
     from torch.distributed.tensor import DTensor
 
     from nanoscale.checkpoint.flat import Box, FlatShard
-    from nanoscale.models.initialization import own_box
+    from nanoscale.models.initialization import local_region
 
     if isinstance(target, FlatShard):
         yield from target.boxes()
     elif not isinstance(target, DTensor):
         yield Box.whole(tuple(target.shape)), target
     elif target.to_local().numel():
-        yield Box(*own_box(target)), target.to_local()
+        yield Box(*local_region(target)), target.to_local()
 
 
 def _named(held: dict[str, Stored], name: str) -> Stored | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.hf.load import differences, read_parts, refuse_all
 from nanoscale.checkpoint.hf.names import TensorPosition, is_buffer
 from nanoscale.config.hf.safetensors_headers import BadFileError, Stored, are_equal, read_folder
-from nanoscale.models.hf_model import PREFIX, build, ties
+from nanoscale.models.hf_model import PREFIX, build, tied_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def _placed(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    names, aliases = _names(model), ties(model)
+    names, aliases = _names(model), tied_parameters(model)
     known: dict[str, Any] = dict.fromkeys([*names, *aliases], True)
     changes = get_model_conversion_mapping(model)
     converters = [it for it in changes if isinstance(it, WeightConverter)]

@@ -123,7 +123,7 @@ def _head_norms(shape: Shape, run: Execution) -> Sizes:
 
 
 def kept_by_selective(shape: Shape, run: Execution, keep: str | frozenset[str]) -> Sizes:
-    """Return the sizes kept by `activation.Keeps`: the input, attention, reduced results, some products."""
+    """Return what `activation.SavePolicy` keeps: the input, attention, reduced results, some products."""
     sizes, names = saved(shape, run), set(products(shape.gated, shape.experts > 0))
     if isinstance(keep, frozenset):
         names = set(keep)
