@@ -81,7 +81,7 @@ def bench_prepare(folder: Path, texts: list[str], tokenizer: Path) -> dict[str, 
 def bench_loader(folder: Path) -> dict[str, float]:
     """Samples/s in random order: the loader, and slices of a numpy memmap in an order made before."""
     tokens = IndexedTokens(folder / "tokens")
-    loader = Loader.of_file(tokens, Split(0, len(tokens.tokens)), SEQ, seed=1, vocab=VOCAB)
+    loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), SEQ, seed=1, vocab=VOCAB)
     bare = np.memmap(bin_path(folder / "tokens"), dtype=tokens.tokens.dtype, mode="r")
     order = sample_indices(1, np.arange(STEPS * BATCH), len(loader)).tolist()
 

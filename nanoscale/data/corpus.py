@@ -107,11 +107,13 @@ def prepare_corpus(sources: Path, cache: Path, tokenizer: str, bpe_vocab: int) -
     key = _key(sources, files, settings)
     kind = tokenizer if tokenizer in ("byte", "bpe") else "file"
     folder = cache / f"stdlib-{_interpreter()}-{kind}-{key[:16]}"
-    found = _whole(folder, key)
-    if found:
-        return found
-    with _only_one(folder):
-        return _whole(folder, key) or _build(folder, sources, files, tokenizer, settings, key)
+    corpus = _complete_corpus(folder, key)
+    if corpus:
+        return corpus
+    with _locked(folder):
+        return _complete_corpus(folder, key) or _build(
+            folder, sources, files, tokenizer, settings, key
+        )
 
 
 def source_files(folder: Path) -> list[Path]:
@@ -120,12 +122,12 @@ def source_files(folder: Path) -> list[Path]:
     Files are sorted by the digests of their paths. So the documents at the end, which are held out, are a fair
     sample, and adding or removing a file moves no other.
     """
-    found = []
-    for place, folders, names in os.walk(folder):
+    files = []
+    for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        paths = (Path(place, name) for name in names if name.endswith(".py"))
-        found += [path.relative_to(folder) for path in paths if os.access(path, os.R_OK)]
-    return sorted(found, key=lambda path: hashlib.sha256(os.fsencode(path.as_posix())).digest())
+        paths = (Path(parent, name) for name in names if name.endswith(".py"))
+        files += [path.relative_to(folder) for path in paths if os.access(path, os.R_OK)]
+    return sorted(files, key=lambda path: hashlib.sha256(os.fsencode(path.as_posix())).digest())
 
 
 def _build(
@@ -193,11 +195,11 @@ def _tokenizer(name: str, texts: list[str], settings: Settings, folder: Path) ->
         trained = train_bpe(texts, settings["bpe_vocab"], target)
         _sync_file(target)
         return trained
-    given = Path(name).expanduser()
-    _write_durably(target, given.read_bytes())
-    beside = given.with_name("tokenizer_config.json")  # it may name the token that ends a document
-    if beside.is_file():
-        _write_durably(folder / beside.name, beside.read_bytes())
+    source = Path(name).expanduser()
+    _write_durably(target, source.read_bytes())
+    config = source.with_name("tokenizer_config.json")  # it may name the token that ends a document
+    if config.is_file():
+        _write_durably(folder / config.name, config.read_bytes())
     return load(target)
 
 
@@ -223,19 +225,19 @@ def _interpreter() -> str:
     return f"{sys.implementation.name}-{platform.python_version()}"
 
 
-def _whole(folder: Path, key: str) -> Corpus | None:
+def _complete_corpus(folder: Path, key: str) -> Corpus | None:
     """Return the corpus of this folder, or None if it is incomplete; checks only names and sizes."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole = manifest.get("key") == key and sizes == manifest["files"]
-    return Corpus(folder, manifest) if whole else None
+    is_complete = manifest.get("key") == key and sizes == manifest["files"]
+    return Corpus(folder, manifest) if is_complete else None
 
 
 @contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that is to be prepared; the system releases it when the process dies."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -258,17 +260,17 @@ def _sync_file(path: Path) -> None:
 
 def _no_sources(folder: Path) -> UserError:
     what = f"this Python ({sys.executable}) has no sources of its standard library in {folder}"
-    found = Violation(
+    violation = Violation(
         "data.source",
         "stdlib",
         "",
         f"{what}; use a Python that has them, or your own tokens",
         ("data.source=megatron data.path=PREFIX",),
     )
-    return UserError("data", f"data.source=stdlib: {what}", [found])
+    return UserError("data", f"data.source=stdlib: {what}", [violation])
 
 
 def _unwritable(cache: Path, error: Exception) -> UserError:
     what = f"the corpus cannot be prepared there: {error}"
-    found = Violation("data.cache_dir", str(cache), "", what, ("data.cache_dir=FOLDER",))
-    return UserError("data", f"data.cache_dir: {cache}: {what}", [found])
+    violation = Violation("data.cache_dir", str(cache), "", what, ("data.cache_dir=FOLDER",))
+    return UserError("data", f"data.cache_dir: {cache}: {what}", [violation])

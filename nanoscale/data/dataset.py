@@ -66,12 +66,14 @@ def _open_stdlib(data: Data, train: Train, vocab: int) -> Dataset:
     tokenizer = prepared.tokenizer()
     if tokenizer.vocab_size > vocab:
         what = f"data.tokenizer={data.tokenizer} has {tokenizer.vocab_size} tokens"
-        enough = (f"model.vocab={-(-tokenizer.vocab_size // 64) * 64}",)
-        found = Violation("model.vocab", vocab, "", f"{what}, more than the model's", enough)
-        raise UserError("data", f"model.vocab={vocab}: {what}", [found])
+        suggestions = (f"model.vocab={-(-tokenizer.vocab_size // 64) * 64}",)
+        violation = Violation(
+            "model.vocab", vocab, "", f"{what}, more than the model's", suggestions
+        )
+        raise UserError("data", f"model.vocab={vocab}: {what}", [violation])
     name = f"Python {prepared.manifest['settings']['python'].split()[0]}'s standard library"
     tokens = IndexedTokens(prepared.prefix)
-    opened = _opened(data, train, vocab, MixtureSource(None), tokens, None, name)
+    opened = _open_source(data, train, vocab, MixtureSource(None), tokens, None, name)
     return _dataset(data, train, [opened], tokenizer, prepared.fingerprint)
 
 
@@ -81,36 +83,36 @@ def _open_random(train: Train, vocab: int) -> Dataset:
         for split, count in ((0, ENDLESS), (1, HELD_OUT))
     ]
     valid = (Validation("", 1.0, loaders[1]),)
-    words = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
-    fingerprint = hashlib.sha256(words.encode()).hexdigest()
-    return Dataset(None, loaders[0], valid, fingerprint, words)
+    description = f"random tokens: ids in [0, {vocab}), seed {train.seed}, no file"
+    fingerprint = hashlib.sha256(description.encode()).hexdigest()
+    return Dataset(None, loaders[0], valid, fingerprint, description)
 
 
 def _open_files(data: Data, train: Train, vocab: int) -> Dataset:
-    found, fingerprints, largest = [], [], 0
+    sources, fingerprints, largest = [], [], 0
     for source in sources_of(data):
         tokens, highest = _open_file(data.source, f"{source.key}.path", source.path, vocab)
         largest = max(largest, highest)
-        prints, held_out = [_fingerprint(tokens)], None
+        source_fingerprints, held_out = [_fingerprint(tokens)], None
         if source.valid_path is not None:
             key = f"{source.key}.valid_path"
             held_out, _ = _open_file(data.source, key, source.valid_path, vocab)
-            prints.append(_fingerprint(held_out))
-        fingerprints.append(_both(prints))
+            source_fingerprints.append(_fingerprint(held_out))
+        fingerprints.append(_combine(source_fingerprints))
         name = source.name or tokens.path.name
-        found.append(_opened(data, train, vocab, source, tokens, held_out, name))
+        sources.append(_open_source(data, train, vocab, source, tokens, held_out, name))
     tokenizer = _files_tokenizer(data, vocab, largest, train.sample_tokens > 0)
-    return _dataset(data, train, found, tokenizer, *fingerprints)
+    return _dataset(data, train, sources, tokenizer, *fingerprints)
 
 
 def _open_file(source: str, key: str, path: str | None, vocab: int) -> tuple[TokenFile, int]:
     """Open a file of tokens, and return it with the largest of its first tokens."""
     if path is None:
-        found = Violation(key, None, "", f"data.source={source} needs it")
+        violation = Violation(key, None, "", f"data.source={source} needs it")
         what = f"{key} is not set, and data.source={source} needs it"
-        raise UserError("data", what, [found])
-    place = Path(path).expanduser().absolute()
-    tokens: TokenFile = IndexedTokens(place) if source == "megatron" else DatatroveTokens(place)
+        raise UserError("data", what, [violation])
+    file = Path(path).expanduser().absolute()
+    tokens: TokenFile = IndexedTokens(file) if source == "megatron" else DatatroveTokens(file)
     first = tokens.tokens[:_CHECKED]
     if first.max() >= vocab or first.min() < 0:
         raise outside_vocabulary(tokens, first, vocab)
@@ -123,14 +125,14 @@ def _files_tokenizer(data: Data, vocab: int, largest: int, needed: bool) -> Toke
         return ByteTokenizer()
     if data.tokenizer == "bpe" or (data.tokenizer == "byte" and needed):
         what = f"{data.tokenizer} is not the tokenizer of {data.path}, which holds token {largest}"
-        other = ("data.tokenizer=PATH/tokenizer.json", "train.sample_tokens=0")
-        found = Violation("data.tokenizer", data.tokenizer, "", what, other)
-        raise UserError("data", f"data.tokenizer: {what}", [found])
+        suggestions = ("data.tokenizer=PATH/tokenizer.json", "train.sample_tokens=0")
+        violation = Violation("data.tokenizer", data.tokenizer, "", what, suggestions)
+        raise UserError("data", f"data.tokenizer: {what}", [violation])
     return None if data.tokenizer == "byte" else load(data.tokenizer)
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _OpenSource:
     """One source, ready for reading."""
 
     source: MixtureSource
@@ -140,70 +142,86 @@ class _Opened:
     description: str
 
 
-def _opened(
+def _open_source(
     data: Data,
     train: Train,
     vocab: int,
     source: MixtureSource,
     tokens: TokenFile,
-    apart: TokenFile | None,
+    validation_file: TokenFile | None,
     name: str,
-) -> _Opened:
-    """Open one source; `apart` is a separate file for validation."""
-    training, held_out = split_tokens(tokens, 0.0 if apart is not None else data.valid_fraction)
-    if apart is not None:
-        held_out = Split(0, len(apart.tokens))
+) -> _OpenSource:
+    """Open one source; `validation_file` is a separate file for validation."""
+    training, held_out = split_tokens(
+        tokens, 0.0 if validation_file is not None else data.valid_fraction
+    )
+    if validation_file is not None:
+        held_out = Split(0, len(validation_file.tokens))
     form = _form(data, source.path, tokens)
-    loader = Loader.of_file(tokens, training, train.seq_len, train.seed, vocab, form)
-    held_form = _form(data, source.valid_path, apart) if apart is not None else form
-    valid = _valid_loader(data, train, vocab, source, apart or tokens, held_out, held_form)
-    words = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
-    words += f"; {len(loader):,} training samples"
-    words += f", {len(valid):,} for validation" if valid else ", none for validation"
+    loader = Loader.from_file(tokens, training, train.seq_len, train.seed, vocab, form)
+    validation_form = (
+        _form(data, source.valid_path, validation_file) if validation_file is not None else form
+    )
+    valid = _valid_loader(
+        data, train, vocab, source, validation_file or tokens, held_out, validation_form
+    )
+    description = f"{name}: {len(tokens):,} documents, {len(tokens.tokens):,} tokens"
+    description += f"; {len(loader):,} training samples"
+    description += f", {len(valid):,} for validation" if valid else ", none for validation"
     if training.within_document:
-        words += " (cut within a document)"
-    return _Opened(source, name, loader, valid, f"{words}; {tokens.path}")
+        description += " (cut within a document)"
+    return _OpenSource(source, name, loader, valid, f"{description}; {tokens.path}")
 
 
 def _dataset(
     data: Data,
     train: Train,
-    found: list[_Opened],
+    sources: list[_OpenSource],
     tokenizer: Tokenizer | None,
     *fingerprints: str,
 ) -> Dataset:
-    ways = _ways(data)
+    differences = _sample_differences(data)
     if not data.mixture:
-        (only,) = found
-        valid = (Validation("", 1.0, only.valid),) if only.valid else ()
-        fingerprint = _both([fingerprints[0], *ways])
+        (only_source,) = sources
+        valid = (Validation("", 1.0, only_source.valid),) if only_source.valid else ()
+        fingerprint = _combine([fingerprints[0], *differences])
         return Dataset(
-            tokenizer, only.train, valid, fingerprint, ", ".join([only.description, *ways])
+            tokenizer,
+            only_source.train,
+            valid,
+            fingerprint,
+            ", ".join([only_source.description, *differences]),
         )
-    weights = [it.source.weight or float(len(it.train)) for it in found]
-    mixture = Mixture([it.train for it in found], weights)
+    weights = [source.source.weight or float(len(source.train)) for source in sources]
+    mixture = Mixture([source.train for source in sources], weights)
     shares = mixture.shares.tolist()
-    parts = zip(found, shares, strict=True)
-    words = [f"{share:.4g} of {it.description}" for it, share in parts]
-    description = "; ".join([*words, *ways])
-    fingerprint = _both([*fingerprints, *map(repr, shares), *ways])
-    return Dataset(tokenizer, mixture, _validations(found, shares), fingerprint, description)
+    parts = zip(sources, shares, strict=True)
+    parts_text = [f"{share:.4g} of {source.description}" for source, share in parts]
+    description = "; ".join([*parts_text, *differences])
+    fingerprint = _combine([*fingerprints, *map(repr, shares), *differences])
+    return Dataset(tokenizer, mixture, _validations(sources, shares), fingerprint, description)
 
 
-def _validations(found: list[_Opened], shares: list[float]) -> tuple[Validation, ...]:
+def _validations(sources: list[_OpenSource], shares: list[float]) -> tuple[Validation, ...]:
     """List the sources with held-out samples; their shares are scaled to a sum of 1."""
-    kept = [(it, share) for it, share in zip(found, shares, strict=True) if it.valid is not None]
-    whole = sum(share for _, share in kept)
+    with_validation = [
+        (source, share)
+        for source, share in zip(sources, shares, strict=True)
+        if source.valid is not None
+    ]
+    total = sum(share for _, share in with_validation)
     return tuple(
-        Validation(it.name, share / whole, it.valid) for it, share in kept if it.valid is not None
+        Validation(source.name, share / total, source.valid)
+        for source, share in with_validation
+        if source.valid is not None
     )
 
 
-def _ways(data: Data) -> list[str]:
+def _sample_differences(data: Data) -> list[str]:
     """Describe how samples differ from a stream of tokens in which every token has a loss."""
-    ways = ["whole documents packed"] if data.packing == "whole" else []
-    ways += ["attention within documents"] if data.document_mask else []
-    return ways + (["loss on answers"] if data.loss_on == "answers" else [])
+    differences = ["whole documents packed"] if data.packing == "whole" else []
+    differences += ["attention within documents"] if data.document_mask else []
+    return differences + (["loss on answers"] if data.loss_on == "answers" else [])
 
 
 def _form(data: Data, path: str | None, tokens: TokenFile) -> Form:
@@ -229,19 +247,19 @@ def _valid_loader(
     form: Form,
 ) -> Loader | None:
     if len(split) > (train.seq_len if data.packing == "stream" else 1):
-        return Loader.of_file(tokens, split, train.seq_len, train.seed, vocab, form)
+        return Loader.from_file(tokens, split, train.seq_len, train.seed, vocab, form)
     if train.eval_every == 0:
         return None
     error = too_small(tokens, split, train.seq_len)
     what = f"the validation split is too small: {error.violations[0].message}"
-    apart = source.valid_path is not None
-    key = f"{source.key}.valid_path" if apart else "data.valid_fraction"
-    value = source.valid_path if apart else data.valid_fraction
-    enough = None if apart else _enough_fraction(tokens, train, data)
-    shorter = error.violations[0].suggestions if apart else ()
-    larger = shorter if enough is None else (f"data.valid_fraction={enough}",)
-    found = Violation(key, value, "", what, (*larger, "train.eval_every=0"))
-    raise UserError("data", f"{key}={value}: {what}", [found])
+    has_own_file = source.valid_path is not None
+    key = f"{source.key}.valid_path" if has_own_file else "data.valid_fraction"
+    value = source.valid_path if has_own_file else data.valid_fraction
+    fraction = None if has_own_file else _enough_fraction(tokens, train, data)
+    shorter_sequences = error.violations[0].suggestions if has_own_file else ()
+    suggestions = shorter_sequences if fraction is None else (f"data.valid_fraction={fraction}",)
+    violation = Violation(key, value, "", what, (*suggestions, "train.eval_every=0"))
+    raise UserError("data", f"{key}={value}: {what}", [violation])
 
 
 def _enough_fraction(tokens: TokenFile, train: Train, data: Data) -> float | None:
@@ -253,7 +271,7 @@ def _enough_fraction(tokens: TokenFile, train: Train, data: Data) -> float | Non
     return None
 
 
-def _both(fingerprints: list[str]) -> str:
+def _combine(fingerprints: list[str]) -> str:
     """Combine fingerprints into one; a single fingerprint is returned as it is."""
     if len(fingerprints) == 1:
         return fingerprints[0]

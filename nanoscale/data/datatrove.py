@@ -38,8 +38,8 @@ class DatatroveTokens:
         index = Path(f"{path}.index")
         for file in (self.path, index):
             if not file.is_file():
-                found = Violation("data.path", str(path), "", "there is no such file")
-                raise UserError("data", f"missing token file: {file}", [found])
+                violation = Violation("data.path", str(path), "", "there is no such file")
+                raise UserError("data", f"missing token file: {file}", [violation])
         with readable():
             read_ends(index)
         self._ends = np.asarray(np.memmap(index, dtype="<u8", mode="r"))
@@ -70,12 +70,12 @@ class DatatroveTokens:
         return self.tokens[self.document_start(document) : self.document_start(document + 1)]
 
     def _check_ends(self, index: Path) -> None:
-        before = np.zeros(1, dtype="<u8")
+        previous = np.zeros(1, dtype="<u8")
         for start in range(0, len(self._ends), _BLOCK):
             ends = self._ends[start : start + _BLOCK]
-            if (np.append(before, ends[:-1]) > ends).any():
+            if (np.append(previous, ends[:-1]) > ends).any():
                 raise damaged(index, "its document ends are not in order")
-            before = ends[-1:]
+            previous = ends[-1:]
 
     def _map(self, index: Path) -> np.ndarray:
         size, count = self.path.stat().st_size, int(self._ends[-1])

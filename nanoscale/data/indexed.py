@@ -73,16 +73,16 @@ class IndexedWriter:
 
         Raises ValueError for tokens that do not fit the file's type.
         """
-        given = np.asarray(tokens)
-        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        array = np.asarray(tokens)
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
             raise ValueError("a document is a 1-D array of integers")
-        if len(given) > _LONGEST:
+        if len(array) > _LONGEST:
             raise ValueError(f"a document holds at most {_LONGEST} tokens")
         limits = np.iinfo(self._dtype)
-        if len(given) and not limits.min <= given.min() <= given.max() <= limits.max:
+        if len(array) and not limits.min <= array.min() <= array.max() <= limits.max:
             raise ValueError(f"a token does not fit into {self._dtype}")
-        self._stream.write(given.astype(self._dtype).tobytes())
-        self._lengths.append(len(given))
+        self._stream.write(array.astype(self._dtype).tobytes())
+        self._lengths.append(len(array))
 
     def finish(self) -> None:
         """Make both files durable and rename them to `prefix`, replacing an older pair."""
@@ -123,11 +123,11 @@ def index_parts(dtype: np.dtype[Any], lengths: np.ndarray) -> Iterator[bytes]:
     yield HEADER.pack(MAGIC, VERSION, CODES[dtype.newbyteorder("<")], count, count + 1)
     for start in starts:
         yield lengths[start : start + _BLOCK].tobytes()
-    place = 0
+    offset = 0
     for start in starts:
-        ends = place + np.cumsum(lengths[start : start + _BLOCK], dtype="<i8") * dtype.itemsize
-        yield place.to_bytes(8, "little") + ends[:-1].tobytes()
-        place = int(ends[-1])
+        ends = offset + np.cumsum(lengths[start : start + _BLOCK], dtype="<i8") * dtype.itemsize
+        yield offset.to_bytes(8, "little") + ends[:-1].tobytes()
+        offset = int(ends[-1])
     for start in range(0, count + 1, _BLOCK):
         yield np.arange(start, min(start + _BLOCK, count + 1), dtype="<i8").tobytes()
 
@@ -174,8 +174,8 @@ class IndexedTokens:
         """Return the starts of documents [start, stop) in `tokens`, and the end of the last: int64."""
         sequences = self._documents[start : stop + 1]
         last = len(self._places)
-        places = self._places[np.minimum(sequences, last - 1)]
-        return np.where(sequences == last, self.tokens.nbytes, places) // self._dtype.itemsize
+        offsets = self._places[np.minimum(sequences, last - 1)]
+        return np.where(sequences == last, self.tokens.nbytes, offsets) // self._dtype.itemsize
 
     def document_start(self, document: int) -> int:
         """Return a document's start in `tokens`; for `len(self)`, the end of the last document."""
@@ -203,8 +203,8 @@ class IndexedTokens:
             if lengths.min() < 0:
                 raise damaged(path, "it holds a negative length")
             ends = expected + np.cumsum(lengths) * self._dtype.itemsize
-            places = self._places[start : start + _BLOCK]
-            if places[0] != expected or not np.array_equal(places[1:], ends[:-1]):
+            offsets = self._places[start : start + _BLOCK]
+            if offsets[0] != expected or not np.array_equal(offsets[1:], ends[:-1]):
                 raise damaged(path, "its offsets do not match its lengths")
             expected = int(ends[-1])
         self._bytes = expected
@@ -232,14 +232,14 @@ def readable() -> Iterator[None]:
 
 def damaged(path: Path, what: str, kind: str = "damaged token file") -> UserError:
     """Return the error for a damaged file."""
-    found = Violation(key="data.path", value=str(path), source="", message=what)
-    return UserError("data", f"{kind}: {path}: {what}", [found])
+    violation = Violation(key="data.path", value=str(path), source="", message=what)
+    return UserError("data", f"{kind}: {path}: {what}", [violation])
 
 
 def _missing(path: Path, prefix: Path) -> UserError:
     what = "there is no such file (the path is given without .bin or .idx)"
-    found = Violation("data.path", str(prefix), "", what)
-    return UserError("data", f"missing token file: {path}", [found])
+    violation = Violation("data.path", str(prefix), "", what)
+    return UserError("data", f"missing token file: {path}", [violation])
 
 
 def _flush(stream: Any) -> None:

@@ -88,15 +88,17 @@ def _split(
     lengths = _lengths(file)
     ordered = sorted(lengths)
     documents = len(file)
-    ends = decoder.eos if decoder and answers is None else None  # a chat ends as its template does
-    shown = sorted({number * documents // samples for number in range(samples)} if samples else ())
+    eos = decoder.eos if decoder and answers is None else None  # a chat ends as its template does
+    numbers = sorted(
+        {number * documents // samples for number in range(samples)} if samples else ()
+    )
     return {
         "documents": documents,
         "tokens": len(file.tokens),
         "smallest_token": int(min(block.min() for block in _blocks(file))),
         "largest_token": int(max(block.max() for block in _blocks(file))),
         "answers": None if answers is None else int(np.count_nonzero(answers)),
-        "ended_by_eos": None if ends is None else _ended(file, ends),
+        "ended_by_eos": None if eos is None else _ended(file, eos),
         "lengths": {
             "shortest": ordered[0],
             "median": _median(lengths, ordered, documents),
@@ -104,7 +106,7 @@ def _split(
             "longest": ordered[-1],
             "histogram": _histogram(lengths),
         },
-        "samples": [_sample(file, number, decoder, answers) for number in shown],
+        "samples": [_sample(file, number, decoder, answers) for number in numbers],
     }
 
 
@@ -115,42 +117,42 @@ def _blocks(file: TokenFile) -> list[np.ndarray]:
 
 def _lengths(file: TokenFile) -> Counter[int]:
     """Count the documents of each length, in tokens."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for start in range(0, len(file), _BLOCK):
         starts = file.document_starts(start, min(start + _BLOCK, len(file)))
         lengths, times = np.unique(np.diff(starts), return_counts=True)
-        found.update(dict(zip(lengths.tolist(), times.tolist(), strict=True)))
-    return found
+        counts.update(dict(zip(lengths.tolist(), times.tolist(), strict=True)))
+    return counts
 
 
 def _ended(file: TokenFile, eos: int) -> int:
     """Count the documents whose last token is the end token."""
-    found = 0
+    count = 0
     for start in range(0, len(file), _BLOCK):
         starts = file.document_starts(start, min(start + _BLOCK, len(file)))
-        lasts = starts[1:][np.diff(starts) > 0] - 1
-        found += int((file.tokens[lasts] == eos).sum())
-    return found
+        last_tokens = starts[1:][np.diff(starts) > 0] - 1
+        count += int((file.tokens[last_tokens] == eos).sum())
+    return count
 
 
 def _median(lengths: Counter[int], ordered: list[int], documents: int) -> int:
     """Return the median length; the lower one of an even number."""
-    passed = 0
+    seen = 0
     for length in ordered:
-        passed += lengths[length]
-        if 2 * passed >= documents:
+        seen += lengths[length]
+        if 2 * seen >= documents:
             return length
     return 0
 
 
 def _histogram(lengths: Counter[int]) -> list[dict[str, int]]:
     """Count documents by powers of two of their length: `from` ≤ tokens < `below`."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for length, times in lengths.items():
-        found[length.bit_length()] += times
+        counts[length.bit_length()] += times
     return [
-        {"from": 1 << bits >> 1, "below": 1 << bits, "documents": found[bits]}
-        for bits in range(min(found), max(found) + 1)
+        {"from": 1 << bits >> 1, "below": 1 << bits, "documents": counts[bits]}
+        for bits in range(min(counts), max(counts) + 1)
     ]
 
 
@@ -163,11 +165,11 @@ def _sample(
     text = None
     if decoder:
         text = decoder.decode([i for i in ids if i >= 0]) if marks is None else ""
-        for is_answer, part in groupby(zip(ids, marks or (), strict=False), itemgetter(1)):
-            words = decoder.decode([i for i, _ in part], keep_special=True)
-            text += f"⟦{words}⟧" if is_answer else words
-    found = {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
-    return found if marks is None else {**found, "answers": marks}
+        for is_answer, run in groupby(zip(ids, marks or (), strict=False), itemgetter(1)):
+            piece_text = decoder.decode([i for i, _ in run], keep_special=True)
+            text += f"⟦{piece_text}⟧" if is_answer else piece_text
+    result = {"document": number, "tokens": len(tokens), "ids": ids, "text": text}
+    return result if marks is None else {**result, "answers": marks}
 
 
 def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:
@@ -179,14 +181,16 @@ def _about(decoder: Tokenizer | None, file: TokenFile) -> dict[str, Any] | None:
 
 def _vocabulary_problems(largest: int, decoder: Tokenizer | None, vocab: int | None) -> list[str]:
     problems = []
-    known = decoder.vocab_size if decoder else None
-    if known is not None and largest >= known:
-        problems.append(f"the files hold token {largest}, and the tokenizer has {known} tokens")
-    needed = max(largest + 1, known or 0)
+    tokenizer_size = decoder.vocab_size if decoder else None
+    if tokenizer_size is not None and largest >= tokenizer_size:
+        problems.append(
+            f"the files hold token {largest}, and the tokenizer has {tokenizer_size} tokens"
+        )
+    needed = max(largest + 1, tokenizer_size or 0)
     if vocab is not None and needed > vocab:
-        enough = -(-needed // 64) * 64
-        what = f"the model's vocabulary of {vocab} tokens is smaller than the data's of {needed}"
-        problems.append(f"{what}; model.vocab={enough} is enough")
+        suggested = -(-needed // 64) * 64
+        problem = f"the model's vocabulary of {vocab} tokens is smaller than the data's of {needed}"
+        problems.append(f"{problem}; model.vocab={suggested} is enough")
     return problems
 
 
@@ -197,8 +201,8 @@ def _manifest_problems(
         return [f"{folder / prepared_folder.MANIFEST} cannot be read"]
     problems = []
     for name, split in splits.items():
-        said = manifest[name]
-        if any(said[what] != split[what] for what in ("documents", "tokens")):
+        recorded = manifest[name]
+        if any(recorded[key] != split[key] for key in ("documents", "tokens")):
             problems.append(f"{name}: its documents and tokens are not those of the manifest")
     file = folder / prepared_folder.TOKENIZER
     if (digest(file) if file.exists() else "byte") != manifest["tokenizer"]:

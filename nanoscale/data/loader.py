@@ -23,13 +23,13 @@ _WINDOW = 1 << 20
 def split_tokens(tokens: TokenFile, valid_fraction: float) -> tuple[Split, Split]:
     """Divide a file into training and validation tokens; see `training_end`."""
     total = len(tokens.tokens)
-    border, within = training_end(
+    boundary, within_document = training_end(
         total, valid_fraction, lambda token: tokens.document_start(tokens.document_at(token))
     )
-    return Split(0, border, within), Split(border, total, within)
+    return Split(0, boundary, within_document), Split(boundary, total, within_document)
 
 
-class Ahead:
+class PrecomputedSamples:
     """A rank's samples of one step, computed for many steps at once, since the overhead of a call dominates."""
 
     def __init__(self, find: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -37,26 +37,30 @@ class Ahead:
         self._find = find
         self._layout = (0, 0, 0)
         self._consumed = 0
-        self._found = np.empty((0, 0), dtype=np.int64)
+        self._samples_ahead = np.empty((0, 0), dtype=np.int64)
 
     def step(self, consumed: int, global_batch: int, dp_rank: int, share: int) -> np.ndarray:
         """Return the samples at the `share` positions of this rank, `[*, share]`."""
         layout = (global_batch, dp_rank, share)
-        step, rest = divmod(consumed - self._consumed, global_batch)
-        if self._layout != layout or rest or not 0 <= step < self._found.shape[-2]:
-            many = max(1, min(_AHEAD // share, _WINDOW // global_batch))
-            steps = consumed + global_batch * np.arange(many)
-            places = steps[:, None] + dp_rank * share + np.arange(share)
-            self._layout, self._consumed, self._found = layout, consumed, self._find(places)
+        step, remainder = divmod(consumed - self._consumed, global_batch)
+        if self._layout != layout or remainder or not 0 <= step < self._samples_ahead.shape[-2]:
+            step_count = max(1, min(_AHEAD // share, _WINDOW // global_batch))
+            steps = consumed + global_batch * np.arange(step_count)
+            positions = steps[:, None] + dp_rank * share + np.arange(share)
+            self._layout, self._consumed, self._samples_ahead = (
+                layout,
+                consumed,
+                self._find(positions),
+            )
             step = 0
-        found: np.ndarray = self._found[..., step, :]
-        return found
+        samples: np.ndarray = self._samples_ahead[..., step, :]
+        return samples
 
 
 def rows_of_rank(global_batch: int, dp_rank: int, dp: int, micro_batch: int) -> int:
     """Return a data-parallel rank's samples of an optimizer step, in whole micro batches."""
-    share, rest = divmod(global_batch, dp)
-    if rest or share % micro_batch or not 0 <= dp_rank < dp:
+    share, remainder = divmod(global_batch, dp)
+    if remainder or share % micro_batch or not 0 <= dp_rank < dp:
         raise ValueError(f"{global_batch=} does not divide into {dp=} times {micro_batch=}")
     return share
 
@@ -77,10 +81,10 @@ class Loader:
     def __init__(self, samples: Samples, seed: int) -> None:
         self._samples = samples
         self._seed = seed
-        self._ahead = Ahead(self.order)
+        self._ahead = PrecomputedSamples(self.order)
 
     @classmethod
-    def of_file(
+    def from_file(
         cls,
         tokens: TokenFile,
         split: Split,
@@ -94,10 +98,10 @@ class Loader:
         Reading raises UserError for a token outside the model's vocabulary.
         """
 
-        def check(found: np.ndarray) -> None:
+        def check(tokens_read: np.ndarray) -> None:
             # viewed as unsigned, a negative id is a large one
-            if found.size and found.view(np.uint64).max() >= vocab:
-                raise outside_vocabulary(tokens, found, vocab)
+            if tokens_read.size and tokens_read.view(np.uint64).max() >= vocab:
+                raise outside_vocabulary(tokens, tokens_read, vocab)
 
         samples: Samples
         if form.packing == "whole":
@@ -135,9 +139,9 @@ class Loader:
         for start in range(0, share, micro_batch):
             yield self.batch(indices[start : start + micro_batch])
 
-    def order(self, places: np.ndarray) -> np.ndarray:
+    def order(self, positions: np.ndarray) -> np.ndarray:
         """Return the samples at these positions of the split's endless order."""
-        return sample_indices(self._seed, places, len(self))
+        return sample_indices(self._seed, positions, len(self))
 
     def valid_batches(
         self, samples: int, dp_rank: int, dp: int, micro_batch: int
@@ -150,8 +154,8 @@ class Loader:
         """
         count = self.evaluated(samples)
         for start in range(0, count, dp * micro_batch):
-            mine = start + dp_rank * micro_batch
-            rows = np.arange(mine, mine + micro_batch)
+            first_row = start + dp_rank * micro_batch
+            rows = np.arange(first_row, first_row + micro_batch)
             yield self.batch(rows % count), int((rows < count).sum())
 
     def evaluated(self, samples: int) -> int:
@@ -162,15 +166,15 @@ class Loader:
 def too_small(tokens: TokenFile, split: Split, seq_len: int) -> UserError:
     """Return the error for a split without one sample."""
     what = f"a sample needs {seq_len + 1} tokens, and {tokens.path} has only {len(split)}"
-    shorter = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
-    found = Violation("train.seq_len", seq_len, "", what, shorter)
-    return UserError("data", f"too few tokens: {what}", [found])
+    suggestions = (f"train.seq_len={len(split) - 1}",) if len(split) > 1 else ()
+    violation = Violation("train.seq_len", seq_len, "", what, suggestions)
+    return UserError("data", f"too few tokens: {what}", [violation])
 
 
 def outside_vocabulary(tokens: TokenFile, found: np.ndarray, vocab: int) -> UserError:
     """Return the error for tokens outside the model's vocabulary."""
-    wrong = int(found.min()) if found.min() < 0 else int(found.max())
-    what = f"{tokens.path} holds token {wrong}, and the model's ids are in [0, {vocab})"
-    larger = (f"model.vocab={wrong + 1}",) if wrong >= vocab else ()
-    violation = Violation("model.vocab", vocab, "", what, larger)
+    token = int(found.min()) if found.min() < 0 else int(found.max())
+    what = f"{tokens.path} holds token {token}, and the model's ids are in [0, {vocab})"
+    suggestions = (f"model.vocab={token + 1}",) if token >= vocab else ()
+    violation = Violation("model.vocab", vocab, "", what, suggestions)
     return UserError("data", f"model.vocab={vocab}: {what}", [violation])

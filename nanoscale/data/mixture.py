@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from nanoscale.data.batch import Batch
-from nanoscale.data.loader import Ahead, Loader, rows_of_rank
+from nanoscale.data.loader import Loader, PrecomputedSamples, rows_of_rank
 
 
 class Mixture:
@@ -24,7 +24,7 @@ class Mixture:
         """Weights are positive and may have any sum."""
         self.loaders = list(loaders)
         self.shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
-        self._ahead = Ahead(self._find)
+        self._ahead = PrecomputedSamples(self._find)
 
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
@@ -33,27 +33,29 @@ class Mixture:
         share = rows_of_rank(global_batch, dp_rank, dp, micro_batch)
         sources, samples = self._ahead.step(consumed, global_batch, dp_rank, share)
         for start in range(0, share, micro_batch):
-            yield self._batch(*(found[start : start + micro_batch] for found in (sources, samples)))
+            yield self._batch(
+                *(values[start : start + micro_batch] for values in (sources, samples))
+            )
 
     def _batch(self, sources: np.ndarray, samples: np.ndarray) -> Batch:
         rows = [(sources == number).nonzero()[0] for number in range(len(self.loaders))]
-        found = [
-            loader.batch(samples[mine])
-            for loader, mine in zip(self.loaders, rows, strict=True)
-            if len(mine)
+        batches = [
+            loader.batch(samples[positions])
+            for loader, positions in zip(self.loaders, rows, strict=True)
+            if len(positions)
         ]
-        back = np.argsort(np.concatenate(rows))
-        return Batch.concatenate(found).take(back)
+        inverse = np.argsort(np.concatenate(rows))
+        return Batch.concatenate(batches).take(inverse)
 
     def _find(self, positions: np.ndarray) -> np.ndarray:
         """Return sources and the numbers of their samples: int64 `[2, *positions.shape]`."""
         first = int(positions.min())
-        sources, places = due(self.shares, first, int(positions.max()) + 1)
-        found = np.stack([sources, places])[:, positions - first]
+        sources, numbers = due(self.shares, first, int(positions.max()) + 1)
+        result = np.stack([sources, numbers])[:, positions - first]
         for number, loader in enumerate(self.loaders):
-            mine = found[0] == number
-            found[1, mine] = loader.order(found[1, mine])
-        return found
+            from_source = result[0] == number
+            result[1, from_source] = loader.order(result[1, from_source])
+        return result
 
 
 def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,11 +65,13 @@ def due(shares: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarr
     keeps their order, so every window of positions gives the same result.
     """
     # Up to time t, t samples are due, to within one half for each source.
-    reach = len(shares) + 1
-    first = np.floor(shares * (start - reach) - 1).clip(0).astype(np.int64)
-    last = np.ceil(shares * (stop + reach) + 1).astype(np.int64)
+    margin = len(shares) + 1
+    first = np.floor(shares * (start - margin) - 1).clip(0).astype(np.int64)
+    last = np.ceil(shares * (stop + margin) + 1).astype(np.int64)
     sources = np.repeat(np.arange(len(shares)), last - first)
-    numbers = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)])
+    numbers = np.concatenate(
+        [np.arange(begin, end) for begin, end in zip(first, last, strict=True)]
+    )
     times = (numbers + 0.5) / shares[sources]
     order = times.argsort(kind="stable")
     skipped = start - int(first.sum())

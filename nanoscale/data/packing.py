@@ -19,14 +19,14 @@ def pack(lengths: np.ndarray, room: int) -> np.ndarray:
     Sequences are numbered in the order of their first documents. Equal lengths give equal sequences.
     """
     longest_first = np.argsort(-lengths, kind="stable")
-    different, counts = np.unique(lengths, return_counts=True)
+    distinct_lengths, counts = np.unique(lengths, return_counts=True)
     sequences = _Sequences(room)
-    found = np.empty(len(lengths), dtype=np.int64)
-    begin = 0
-    for length, count in zip(different[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        found[longest_first[begin : begin + count]] = sequences.place(length, count)
-        begin += count
-    return _by_first_document(found, sequences.number)
+    sequence_of = np.empty(len(lengths), dtype=np.int64)
+    start = 0
+    for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        sequence_of[longest_first[start : start + count]] = sequences.place(length, count)
+        start += count
+    return _by_first_document(sequence_of, sequences.number)
 
 
 class _Sequences:
@@ -37,31 +37,31 @@ class _Sequences:
         self._room = room
         self._rooms: list[int] = []
         """The different remaining rooms, rising."""
-        self._with: dict[int, list[np.ndarray]] = {}
+        self._sequences_with: dict[int, list[np.ndarray]] = {}
         """The numbers of the sequences with each of these rooms."""
 
     def place(self, length: int, count: int) -> np.ndarray:
         """Choose sequences for `count` documents of one length: int64 [count]."""
-        placed: list[np.ndarray] = []
+        placements: list[np.ndarray] = []
         while count:
             room, numbers = self._best(length, count)
-            each = room // length
-            taken, rest = np.split(numbers, [-(-count // each)])
-            self._add(room, rest)
-            here = np.repeat(taken, each)[:count]
-            in_last = len(here) - each * (len(taken) - 1)
-            self._add(room - each * length, taken[:-1])
-            self._add(room - in_last * length, taken[-1:])
-            placed.append(here)
-            count -= len(here)
-        return np.concatenate(placed)
+            documents_each = room // length
+            used, unused = np.split(numbers, [-(-count // documents_each)])
+            self._add(room, unused)
+            chosen = np.repeat(used, documents_each)[:count]
+            documents_in_last = len(chosen) - documents_each * (len(used) - 1)
+            self._add(room - documents_each * length, used[:-1])
+            self._add(room - documents_in_last * length, used[-1:])
+            placements.append(chosen)
+            count -= len(chosen)
+        return np.concatenate(placements)
 
     def _best(self, length: int, count: int) -> tuple[int, np.ndarray]:
         """Return the fullest sequences that fit such a document, and their room; new ones if none fits."""
-        place = bisect_left(self._rooms, length)
-        if place < len(self._rooms):
-            room = self._rooms.pop(place)
-            return room, np.concatenate(self._with.pop(room))
+        index = bisect_left(self._rooms, length)
+        if index < len(self._rooms):
+            room = self._rooms.pop(index)
+            return room, np.concatenate(self._sequences_with.pop(room))
         first = self.number
         self.number += -(-count // (self._room // length))
         return self._room, np.arange(first, self.number)
@@ -69,15 +69,17 @@ class _Sequences:
     def _add(self, room: int, numbers: np.ndarray) -> None:
         if room == 0 or len(numbers) == 0:
             return
-        if room not in self._with:
+        if room not in self._sequences_with:
             insort(self._rooms, room)
-            self._with[room] = []
-        self._with[room].append(numbers)
+            self._sequences_with[room] = []
+        self._sequences_with[room].append(numbers)
 
 
-def _by_first_document(found: np.ndarray, number: int) -> np.ndarray:
-    first = np.empty(number, dtype=np.int64)
-    first[found[::-1]] = np.arange(len(found))[::-1]  # the first document is written last
+def _by_first_document(sequence_of: np.ndarray, number: int) -> np.ndarray:
+    first_document = np.empty(number, dtype=np.int64)
+    first_document[sequence_of[::-1]] = np.arange(len(sequence_of))[
+        ::-1
+    ]  # the first document is written last
     rank = np.empty(number, dtype=np.int64)
-    rank[np.argsort(first)] = np.arange(number)
-    return rank[found]
+    rank[np.argsort(first_document)] = np.arange(number)
+    return rank[sequence_of]

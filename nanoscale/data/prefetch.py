@@ -32,14 +32,14 @@ class Prefetched:
     def micro_batches(
         self, consumed: int, global_batch: int, dp_rank: int, dp: int, micro_batch: int
     ) -> list[Batch]:
-        rest = (global_batch, dp_rank, dp, micro_batch)
-        coming = self._coming
-        if coming is None or self._expected != (consumed, *rest):
-            coming = self._reader.submit(self._read, consumed, *rest)
-        batches = coming.result()
-        self._expected = (consumed + global_batch, *rest)
+        layout = (global_batch, dp_rank, dp, micro_batch)
+        future = self._coming
+        if future is None or self._expected != (consumed, *layout):
+            future = self._reader.submit(self._read, consumed, *layout)
+        batches = future.result()
+        self._expected = (consumed + global_batch, *layout)
         self._coming = self._reader.submit(self._read, *self._expected)
         return batches
 
-    def _read(self, *which: int) -> list[Batch]:
-        return list(self._source.micro_batches(*which))
+    def _read(self, *step: int) -> list[Batch]:
+        return list(self._source.micro_batches(*step))

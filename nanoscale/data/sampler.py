@@ -32,18 +32,18 @@ def sample_indices(seed: int, positions: Any, n: int) -> np.ndarray:
     """
     if not 1 <= n < 1 << 62:
         raise ValueError(f"cannot order {n} samples")
-    places = np.asarray(positions, dtype=np.uint64)
-    epochs, offsets = np.divmod(places.reshape(-1), np.uint64(n))
+    flat_positions = np.asarray(positions, dtype=np.uint64)
+    epochs, offsets = np.divmod(flat_positions.reshape(-1), np.uint64(n))
     epoch_keys = _mix(epochs + _mix(np.full(1, (seed + _GOLDEN) & _WORD, dtype=np.uint64)))
     keys = _mix(epoch_keys + _ROUND_KEYS)
     # Fewer bits would save work only for a handful of samples, and favour some of their orders.
     half = max(3, ((n - 1).bit_length() + 1) // 2)
-    found = _feistel(offsets, keys, half)
-    outside = np.flatnonzero(found >= n)
+    indices = _feistel(offsets, keys, half)
+    outside = np.flatnonzero(indices >= n)
     while len(outside):
-        found[outside] = _feistel(found[outside], keys[:, outside], half)
-        outside = outside[found[outside] >= n]
-    return found.astype(np.int64).reshape(places.shape)
+        indices[outside] = _feistel(indices[outside], keys[:, outside], half)
+        outside = outside[indices[outside] >= n]
+    return indices.astype(np.int64).reshape(flat_positions.shape)
 
 
 def _feistel(values: Words, keys: Words, half: int) -> Words:

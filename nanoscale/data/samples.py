@@ -112,21 +112,21 @@ class TokenStream:
         return Batch(batch.inputs, targets, documents[:, :-1])
 
     def _windows(self, values: np.ndarray, numbers: list[int], dtype: type) -> np.ndarray:
-        found: np.ndarray = np.empty((len(numbers), self._seq_len + 1), dtype=dtype)
-        for row, number in zip(found, numbers, strict=True):
+        windows: np.ndarray = np.empty((len(numbers), self._seq_len + 1), dtype=dtype)
+        for row, number in zip(windows, numbers, strict=True):
             # a slice, since numpy gathers windows token by token
             row[:] = values[number * self._seq_len :][: self._seq_len + 1]
-        return found
+        return windows
 
     def _documents(self, number: int) -> np.ndarray:
         """Return the document numbers of a sample's tokens, from 0: int64 [seq_len + 1]."""
         start = self._start + number * self._seq_len
-        found: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
-        first, last = (self._file.document_at(start + place) for place in (0, self._seq_len))
+        is_first: np.ndarray = np.zeros(self._seq_len + 1, dtype=np.int64)
+        first, last = (self._file.document_at(start + offset) for offset in (0, self._seq_len))
         if last > first:
-            begins = self._file.document_starts(first + 1, last) - start
-            np.add.at(found, begins, 1)
-        return found.cumsum()
+            starts = self._file.document_starts(first + 1, last) - start
+            np.add.at(is_first, starts, 1)
+        return is_first.cumsum()
 
 
 class Packed:
@@ -149,17 +149,17 @@ class Packed:
         self._tokens = file.tokens
         self._answers = answers
         self._seq_len = seq_len
-        starts, lengths, pieces = [], [], []
+        starts, lengths, chunk_counts = [], [], []
         for window in range(0, len(file), _WINDOW):
-            borders = file.document_starts(window, min(window + _WINDOW, len(file)))
-            start, length = _pieces(borders.clip(split.start, split.stop), seq_len)
+            boundaries = file.document_starts(window, min(window + _WINDOW, len(file)))
+            start, length = _document_chunks(boundaries.clip(split.start, split.stop), seq_len)
             row = pack(length, seq_len)
             order = np.argsort(row, kind="stable")
             starts.append(start[order])
             lengths.append(length[order].astype(np.int32))
-            pieces.append(np.bincount(row))
+            chunk_counts.append(np.bincount(row))
         self._starts, self._lengths = np.concatenate(starts), np.concatenate(lengths)
-        self._rows = np.concatenate(([0], *pieces)).cumsum()
+        self._rows = np.concatenate(([0], *chunk_counts)).cumsum()
         """The first chunk of each row, and the end of the last row's: int64 [rows + 1]."""
 
     def __len__(self) -> int:
@@ -170,17 +170,17 @@ class Packed:
         inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORED)
         documents = np.empty(shape, dtype=np.int64)
         for row, number in enumerate(numbers):
-            begin = 0
+            position = 0
             first, end = self._rows[number], self._rows[number + 1]
-            for document, piece in enumerate(range(first, end)):
-                start = int(self._starts[piece])
-                stop = start + int(self._lengths[piece])
-                places = slice(begin, begin + stop - start)
-                inputs[row, places] = self._tokens[start:stop]
-                targets[row, places] = self._targets(start + 1, stop + 1)
-                documents[row, places] = document
-                begin = places.stop
-            documents[row, begin:] = end - first
+            for document, chunk in enumerate(range(first, end)):
+                start = int(self._starts[chunk])
+                stop = start + int(self._lengths[chunk])
+                positions = slice(position, position + stop - start)
+                inputs[row, positions] = self._tokens[start:stop]
+                targets[row, positions] = self._targets(start + 1, stop + 1)
+                documents[row, positions] = document
+                position = positions.stop
+            documents[row, position:] = end - first
         self._check(inputs)
         self._check(np.where(targets == IGNORED, 0, targets))
         return Batch(inputs, targets, documents)
@@ -192,11 +192,11 @@ class Packed:
         return np.where(counted, self._tokens[start:stop].astype(np.int64), IGNORED)
 
 
-def _pieces(borders: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+def _document_chunks(boundaries: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the start and the number of inputs of each chunk; documents lie between the borders."""
-    inputs = np.diff(borders) - 1
-    longer = inputs > 0
-    inputs, starts = inputs[longer], borders[:-1][longer]
+    inputs = np.diff(boundaries) - 1
+    has_target = inputs > 0
+    inputs, starts = inputs[has_target], boundaries[:-1][has_target]
     counts = -(-inputs // seq_len)
     document = np.repeat(np.arange(len(inputs)), counts)
     offsets = (np.arange(len(document)) - (counts.cumsum() - counts)[document]) * seq_len
@@ -208,6 +208,6 @@ def open_answers(prefix: Path, file: TokenFile) -> np.ndarray:
     path = answers_of(prefix)
     size = path.stat().st_size if path.is_file() else None
     if size != len(file.tokens):
-        has = "does not exist" if size is None else f"marks {size} tokens"
-        raise damaged(path, f"{has}, and {file.path.name} has {len(file.tokens)}")
+        content = "does not exist" if size is None else f"marks {size} tokens"
+        raise damaged(path, f"{content}, and {file.path.name} has {len(file.tokens)}")
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))

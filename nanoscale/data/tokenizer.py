@@ -69,8 +69,8 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         if keep_special and self.eos in ids:
             end = list(ids).index(self.eos)
-            rest = self.decode(ids[end + 1 :], keep_special=True)
-            return f"{self.decode(ids[:end])}{END}{rest}"
+            after = self.decode(ids[end + 1 :], keep_special=True)
+            return f"{self.decode(ids[:end])}{END}{after}"
         # 255 never occurs in UTF-8, so an id beyond the vocabulary shows as a replacement character
         raw = bytes(min(int(token), 255) for token in ids if token != self.eos)
         return raw.decode(errors="replace")
@@ -98,8 +98,8 @@ class FileTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        known = [int(token) for token in ids if token < self.vocab_size]
-        text: str = self._tokenizer.decode(known, skip_special_tokens=not keep_special)
+        valid_ids = [int(token) for token in ids if token < self.vocab_size]
+        text: str = self._tokenizer.decode(valid_ids, skip_special_tokens=not keep_special)
         return text
 
     def encode_documents(self, texts: Sequence[str]) -> Iterable[np.ndarray]:
@@ -110,7 +110,7 @@ class FileTokenizer:
                 ids.append(self.eos)
                 yield np.array(ids, dtype=np.int64)
 
-    def before(self) -> tuple[int, ...]:
+    def prefix_ids(self) -> tuple[int, ...]:
         """The tokens that the tokenizer itself puts before a text, such as `<s>`; may be empty."""
         encoded = self._tokenizer.encode("a", add_special_tokens=True)
         first = encoded.special_tokens_mask.index(0)
@@ -133,20 +133,20 @@ def find(name: str, key: str) -> Path:
     if path.is_file():
         return path
     if missing_path(name) is not None or path.suffix == ".json":
-        instead = tuple(f"{key} {shlex.quote(similar)}" for similar in similar_paths(name))
-        raise _wrong(path, "there is no such file", key, instead)
+        suggestions = tuple(f"{key} {shlex.quote(similar)}" for similar in similar_paths(name))
+        raise _tokenizer_error(path, "there is no such file", key, suggestions)
     with asking(name) as cache_only:
         from huggingface_hub import hf_hub_download
 
         try:
-            found = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
+            file = Path(hf_hub_download(name, "tokenizer.json", local_files_only=cache_only))
         except Exception as error:  # a hub, a network and a cache can raise anything
             what = f"is not a file, and the hub has no such tokenizer to load: {why_not(error)}"
-            raise _wrong(Path(name), what, key) from error
-        for beside in (CONFIG, TEMPLATE):
+            raise _tokenizer_error(Path(name), what, key) from error
+        for name_beside in (CONFIG, TEMPLATE):
             with suppress(Exception):  # not every model has one
-                hf_hub_download(name, beside, local_files_only=cache_only)
-    return found
+                hf_hub_download(name, name_beside, local_files_only=cache_only)
+    return file
 
 
 def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = None) -> FileTokenizer:
@@ -158,25 +158,29 @@ def load(path: str | Path, *, key: str = "data.tokenizer", eos: str | None = Non
 
     path = Path(path).expanduser()
     if not path.is_file():
-        raise _wrong(
+        raise _tokenizer_error(
             path, "there is no such file; give byte, bpe or the path of a tokenizer.json", key
         )
     try:
         native = Native.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         if path.suffix == ".model":
-            raise _wrong(path, _SENTENCEPIECE, key) from error
-        raise _wrong(path, f"it cannot be read as a tokenizer.json: {error}", key) from error
+            raise _tokenizer_error(path, _SENTENCEPIECE, key) from error
+        raise _tokenizer_error(
+            path, f"it cannot be read as a tokenizer.json: {error}", key
+        ) from error
     native.no_truncation()
     native.no_padding()
     native.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
     names = (eos,) if eos is not None else (*_configured(path, "eos_token"), *_END_NAMES)
-    begins = [native.token_to_id(name) for name in _configured(path, "bos_token")]
+    bos_ids = [native.token_to_id(name) for name in _configured(path, "bos_token")]
     for name in names:
         number = native.token_to_id(name)
         if number is not None:
-            return FileTokenizer(native, path, number, begins[0] if begins else None)
-    raise _wrong(path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key)
+            return FileTokenizer(native, path, number, bos_ids[0] if bos_ids else None)
+    raise _tokenizer_error(
+        path, f"it has none of the known end-of-document tokens: {', '.join(names)}", key
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> FileTokenizer:
@@ -219,6 +223,8 @@ def _configured(path: Path, kind: str) -> list[str]:
     return [name] if isinstance(name, str) else []
 
 
-def _wrong(path: Path, what: str, key: str, instead: tuple[str, ...] = ()) -> UserError:
-    found = Violation(key, str(path), "", what, instead)
-    return UserError("data", f"{key}: {path}: {what}", [found])
+def _tokenizer_error(
+    path: Path, what: str, key: str, suggestions: tuple[str, ...] = ()
+) -> UserError:
+    violation = Violation(key, str(path), "", what, suggestions)
+    return UserError("data", f"{key}: {path}: {what}", [violation])

@@ -33,44 +33,44 @@ def write(folder: Path, config: Config) -> dict[str, Any]:
     It is that of `data.tokenizer`. If only token files were named, it is that of the run's initial model;
     otherwise none is known.
     """
-    data, begun = config.data, config.model.init_from
+    data, init_from = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
         _copy(Path(data.tokenizer).parent, folder)
         shutil.copyfile(data.tokenizer, folder / "tokenizer.json")
         tokenizer = load(data.tokenizer)
         _describe(folder, tokenizer.name_of(tokenizer.eos))
-        return _end(tokenizer.eos) | _special(Path(data.tokenizer).parent)
+        return _eos_entry(tokenizer.eos) | _special_entries(Path(data.tokenizer).parent)
     if data.source != "stdlib":
-        if begun is None or not Path(begun).is_dir():
-            return _end(None)
-        _copy(Path(begun), folder)
-        return _end(None) | _special(Path(begun))
+        if init_from is None or not Path(init_from).is_dir():
+            return _eos_entry(None)
+        _copy(Path(init_from), folder)
+        return _eos_entry(None) | _special_entries(Path(init_from))
     prepared = corpus.prepare(data)
     if data.tokenizer == "bpe":
         shutil.copyfile(prepared.folder / "tokenizer.json", folder / "tokenizer.json")
     else:
         _write_bytes(folder / "tokenizer.json")
     _describe(folder, END)
-    return _end(prepared.tokenizer().eos)
+    return _eos_entry(prepared.tokenizer().eos)
 
 
-def known(config: Config) -> Tokenizer | None:
+def tokenizer_of_run(config: Config) -> Tokenizer | None:
     """Return the tokenizer of a run's tokens, as `write` does, or that of a prepared folder; None: not known.
 
     The token files themselves need not exist any more.
     """
-    data, begun = config.data, config.model.init_from
+    data, init_from = config.data, config.model.init_from
     if data.tokenizer not in ("byte", "bpe"):
         return load(data.tokenizer)
     if data.source == "stdlib":
         return ByteTokenizer() if data.tokenizer == "byte" else corpus.prepare(data).tokenizer()
-    if begun is not None and (Path(begun) / "tokenizer.json").is_file():
-        return load(Path(begun) / "tokenizer.json")
+    if init_from is not None and (Path(init_from) / "tokenizer.json").is_file():
+        return load(Path(init_from) / "tokenizer.json")
     folders = [folder_of(source.path) for source in sources_of(data) if source.path]
-    made = [folder for folder in folders if folder is not None]
-    if not made or len(made) < len(folders):
+    prepared = [folder for folder in folders if folder is not None]
+    if not prepared or len(prepared) < len(folders):
         return None
-    file = made[0] / TOKENIZER  # the rules require one tokenizer for several sources
+    file = prepared[0] / TOKENIZER  # the rules require one tokenizer for several sources
     return load(file) if file.is_file() else ByteTokenizer()
 
 
@@ -89,8 +89,8 @@ def _describe(folder: Path, end: str) -> None:
     """Name the end-of-document token if no file does yet; otherwise transformers would not know it."""
     file = folder / CONFIG
     if not file.exists():
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _copy(source: Path, folder: Path) -> None:
@@ -99,7 +99,7 @@ def _copy(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _special(source: Path) -> dict[str, Any]:
+def _special_entries(source: Path) -> dict[str, Any]:
     """Return the special tokens of a model's config.json."""
     try:
         document = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ def _special(source: Path) -> dict[str, Any]:
         return {}
 
 
-def _end(number: int | None) -> dict[str, Any]:
+def _eos_entry(number: int | None) -> dict[str, Any]:
     return {"bos_token_id": None, "eos_token_id": number}
 
 
@@ -120,7 +120,9 @@ def bytes_native() -> Any:
     """Return `ByteTokenizer` in the tokenizers library: a BPE without merges, whose letters stand for bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    native = Tokenizer(models.BPE(vocab=dict(zip(_letters(), range(256), strict=True)), merges=[]))
+    native = Tokenizer(
+        models.BPE(vocab=dict(zip(_byte_letters(), range(256), strict=True)), merges=[])
+    )
     native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     native.decoder = decoders.ByteLevel()
     native.add_special_tokens([AddedToken(END, special=True)])
@@ -128,7 +130,7 @@ def bytes_native() -> Any:
     return native
 
 
-def _letters() -> list[str]:
+def _byte_letters() -> list[str]:
     """Return the letter of each byte in byte-level vocabularies.
 
     Printable bytes stand for themselves, the others for letters from U+0100 on (Radford et al. 2019, GPT-2).

@@ -127,7 +127,7 @@ def _open_run(
             f"{run.path}: its model is transformers' (model=hf), which `generate` of transformers "
             f"runs after `nanoscale checkpoints export {shlex.quote(run.reference)} --format hf`",
         )
-    tokenizer = _named(said) if said else vocabulary.known(config)
+    tokenizer = _named(said) if said else vocabulary.tokenizer_of_run(config)
     if tokenizer is None:
         raise _no_tokenizer(
             f"{run.path}: data.source={config.data.source} names none",
@@ -166,7 +166,7 @@ def _open_folder(
     before: tuple[int, ...] = (tokenizer.eos,)
     added, start = tuple[int, ...](), tokenizer.eos
     if isinstance(tokenizer, FileTokenizer):
-        before = added = tokenizer.before()
+        before = added = tokenizer.prefix_ids()
         start = tokenizer.bos if tokenizer.bos is not None else (*added, tokenizer.eos)[0]
     ends = frozenset([tokenizer.eos, *_more_ends(folder)])
     fitting = _fitting(tokenizer, model)

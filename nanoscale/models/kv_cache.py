@@ -87,7 +87,9 @@ class Cache:
         self.longest = int(self.lengths.max())
         for attention in self._attentions():
             core = cast("CachedAttention", attention.core)
-            core.keys, core.values = (tensor[indices.to(tensor.device)] for tensor in (core.keys, core.values))
+            core.keys, core.values = (
+                tensor[indices.to(tensor.device)] for tensor in (core.keys, core.values)
+            )
 
     def _attentions(self) -> Iterator[Attention]:
         return (cast("Block", block).attention for block in self._model.layers.values())

@@ -27,7 +27,7 @@ def tokens_of(tmp_path, lengths: list[int]) -> IndexedTokens:
 
 def loader_of(tmp_path, count: int, *, start=0, seed=3, vocab=10**6) -> Loader:
     tokens = tokens_of(tmp_path, [start + count])
-    return Loader.of_file(tokens, Split(start, start + count), SEQ, seed, vocab)
+    return Loader.from_file(tokens, Split(start, start + count), SEQ, seed, vocab)
 
 
 def rows(batch: Batch) -> np.ndarray:
@@ -153,4 +153,4 @@ def test_a_token_outside_the_vocabulary_is_found_by_the_batch_that_holds_it(tmp_
         writer.finish()
     tokens = IndexedTokens(tmp_path / "negative")
     with pytest.raises(UserError, match="holds token -3"):
-        Loader.of_file(tokens, Split(0, 9), SEQ, 0, 50).batch([0])
+        Loader.from_file(tokens, Split(0, 9), SEQ, 0, 50).batch([0])

@@ -65,7 +65,7 @@ def loaders(tmp_path) -> list[Loader]:
             writer.add_document(np.arange(count) + 1000 * number)
             writer.finish()
         tokens = IndexedTokens(tmp_path / str(number))
-        made.append(Loader.of_file(tokens, Split(0, count), SEQ, 3, 10**6))
+        made.append(Loader.from_file(tokens, Split(0, count), SEQ, 3, 10**6))
     return made
 
 

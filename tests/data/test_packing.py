@@ -38,7 +38,7 @@ def test_the_longest_goes_first_into_the_fullest(seed, room):
 
 
 def packed(file: IndexedTokens, split: Split, answers: np.ndarray | None = None) -> Loader:
-    return Loader.of_file(file, split, SEQ, 3, 10**6, Form("whole", True, answers))
+    return Loader.from_file(file, split, SEQ, 3, 10**6, Form("whole", True, answers))
 
 
 LENGTHS = [3, 30, 1, 9, 2, 0, 8, 5, 17, 4, 1]
@@ -72,7 +72,9 @@ def test_only_answers_count(tmp_path):
     everything = packed(file, Split(0, 80)).batch(range(len(loader))).targets
     targets = loader.batch(range(len(loader))).targets
     assert np.array_equal(targets, np.where(answers[everything.clip(0)], everything, IGNORED))
-    stream = Loader.of_file(file, Split(8, 80), SEQ, 3, 100, Form(answers=answers.astype(np.uint8)))
+    stream = Loader.from_file(
+        file, Split(8, 80), SEQ, 3, 100, Form(answers=answers.astype(np.uint8))
+    )
     batch = stream.batch([1])
     assert batch.inputs.tolist() == [list(range(16, 24))]
     assert batch.targets.tolist() == [[-100, 18, -100, -100, 21, -100, -100, 24]]
@@ -81,8 +83,8 @@ def test_only_answers_count(tmp_path):
 
 def test_documents_of_the_stream_are_told_apart(tmp_path):
     file = tokens_of(tmp_path, LENGTHS)
-    loader = Loader.of_file(file, Split(2, 80), SEQ, 3, 100, Form(document_mask=True))
-    plain = Loader.of_file(file, Split(2, 80), SEQ, 3, 100)
+    loader = Loader.from_file(file, Split(2, 80), SEQ, 3, 100, Form(document_mask=True))
+    plain = Loader.from_file(file, Split(2, 80), SEQ, 3, 100)
     numbers = list(range(len(plain)))
     batch, stream = loader.batch(numbers), plain.batch(numbers)
     assert len(loader) == len(plain)
@@ -97,7 +99,7 @@ def test_documents_of_the_stream_are_told_apart(tmp_path):
 def test_packed_samples_are_in_the_vocabulary_and_there(tmp_path):
     file = tokens_of(tmp_path, LENGTHS)
     with pytest.raises(UserError, match="holds token 78"):
-        Loader.of_file(file, Split(60, 80), SEQ, 3, 78, Form("whole")).batch([0, 1, 2])
+        Loader.from_file(file, Split(60, 80), SEQ, 3, 78, Form("whole")).batch([0, 1, 2])
     with pytest.raises(UserError, match="too few tokens"):
         packed(file, Split(33, 34))
 

@@ -114,7 +114,7 @@ def test_bytes_of_the_text_that_is_predicted(tmp_path: Path) -> None:
         writer.add_document(ids.astype(np.uint16))
     writer.finish()
     tokens = IndexedTokens(tmp_path / "tokens")
-    loader = Loader.of_file(tokens, Split(0, len(tokens.tokens)), 16, 0, 257)
+    loader = Loader.from_file(tokens, Split(0, len(tokens.tokens)), 16, 0, 257)
     ids = [token for text in texts for token in (*text.encode(), 256)]
     for samples in (2, len(loader)):
         predicted = ids[1 : 1 + 16 * samples]

@@ -17,13 +17,13 @@ class Bad:
     what: str
 
 
-def refused(found: Sequence[Bad], kept: str = "") -> UserError:
-    """Return the error for bad records, of which `found` are the first."""
+def bad_records_error(bad_records: Sequence[Bad], kept: str = "") -> UserError:
+    """Return the error for bad records, of which `bad_records` are the first."""
     remedy = "fix these records, or skip them with --bad skip"
     violations = [
-        Violation(bad.place, None, "", bad.what, remedy="" if more else f"{remedy}{kept}")
-        for more, bad in zip(range(len(found) - 1, -1, -1), found, strict=True)
+        Violation(bad.place, None, "", bad.what, remedy="" if remaining else f"{remedy}{kept}")
+        for remaining, bad in zip(range(len(bad_records) - 1, -1, -1), bad_records, strict=True)
     ]
-    if len(found) == 1:
-        return UserError("data", f"{found[0].place}: {found[0].what}", violations)
-    return UserError("data", f"{len(found)} bad records", violations)
+    if len(bad_records) == 1:
+        return UserError("data", f"{bad_records[0].place}: {bad_records[0].what}", violations)
+    return UserError("data", f"{len(bad_records)} bad records", violations)

@@ -45,13 +45,17 @@ def find_template(tokenizer: Path | None, chosen: Path | None, eos: str = END) -
     `tokenizer` is its tokenizer.json; None for bytes. Raises UserError for an invalid template.
     """
     config = _document(tokenizer.with_name(CONFIG)) if tokenizer else {}
-    source = _chosen(chosen) or _own(tokenizer, config) or PLAIN
-    named = {name: _content(config.get(name)) for name in _NAMED}
-    named["eos_token"] = eos
+    source = _read_template(chosen) or _tokenizer_template(tokenizer, config) or PLAIN
+    special_tokens = {name: _content(config.get(name)) for name in _NAMED}
+    special_tokens["eos_token"] = eos
     native = _native(tokenizer)
-    added = native.get_added_tokens_decoder().values()
-    special = tuple(sorted(token.content for token in added if token.special))
-    template = Template(source, tuple((k, v) for k, v in named.items() if v is not None), special)
+    added_tokens = native.get_added_tokens_decoder().values()
+    special = tuple(sorted(token.content for token in added_tokens if token.special))
+    template = Template(
+        source,
+        tuple((name_of, v) for name_of, v in special_tokens.items() if v is not None),
+        special,
+    )
     _check(template, chosen)
     return template
 
@@ -70,14 +74,14 @@ class ChatTokenizer:
         for start in range(0, len(chats), _BATCH):
             batch = chats[start : start + _BATCH]
             texts = [chat.text for chat in batch]
-            for chat, found in zip(
+            for chat, encoding in zip(
                 batch, self._native.encode_batch(texts, add_special_tokens=False), strict=True
             ):
-                begins, ends = np.array(found.offsets, dtype=np.int64).reshape(-1, 2).T
-                answers = np.zeros(len(begins), dtype=np.uint8)
+                starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+                answers = np.zeros(len(starts), dtype=np.uint8)
                 for begin, end in chat.answers:
-                    answers[(begins < end) & (ends > begin)] = 1
-                yield np.array(found.ids, dtype=np.int64), answers
+                    answers[(starts < end) & (ends > begin)] = 1
+                yield np.array(encoding.ids, dtype=np.int64), answers
 
 
 def _native(tokenizer: Path | None) -> Any:
@@ -91,25 +95,25 @@ def _native(tokenizer: Path | None) -> Any:
     return native
 
 
-def _chosen(path: Path | None) -> str | None:
+def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise _wrong(path, f"cannot be read: {error}") from error
+        raise _template_error(path, f"cannot be read: {error}") from error
 
 
-def _own(tokenizer: Path | None, config: dict[str, Any]) -> str | None:
+def _tokenizer_template(tokenizer: Path | None, config: dict[str, Any]) -> str | None:
     if tokenizer is None:
         return None
-    beside = tokenizer.with_name(TEMPLATE)
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several templates, by name
-        found = {one.get("name"): one.get("template") for one in found}.get("default")
-    return found if isinstance(found, str) else None
+    file = tokenizer.with_name(TEMPLATE)
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several templates, by name
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _check(template: Template, chosen: Path | None) -> None:
@@ -117,22 +121,22 @@ def _check(template: Template, chosen: Path | None) -> None:
     try:
         renderer.check()
     except TemplateProblem as problem:
-        raise _wrong(chosen or Path("the tokenizer's own"), str(problem)) from problem
+        raise _template_error(chosen or Path("the tokenizer's own"), str(problem)) from problem
     finally:
         renderer.close()
 
 
-def _wrong(path: Path, what: str) -> UserError:
-    found = Violation("--chat-template", str(path), "", what)
-    return UserError("data", f"--chat-template: {path}: {what}", [found])
+def _template_error(path: Path, what: str) -> UserError:
+    violation = Violation("--chat-template", str(path), "", what)
+    return UserError("data", f"--chat-template: {path}: {what}", [violation])
 
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _content(token: Any) -> str | None:

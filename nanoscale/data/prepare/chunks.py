@@ -82,9 +82,9 @@ def read_chunks(
         cursor = start if number == start.source else Cursor(number)
         last = cursor
         try:
-            found = problem(source, field, chat)
-            if found is not None:
-                raise _DamageError(found)
+            bad = problem(source, field, chat)
+            if bad is not None:
+                raise _DamageError(bad)
             if source.kind in ("text", "jsonl"):
                 chunks = _text_chunks(source, cursor, separator_of(source, separator))
             elif source.kind in ("json", "csv"):
@@ -95,10 +95,10 @@ def read_chunks(
                 last = chunk.after
                 yield chunk
         except _DamageError as error:
-            yield _nothing(number, source, error.bad)
+            yield _unreadable(number, source, error.bad)
         except (OSError, ValueError) as error:  # pyarrow's are among these
             what = f"cannot be read from here on: {first_line(error)}"
-            yield _nothing(number, source, Bad(source.place(last.record), what))
+            yield _unreadable(number, source, Bad(source.place(last.record), what))
 
 
 class _DamageError(Exception):
@@ -107,7 +107,7 @@ class _DamageError(Exception):
         self.bad = bad
 
 
-def _nothing(number: int, source: TextSource, bad: Bad) -> Chunk:
+def _unreadable(number: int, source: TextSource, bad: Bad) -> Chunk:
     """Return an empty chunk that reports an unreadable record."""
     return Chunk(number, 1, b"", Cursor(number + 1), source.bytes, (bad,))
 
@@ -116,7 +116,7 @@ def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> 
     cursor = start
     with opened(source) as (stream, raw):
         _skip(stream, start.offset)
-        for content, length, lines in _pieces(stream, separator):
+        for content, length, lines in _whole_records(stream, separator):
             after = Cursor(start.source, cursor.offset + length, cursor.record + lines)
             bad: tuple[Bad, ...] = ()
             if not content:
@@ -128,38 +128,40 @@ def _text_chunks(source: TextSource, start: Cursor, separator: bytes | None) -> 
         raise _DamageError(Bad(source.name, "is empty"))
 
 
-def _pieces(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
+def _whole_records(stream: Any, separator: bytes | None) -> Iterator[tuple[bytes, int, int]]:
     """Yield whole records with their separators, their bytes and their numbers of line ends.
 
     For a record that is too long the text is empty; the two numbers are right.
     """
-    rest = b""
+    buffer = b""
     while block := stream.read(CHUNK):
-        rest += block
-        cut = rest.rfind(separator) + len(separator) if separator and separator in rest else 0
-        if cut:
-            yield rest[:cut], cut, rest.count(b"\n", 0, cut)
-            rest = rest[cut:]
-        elif len(rest) > LONGEST:
-            length, lines, rest = _pass_over(stream, rest, separator)
+        buffer += block
+        end = buffer.rfind(separator) + len(separator) if separator and separator in buffer else 0
+        if end:
+            yield buffer[:end], end, buffer.count(b"\n", 0, end)
+            buffer = buffer[end:]
+        elif len(buffer) > LONGEST:
+            length, lines, buffer = _skip_long_record(stream, buffer, separator)
             yield b"", length, lines
-    if rest:
-        yield rest, len(rest), rest.count(b"\n")
+    if buffer:
+        yield buffer, len(buffer), buffer.count(b"\n")
 
 
-def _pass_over(stream: Any, rest: bytes, separator: bytes | None) -> tuple[int, int, bytes]:
-    """Read to the end of the record of `rest`; return its bytes, its line ends, and the text after it."""
+def _skip_long_record(
+    stream: Any, buffer: bytes, separator: bytes | None
+) -> tuple[int, int, bytes]:
+    """Read to the end of the record of `buffer`; return its bytes, its line ends, and the text after it."""
     length = lines = 0
-    kept = len(separator) - 1 if separator else 0
-    while separator is None or separator not in rest:
-        gone = rest[: len(rest) - kept]
-        length, lines = length + len(gone), lines + gone.count(b"\n")
+    overlap = len(separator) - 1 if separator else 0
+    while separator is None or separator not in buffer:
+        passed = buffer[: len(buffer) - overlap]
+        length, lines = length + len(passed), lines + passed.count(b"\n")
         block = stream.read(CHUNK)
         if not block:
-            return length + kept, lines + rest.count(b"\n", len(gone)), b""
-        rest = rest[len(gone) :] + block
-    cut = rest.index(separator) + len(separator)
-    return length + cut, lines + rest.count(b"\n", 0, cut), rest[cut:]
+            return length + overlap, lines + buffer.count(b"\n", len(passed)), b""
+        buffer = buffer[len(passed) :] + block
+    end = buffer.index(separator) + len(separator)
+    return length + end, lines + buffer.count(b"\n", 0, end), buffer[end:]
 
 
 def too_long(separated: bool) -> str:
@@ -206,15 +208,15 @@ def _table_chunks(source: TextSource, start: Cursor, field: str, chat: bool) -> 
     read = _parquet_batches if source.kind == "parquet" else _dataset_batches
     rows, batches = read(source, row, field, chat)
     for batch in batches:
-        found = _bytes_of(batch)
-        cells += found
+        batch_cells = _bytes_of(batch)
+        cells += batch_cells
         # Cells that share a dictionary's text are longer together than their column.
-        size += max(batch.nbytes, sum(len(cell) for cell in found if cell))
+        size += max(batch.nbytes, sum(len(cell) for cell in batch_cells if cell))
         if size >= CHUNK:
-            yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
+            yield _table_chunk(source, Cursor(start.source, row, row + 1), cells, rows)
             row, cells, size = row + len(cells), [], 0
     if cells:
-        yield _cells(source, Cursor(start.source, row, row + 1), cells, rows)
+        yield _table_chunk(source, Cursor(start.source, row, row + 1), cells, rows)
 
 
 def _bytes_of(column: Any) -> list[bytes | None]:
@@ -225,14 +227,14 @@ def _bytes_of(column: Any) -> list[bytes | None]:
     if pa.types.is_nested(column.type):
         cells = column.to_pylist()
         return [None if cell is None else json.dumps(cell).encode() for cell in cells]
-    found: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
-    return found
+    values: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+    return values
 
 
-def _cells(source: TextSource, at: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
-    end = at.offset + len(cells)
-    after = Cursor(at.source, end, end + 1)
-    return Chunk(at.source, at.record, cells, after, source.bytes * end // rows)
+def _table_chunk(source: TextSource, start: Cursor, cells: list[bytes | None], rows: int) -> Chunk:
+    end = start.offset + len(cells)
+    after = Cursor(start.source, end, end + 1)
+    return Chunk(start.source, start.record, cells, after, source.bytes * end // rows)
 
 
 def _record_column(batch: Any, schema: Any, field: str) -> Any:
@@ -271,10 +273,10 @@ def _rows_from(file: Any, groups: list[int], start: int, columns: list[str]) -> 
         for batch in file.iter_batches(
             _ROWS, row_groups=range(first, len(groups)), columns=columns, use_threads=False
         ):
-            passed = min(start, len(batch))
-            start -= passed
-            if passed < len(batch):
-                yield batch[passed:]
+            skipped = min(start, len(batch))
+            start -= skipped
+            if skipped < len(batch):
+                yield batch[skipped:]
 
 
 def _dataset_batches(

@@ -83,7 +83,7 @@ class Documents:
         self.text_bytes = 0
 
     def __iter__(self) -> Iterator[TextDocument]:
-        border = self._reading.validation * 2.0**64
+        threshold = self._reading.validation * 2.0**64
         for record, result in self._read():
             if isinstance(result, RecordError):
                 self.bad.append(Bad(self._source.place(record), str(result)))
@@ -99,7 +99,7 @@ class Documents:
                 continue
             self.text_bytes += len(encoded)
             # The text alone decides, so that a copy of a document is never in the other split.
-            held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < border
+            held_out = xxh3_64_intdigest(encoded, _SPLIT_SEED) < threshold
             yield TextDocument(result.text, held_out, result.answers)
 
     def _records(self) -> Iterator[tuple[int, bytes | None]]:
@@ -151,18 +151,18 @@ class Documents:
         return None
 
     def _from_json(self, line: str) -> str:
-        found = parsed(line)
-        if not isinstance(found, dict):
+        record = parsed(line)
+        if not isinstance(record, dict):
             raise RecordError("is JSON, but not an object")
         field = self._reading.field
         try:
-            text = value_at(found, field)
+            text = value_at(record, field)
         except RecordError as error:
-            chats = "messages" in found or "conversations" in found or pair_in(found)
-            hint = "; chats are prepared with --chat" if chats else ""
+            is_chat = "messages" in record or "conversations" in record or pair_in(record)
+            hint = "; chats are prepared with --chat" if is_chat else ""
             raise RecordError(f"{error}{hint}") from error
         if not isinstance(text, str):
-            raise RecordError(f"its field {field!r} holds {_name(text)}, not text")
+            raise RecordError(f"its field {field!r} holds {_type_name(text)}, not text")
         return text
 
 
@@ -186,18 +186,18 @@ def encode(
 def _tokens(
     documents: list[TextDocument], tokenizer: Tokenizer | ChatTokenizer, dtype: np.dtype[Any]
 ) -> Tokens:
-    parts, lengths, marks = [], [], []
+    token_bytes, lengths, marks = [], [], []
     if isinstance(tokenizer, ChatTokenizer):
         chats = [Chat(document.text, document.answers) for document in documents]
         for ids, answers in tokenizer.encode(chats):
-            parts.append(ids.astype(dtype).tobytes())
+            token_bytes.append(ids.astype(dtype).tobytes())
             lengths.append(len(ids))
             marks.append(answers.tobytes())
     else:
         for ids in tokenizer.encode_documents([document.text for document in documents]):
-            parts.append(ids.astype(dtype).tobytes())
+            token_bytes.append(ids.astype(dtype).tobytes())
             lengths.append(len(ids))
-    return Tokens(b"".join(parts), np.array(lengths, dtype="<i4").tobytes(), b"".join(marks))
+    return Tokens(b"".join(token_bytes), np.array(lengths, dtype="<i4").tobytes(), b"".join(marks))
 
 
 def _leading_lines(raw: bytes, source: TextSource) -> int:
@@ -205,6 +205,6 @@ def _leading_lines(raw: bytes, source: TextSource) -> int:
     return raw[: len(raw) - len(raw.lstrip())].count(b"\n") if source.kind == "text" else 0
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
     return "null" if value is None else names.get(type(value), "an object")

@@ -85,16 +85,16 @@ class UnfinishedFolder:
         """Append the documents of the next chunk."""
         train = self._splits[TOKENS].append(encoded.train)
         valid = self._splits[VALID].append(encoded.valid)
-        now = self.progress
+        progress = self.progress
         self.progress = replace(
-            now,
+            progress,
             cursor=chunk.after,
             train=train,
             valid=valid,
-            text_bytes=now.text_bytes + encoded.text_bytes,
-            empty=now.empty + encoded.empty,
-            bad=now.bad + len(encoded.bad),
-            shown=(now.shown + encoded.bad)[:SHOWN],
+            text_bytes=progress.text_bytes + encoded.text_bytes,
+            empty=progress.empty + encoded.empty,
+            bad=progress.bad + len(encoded.bad),
+            shown=(progress.shown + encoded.bad)[:SHOWN],
             read=self._before[chunk.source] + chunk.read,
         )
 
@@ -107,10 +107,10 @@ class UnfinishedFolder:
     def publish(self, out: Path, manifest: dict[str, Any]) -> None:
         """Rename the complete folder to `out`."""
         self.commit()
-        kept = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
+        kept_splits = [TOKENS, *([VALID] if self.progress.valid.documents else [])]
         for name, split in self._splits.items():
             split.close()
-            if name in kept:
+            if name in kept_splits:
                 split.write_index(self.dtype)
             else:
                 bin_path(self._whole / name).unlink()
@@ -140,15 +140,15 @@ class _Split:
             self._answers = _reopened(answers_of(self._prefix), count.tokens)
             self._streams.append(self._answers)
 
-    def append(self, found: Tokens) -> Count:
-        self._tokens.write(found.tokens)
-        self._lengths.write(found.lengths)
-        if found.answers:
-            self._answers.write(found.answers)
+    def append(self, tokens: Tokens) -> Count:
+        self._tokens.write(tokens.tokens)
+        self._lengths.write(tokens.lengths)
+        if tokens.answers:
+            self._answers.write(tokens.answers)
         self._count = Count(
-            self._count.documents + len(found.lengths) // 4,
-            self._count.tokens + len(found.tokens) // self._itemsize,
-            self._count.answers + found.answers.count(1),
+            self._count.documents + len(tokens.lengths) // 4,
+            self._count.tokens + len(tokens.tokens) // self._itemsize,
+            self._count.answers + tokens.answers.count(1),
         )
         return self._count
 
@@ -208,14 +208,14 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         write_document(path, identity)
         return
-    before = json.loads(path.read_bytes())
-    wrong = [
+    earlier = json.loads(path.read_bytes())
+    differences = [
         Violation(f"--{name}".replace("--sources", "SOURCES"), None, "", "had another value")
-        for name in {**before, **identity}
-        if identity.get(name) != before.get(name)
+        for name in {**earlier, **identity}
+        if identity.get(name) != earlier.get(name)
     ]
-    if wrong:
-        names = ", ".join(violation.key for violation in wrong)
+    if differences:
+        names = ", ".join(violation.key for violation in differences)
         found = Violation(
             "--out", str(part), "", f"it was started with other settings: {names}",
             remedy=f"repeat the earlier request, or start again: rm -r -- {shlex.quote(str(part))}",
@@ -226,14 +226,14 @@ def _check_request(part: Path, identity: dict[str, Any]) -> None:
 def committed(part: Path) -> PreparationProgress | None:
     """Return the progress of the last commit; None before the first."""
     try:
-        found = json.loads((part / "progress.json").read_bytes())
+        progress = json.loads((part / "progress.json").read_bytes())
     except FileNotFoundError:
         return None
-    found["cursor"] = Cursor(**found["cursor"])
+    progress["cursor"] = Cursor(**progress["cursor"])
     for name in ("train", "valid"):
-        found[name] = Count(**found[name])
-    found["shown"] = tuple(Bad(**bad) for bad in found["shown"])
-    return PreparationProgress(**found)
+        progress[name] = Count(**progress[name])
+    progress["shown"] = tuple(Bad(**bad) for bad in progress["shown"])
+    return PreparationProgress(**progress)
 
 
 def write_document(path: Path, document: dict[str, Any]) -> None:
@@ -243,10 +243,10 @@ def write_document(path: Path, document: dict[str, Any]) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably and atomically."""
-    aside = path.with_name(f"{path.name}.new")
-    with aside.open("wb") as stream:
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    aside.rename(path)
+    temporary.rename(path)
     sync_folder(path.parent)

@@ -18,7 +18,7 @@ from nanoscale.common.errors import UserError, Violation
 from nanoscale.config.data.prepared_folder import TEMPLATE, TOKENIZER, manifest
 from nanoscale.data.indexed import smallest_type
 from nanoscale.data.prepare import folder
-from nanoscale.data.prepare.bad import refused
+from nanoscale.data.prepare.bad import bad_records_error
 from nanoscale.data.prepare.chat import find_template
 from nanoscale.data.prepare.chunks import Chunk, Cursor, read_chunks
 from nanoscale.data.prepare.encode import Documents, Encoded, Reading
@@ -97,14 +97,14 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     """
     request = replace(request, out=request.out.expanduser().absolute())
     sources = find_sources(request.sources)
-    given = _given(request)
-    template = _template(request, given)
-    identity = _identity(request, sources, given, template)
-    done = manifest(request.out)
-    if done is not None and done.get("request") == identity:
+    tokenizer_source = _existing_tokenizer(request)
+    template = _template(request, tokenizer_source)
+    identity = _identity(request, sources, tokenizer_source, template)
+    finished = manifest(request.out)
+    if finished is not None and finished.get("request") == identity:
         shutil.rmtree(request.out.with_name(f"{request.out.name}.part"), ignore_errors=True)
         watcher.note(f"{request.out} is prepared already")
-        return done
+        return finished
     _refuse_existing(request.out)
     if not request.skip_bad:
         _refuse_unreadable(sources, request)
@@ -113,20 +113,20 @@ def prepare(request: PreparationRequest, watcher: Watcher) -> dict[str, Any]:
     )
     with folder.opened(request.out, identity) as path, _interrupted() as stop:
         whole = path / "whole"
-        if given is None:
-            tokenizer: Tokenizer = _trained(request, reading, whole, watcher, stop)
+        if tokenizer_source is None:
+            tokenizer: Tokenizer = _train_tokenizer(request, reading, whole, watcher, stop)
         else:
-            tokenizer = given.copied_to(whole)
+            tokenizer = tokenizer_source.copy_to(whole)
         if template is not None:
             folder.write_whole(whole / TEMPLATE, template.source.encode())
         sizes = [source.bytes for source in sources]
         part = UnfinishedFolder(path, smallest_type(tokenizer.vocab_size), sizes, request.chat)
         _fill(part, path, request, reading, watcher, stop)
-        _refuse_nothing(part.progress, request)
+        _refuse_empty(part.progress, request)
         part.publish(request.out, _manifest(identity, tokenizer, whole, part.progress))
-    found = manifest(request.out)
-    assert found is not None, "it was just written"
-    return found
+    result = manifest(request.out)
+    assert result is not None, "it was just written"
+    return result
 
 
 def _fill(
@@ -179,36 +179,36 @@ def _refuse_bad(part: UnfinishedFolder, request: PreparationRequest, path: Path)
     if part.progress.bad == 0 or request.skip_bad:
         return
     kept = f"; what was prepared is kept in {path}" if folder.committed(path) else ""
-    raise refused(part.progress.shown[:_MOST_SHOWN], kept)
+    raise bad_records_error(part.progress.shown[:_MOST_SHOWN], kept)
 
 
 def _refuse_unreadable(sources: list[TextSource], request: PreparationRequest) -> None:
     """Check the frame of every file before anything is written."""
-    looks = (problem(source, request.field, request.chat) for source in sources)
-    found = [bad for bad in looks if bad is not None]
-    if found:
-        raise refused(found[:_MOST_SHOWN])
+    checks = (problem(source, request.field, request.chat) for source in sources)
+    bad_records = [bad for bad in checks if bad is not None]
+    if bad_records:
+        raise bad_records_error(bad_records[:_MOST_SHOWN])
 
 
 def _refuse_existing(out: Path) -> None:
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     what = "already exists, and is not the result of this request"
-    found = Violation("--out", str(out), "", what, remedy="choose another folder, or remove it")
-    raise UserError("data", f"{out} {what}", [found])
+    violation = Violation("--out", str(out), "", what, remedy="choose another folder, or remove it")
+    raise UserError("data", f"{out} {what}", [violation])
 
 
-def _refuse_nothing(progress: PreparationProgress, request: PreparationRequest) -> None:
+def _refuse_empty(progress: PreparationProgress, request: PreparationRequest) -> None:
     if progress.train.documents == 0:
         raise UserError("data", "the sources hold no document to train on")
     if request.validation and progress.valid.documents == 0:
         what = f"holds out none of {progress.documents:,} documents"
-        found = Violation("--validation", request.validation, "", what, ("--validation 0.1",))
-        raise UserError("data", f"--validation {request.validation}: {what}", [found])
+        violation = Violation("--validation", request.validation, "", what, ("--validation 0.1",))
+        raise UserError("data", f"--validation {request.validation}: {what}", [violation])
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ExistingTokenizer:
     """An existing tokenizer."""
 
     path: Path | None
@@ -219,7 +219,7 @@ class _Given:
         kind = digest(self.path) if self.path else "byte"
         return {"tokenizer": kind, "eos": self.tokenizer.eos}
 
-    def copied_to(self, whole: Path) -> Tokenizer:
+    def copy_to(self, whole: Path) -> Tokenizer:
         """Copy the tokenizer's files to this folder and return it, with the name of the end token."""
         if not isinstance(self.tokenizer, FileTokenizer) or self.path is None:
             return self.tokenizer
@@ -231,16 +231,16 @@ class _Given:
         return self.tokenizer
 
 
-def _given(request: PreparationRequest) -> _Given | None:
+def _existing_tokenizer(request: PreparationRequest) -> _ExistingTokenizer | None:
     if request.tokenizer is None:
         return None
     if request.tokenizer == "byte":
-        return _Given(None, ByteTokenizer())
+        return _ExistingTokenizer(None, ByteTokenizer())
     path = find(request.tokenizer, "--tokenizer")
-    return _Given(path, load(path, key="--tokenizer", eos=request.eos))
+    return _ExistingTokenizer(path, load(path, key="--tokenizer", eos=request.eos))
 
 
-def _trained(
+def _train_tokenizer(
     request: PreparationRequest,
     reading: Reading,
     whole: Path,
@@ -251,10 +251,10 @@ def _trained(
     target = whole / TOKENIZER
     if not target.exists():
         watcher.note(f"training a tokenizer of {request.vocab_size:,} tokens")
-        aside = target.with_name(f"{TOKENIZER}.trained")
-        train_bpe(_sample(request, reading, stop), request.vocab_size, aside)
-        folder.write_whole(target, aside.read_bytes())
-        aside.unlink()
+        temporary = target.with_name(f"{TOKENIZER}.trained")
+        train_bpe(_sample(request, reading, stop), request.vocab_size, temporary)
+        folder.write_whole(target, temporary.read_bytes())
+        temporary.unlink()
     return load(target)
 
 
@@ -270,32 +270,34 @@ def _sample(request: PreparationRequest, reading: Reading, stop: threading.Event
             documents = Documents(chunk, reading)
             yield from (document.text for document in documents if not document.is_held_out)
             if documents.bad and not request.skip_bad:
-                raise refused(documents.bad[:_MOST_SHOWN])
+                raise bad_records_error(documents.bad[:_MOST_SHOWN])
             if chunk.read > share * source.bytes:
                 break
 
 
-def _template(request: PreparationRequest, given: _Given | None) -> Template | None:
+def _template(
+    request: PreparationRequest, tokenizer_source: _ExistingTokenizer | None
+) -> Template | None:
     if not request.chat:
         return None
-    assert given is not None, "a chat needs the tokenizer of its model"
-    tokenizer = given.tokenizer
+    assert tokenizer_source is not None, "a chat needs the tokenizer of its model"
+    tokenizer = tokenizer_source.tokenizer
     eos = tokenizer.name_of(tokenizer.eos) if isinstance(tokenizer, FileTokenizer) else END
-    return find_template(given.path, request.chat_template, eos)
+    return find_template(tokenizer_source.path, request.chat_template, eos)
 
 
 def _identity(
     request: PreparationRequest,
     sources: list[TextSource],
-    given: _Given | None,
+    tokenizer_source: _ExistingTokenizer | None,
     template: Template | None,
 ) -> dict[str, Any]:
     """Return the settings and inputs that determine the bytes."""
     return {
         "format": FORMAT,
         **(
-            given.document()
-            if given
+            tokenizer_source.document()
+            if tokenizer_source
             else {"tokenizer": "trained", "vocab-size": request.vocab_size}
         ),
         **({"chat-template": _digest(template)} if template else {}),

@@ -30,8 +30,8 @@ LONGEST, LONGEST_A_BYTE = 1 << 16, 32
 """The most characters of a text, and the addition for each byte of its record."""
 OUT_OF_MEMORY = 3
 """The exit code."""
-_MOST_SAID = 500
-_STARTED_WITH = 0
+_ERROR_CHARACTERS = 500
+_INITIAL_BYTES = 0
 """Bytes of address space of the process before its first batch."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -97,9 +97,9 @@ class Template:
                 f"has no certain position of the answer in message {number + 1}: the chat template writes the"
                 " messages before it differently with and without it (--chat-template FILE for another)"
             )
-        kept = after[len(before) :].rstrip()
-        ended = kept.endswith(self.special)
-        return len(before), len(before) + len(kept) if ended else len(after)
+        answer = after[len(before) :].rstrip()
+        has_end_token = answer.endswith(self.special)
+        return len(before), len(before) + len(answer) if has_end_token else len(after)
 
     def _render(self, messages: Sequence[dict[str, Any]], asks: bool = False) -> str:
         try:
@@ -109,7 +109,9 @@ class Template:
         except MemoryError:
             raise
         except Exception as error:
-            raise RecordError(f"cannot be rendered by the chat template: {_said(error)}") from error
+            raise RecordError(
+                f"cannot be rendered by the chat template: {_error_text(error)}"
+            ) from error
         return text
 
 
@@ -150,9 +152,9 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """Return an exception's own text in one line, or its name."""
-    return " ".join(str(error).split())[:_MOST_SAID] or type(error).__name__
+    return " ".join(str(error).split())[:_ERROR_CHARACTERS] or type(error).__name__
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -172,10 +174,10 @@ def messages_of(record: Any, field: str, asks: bool = False) -> list[dict[str, A
     ShareGPT's `conversations` of `from` and `value`, and the questions and answers of PAIRS, are accepted too.
     With `asks`, its answer may be missing. Raises RecordError.
     """
-    found = _conversation(record, field) if isinstance(record, dict) else record
-    if not isinstance(found, list) or not found:
+    conversation = _conversation(record, field) if isinstance(record, dict) else record
+    if not isinstance(conversation, list) or not conversation:
         raise RecordError("has no list of messages, or an empty one")
-    messages = [_message(number, one) for number, one in enumerate(found, 1)]
+    messages = [_message(number, message) for number, message in enumerate(conversation, 1)]
     roles = [message["role"] for message in messages]
     if "assistant" not in roles and not asks:
         raise RecordError("has no answer: no message is an assistant's")
@@ -217,24 +219,27 @@ def _conversation(record: dict[str, Any], field: str) -> Any:
     question, answer = (record[name] for name in pair)
     if isinstance(question, list) and isinstance(answer, list):
         return question + answer
-    given = record.get(INPUT) if pair == ALPACA else None
-    if not isinstance(given, str | None):
+    input_text = record.get(INPUT) if pair == ALPACA else None
+    if not isinstance(input_text, str | None):
         raise RecordError(f"its field {INPUT!r} is not text")
-    if given and isinstance(question, str):
-        question = f"{question}\n\n{given}"
+    if input_text and isinstance(question, str):
+        question = f"{question}\n\n{input_text}"
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _message(number: int, one: Any) -> dict[str, Any]:
-    if not isinstance(one, dict):
+def _message(number: int, record: Any) -> dict[str, Any]:
+    if not isinstance(record, dict):
         raise RecordError(f"message {number} is not an object with a role and a content")
-    role, content = one.get("role", one.get("from")), one.get("content", one.get("value"))
+    role, content = (
+        record.get("role", record.get("from")),
+        record.get("content", record.get("value")),
+    )
     role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
     if role not in _ROLES:
         raise RecordError(f"message {number} has the role {role!r}, not {', '.join(_ROLES)}")
     if not isinstance(content, str):
         raise RecordError(f"message {number} has a content that is not text")
-    return {**one, "role": role, "content": content}
+    return {**record, "role": role, "content": content}
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -254,7 +259,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         raise
     except Exception as error:
         line = getattr(error, "lineno", None)
-        problem = f"line {line}: {_said(error)}" if line else _said(error)
+        problem = f"line {line}: {_error_text(error)}" if line else _error_text(error)
     _write(answers, {"problem": problem})
     while header := requests.readline():
         sizes = json.loads(header)
@@ -269,10 +274,10 @@ def _answer(answers: BinaryIO, template: Template, record: bytes, field: str, as
     try:
         messages = messages_of(parsed(record.decode()), field, asks)
         chat = template.question(messages) if asks else template.chat(messages)
-        most = LONGEST + LONGEST_A_BYTE * len(record)
-        if len(chat.text) > most:
+        limit = LONGEST + LONGEST_A_BYTE * len(record)
+        if len(chat.text) > limit:
             raise RecordError(
-                f"becomes {len(chat.text):,} characters by the chat template; at most {most:,} are allowed"
+                f"becomes {len(chat.text):,} characters by the chat template; at most {limit:,} are allowed"
             )
     except RecordError as error:
         _write(answers, {"error": str(error)})
@@ -286,16 +291,16 @@ def _write(answers: BinaryIO, document: dict[str, Any]) -> None:
     answers.flush()
 
 
-def _limit_memory(given: int) -> None:
-    """Limit the process to the memory that it had, and the need of `given` bytes of records."""
-    most = _STARTED_WITH + (MEMORY_MIB << 20) + MEMORY_A_BYTE * given
+def _limit_memory(record_bytes: int) -> None:
+    """Limit the process to the memory that it had, and the need of `record_bytes` bytes of records."""
+    limit = _INITIAL_BYTES + (MEMORY_MIB << 20) + MEMORY_A_BYTE * record_bytes
     with suppress(ValueError, OSError):  # not every system supports it
-        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _limit_time(given: int) -> None:
+def _limit_time(record_bytes: int) -> None:
     """Let the kernel end this process after this much more processor time."""
-    signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_A_MIB * given / 2**20)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS + SECONDS_A_MIB * record_bytes / 2**20)
 
 
 def _virtual_bytes() -> int:
@@ -306,7 +311,7 @@ def _virtual_bytes() -> int:
 
 
 if __name__ == "__main__":
-    _STARTED_WITH = _virtual_bytes()
+    _INITIAL_BYTES = _virtual_bytes()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:

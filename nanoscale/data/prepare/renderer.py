@@ -47,7 +47,7 @@ class Renderer:
         """Yield each record, a JSON document, as a text, or its error."""
         for batch in _batches(records):
             try:
-                yield from self._ask(batch)
+                yield from self._request(batch)
             except _EndedError:
                 yield from map(self._render_alone, batch)
 
@@ -61,17 +61,17 @@ class Renderer:
         """Retry a failed record in a new process: the old one may still hold memory of other records."""
         try:
             if self._process is not None:
-                return self._ask([record])[0]
+                return self._request([record])[0]
         except _EndedError:
             pass
         try:
-            return self._ask([record])[0]
+            return self._request([record])[0]
         except _EndedError as ended:
             return RecordError(
-                f"cannot be rendered by the chat template: it {_why(ended.code, [record])}"
+                f"cannot be rendered by the chat template: it {_describe_end(ended.code, [record])}"
             )
 
-    def _ask(self, batch: Sequence[bytes]) -> list[Outcome]:
+    def _request(self, batch: Sequence[bytes]) -> list[Outcome]:
         self.check()
         assert self._process is not None and self._process.stdin and self._process.stdout
         try:
@@ -96,7 +96,7 @@ class Renderer:
             self._process.stdin.flush()
             problem = json.loads(_line(self._process.stdout))["problem"]
         except (OSError, EOFError) as error:
-            raise TemplateProblem(_why(self._end(), [first])) from error
+            raise TemplateProblem(_describe_end(self._end(), [first])) from error
         if problem is not None:
             self.close()
             raise TemplateProblem(f"is not a Jinja template: {problem}")
@@ -131,14 +131,14 @@ def _batches(records: Sequence[bytes]) -> Iterator[list[bytes]]:
 
 
 def _outcome(answers: IO[bytes]) -> Outcome:
-    about = json.loads(_line(answers))
-    if "error" in about:
-        return RecordError(about["error"])
-    text = answers.read(about["bytes"])
-    if len(text) < about["bytes"]:
+    header = json.loads(_line(answers))
+    if "error" in header:
+        return RecordError(header["error"])
+    text = answers.read(header["bytes"])
+    if len(text) < header["bytes"]:
         raise EOFError
     return Chat(
-        text.decode(errors="surrogatepass"), tuple((begin, end) for begin, end in about["answers"])
+        text.decode(errors="surrogatepass"), tuple((begin, end) for begin, end in header["answers"])
     )
 
 
@@ -149,14 +149,14 @@ def _line(answers: IO[bytes]) -> bytes:
     return line
 
 
-def _why(code: int, given: Sequence[bytes]) -> str:
+def _describe_end(code: int, records: Sequence[bytes]) -> str:
     """Return why the process ended, as a phrase about the template."""
-    size = sum(map(len, given))
+    size = sum(map(len, records))
     if code == render.OUT_OF_MEMORY:
-        most = (render.MEMORY_MIB << 20) + render.MEMORY_A_BYTE * size
-        return f"needs more than {byte_size(most)} of memory"
+        limit = (render.MEMORY_MIB << 20) + render.MEMORY_A_BYTE * size
+        return f"needs more than {byte_size(limit)} of memory"
     if code == -signal.SIGPROF:
-        most_s = render.SECONDS + render.SECONDS_A_MIB * size / 2**20
-        return f"takes more than {round(most_s, 1):g} s of processor time"
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"ended its process ({how})"
+        limit_s = render.SECONDS + render.SECONDS_A_MIB * size / 2**20
+        return f"takes more than {round(limit_s, 1):g} s of processor time"
+    ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"ended its process ({ending})"

@@ -72,26 +72,26 @@ class TextSource:
         return {key: value for key, value in asdict(self).items() if key != "copy"}
 
 
-def find_sources(words: Sequence[str]) -> list[TextSource]:
+def find_sources(arguments: Sequence[str]) -> list[TextSource]:
     """List the sources in the order given; the files of a pattern or a folder are sorted by name.
 
     Raises UserError for a source that does not exist, has no known kind or is named twice.
     """
-    found: list[TextSource] = []
+    sources: list[TextSource] = []
     problems = []
-    for word in words:
+    for argument in arguments:
         try:
-            found += _named(word)
+            sources += _find_argument(argument)
         except _UnusableError as error:
-            problems.append(Violation(word, None, "", str(error), error.instead))
-    names = [source.name for source in found]
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    problems += [Violation(name, None, "", "is named twice") for name in twice]
+            problems.append(Violation(argument, None, "", str(error), error.instead))
+    names = [source.name for source in sources]
+    duplicates = [name for name, count in Counter(names).items() if count > 1]
+    problems += [Violation(name, None, "", "is named twice") for name in duplicates]
     if problems:
         first = problems[0]
         message = f"{first.key}: {first.message}" if len(problems) == 1 else "sources are wrong"
         raise UserError("data", message, problems)
-    return found
+    return sources
 
 
 def problem(source: TextSource, field: str, chat: bool = False) -> Bad | None:
@@ -125,14 +125,16 @@ def dataset(name: str) -> Any:
     split = rest[-1] if rest else None
     config = rest[0] if len(rest) == 2 else None
     folder = Path(path).expanduser()
-    if _saved(folder):
+    if _is_saved_to_disk(folder):
         return load_from_disk(str(_saved_split(folder, config, split)))
     if folder.exists():
         return load_dataset(str(folder), config, split=split or "train")
     if missing_path(path) is not None:
-        similar = [":".join([f"{DATASET}{it}", *rest]) for it in similar_paths(path)]
-        instead = map(shlex.quote, similar)
-        raise _UnusableError("there is no such folder", *instead)
+        similar = [
+            ":".join([f"{DATASET}{similar_path}", *rest]) for similar_path in similar_paths(path)
+        ]
+        suggestions = map(shlex.quote, similar)
+        raise _UnusableError("there is no such folder", *suggestions)
     with asking(path) as cache_only, _looking_in_cache(cache_only):
         return load_dataset(path, config, split=split or "train")
 
@@ -143,16 +145,16 @@ def _looking_in_cache(alone: bool) -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    previous = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
     if alone:
         config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
-        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+        config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = previous
 
 
-def _saved(folder: Path) -> bool:
+def _is_saved_to_disk(folder: Path) -> bool:
     """True if `save_to_disk` of the datasets library has written the folder."""
     return any((folder / name).is_file() for name in (_SPLITS, _ONE_SPLIT))
 
@@ -164,17 +166,21 @@ def _saved_split(folder: Path, config: str | None, split: str | None) -> Path:
         what = f"has no configuration {config}: it was written by save_to_disk, which keeps none"
         raise _UnusableError(what, shlex.quote(f"{named}:{split}"))
     if not (folder / _SPLITS).is_file():
-        own = json.loads((folder / _ONE_SPLIT).read_bytes()).get("_split")
-        if split not in (None, own):
-            only = f"its only split is {own}" if own else "it is one split, without a name"
-            raise _UnusableError(f"has no split {split}: {only}", shlex.quote(named))
+        saved_split = json.loads((folder / _ONE_SPLIT).read_bytes()).get("_split")
+        if split not in (None, saved_split):
+            explanation = (
+                f"its only split is {saved_split}"
+                if saved_split
+                else "it is one split, without a name"
+            )
+            raise _UnusableError(f"has no split {split}: {explanation}", shlex.quote(named))
         return folder
     splits = json.loads((folder / _SPLITS).read_bytes())["splits"]
-    wanted = split or "train"
-    if wanted not in splits:
-        what = f"has no split {wanted}: it holds {', '.join(splits)}"
+    requested = split or "train"
+    if requested not in splits:
+        what = f"has no split {requested}: it holds {', '.join(splits)}"
         raise _UnusableError(what, *(shlex.quote(f"{named}:{name}") for name in splits))
-    return folder / wanted
+    return folder / requested
 
 
 class _UnusableError(Exception):
@@ -184,23 +190,23 @@ class _UnusableError(Exception):
         """Overrides for the command line, quoted if the shell needs it."""
 
 
-def _named(word: str) -> Iterator[TextSource]:
-    if word.startswith(DATASET):
-        yield _dataset(word)
+def _find_argument(argument: str) -> Iterator[TextSource]:
+    if argument.startswith(DATASET):
+        yield _dataset(argument)
         return
-    if word == "-":
+    if argument == "-":
         yield _standard_input()
         return
-    path = Path(word).expanduser()
+    path = Path(argument).expanduser()
     if path.is_file():
         yield _file(path)
     elif path.is_dir():
         files = (p for p in path.rglob("*") if _kind(p) is not None)
-        yield from _several(word, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
-    elif glob.has_magic(word):
+        yield from _several(argument, (p for p in files if _ending(p)[0] not in _NAMED_ONLY))
+    elif glob.has_magic(argument):
         # Path.glob accepts no absolute pattern.
         matches = (Path(name) for name in glob.glob(str(path), recursive=True))  # noqa: PTH207
-        yield from _several(word, matches)
+        yield from _several(argument, matches)
     else:
         raise _UnusableError("there is no such file")
 
@@ -209,21 +215,21 @@ def _standard_input() -> TextSource:
     """Copy standard input to a file that lives as long as this process, since it can be read only once."""
     if sys.stdin.isatty():
         raise _UnusableError("standard input is a terminal; pipe a file into the command")
-    total, first, size = hashlib.sha256(), b"", 0
+    digest, first, size = hashlib.sha256(), b"", 0
     try:
         with NamedTemporaryFile(prefix="nanoscale-input-", delete=False) as file:
             atexit.register(Path(file.name).unlink, missing_ok=True)
             while block := sys.stdin.buffer.read(_BLOCK):
                 first = first or block.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
                 size += file.write(block)
-                total.update(block)
+                digest.update(block)
     except OSError as error:
         raise _UnusableError(f"standard input cannot be copied: {error}") from error
     kind: Kind = "jsonl" if first == b"{" else "text"
-    return TextSource("standard input", kind, "", size, total.hexdigest(), file.name)
+    return TextSource("standard input", kind, "", size, digest.hexdigest(), file.name)
 
 
-def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
+def _several(argument: str, paths: Iterator[Path]) -> Iterator[TextSource]:
     files = sorted(path for path in paths if path.is_file())
     if not files:
         raise _UnusableError(
@@ -234,14 +240,12 @@ def _several(word: str, paths: Iterator[Path]) -> Iterator[TextSource]:
 
 
 def _file(path: Path) -> TextSource:
-    found = _kind(path)
-    if found is None:
+    form = _kind(path)
+    if form is None:
         raise _UnusableError(f"{path.name} cannot be read; supported are {_KNOWN}")
-    kind, compression = found
-    about = path.stat()
-    return TextSource(
-        str(path.absolute()), kind, compression, about.st_size, str(about.st_mtime_ns)
-    )
+    kind, compression = form
+    stat = path.stat()
+    return TextSource(str(path.absolute()), kind, compression, stat.st_size, str(stat.st_mtime_ns))
 
 
 def _kind(path: Path) -> tuple[Kind, str] | None:
@@ -258,19 +262,19 @@ def _ending(path: Path) -> tuple[str, str]:
     return (Path(path.stem).suffix if compression else path.suffix), compression
 
 
-def _dataset(word: str) -> TextSource:
+def _dataset(argument: str) -> TextSource:
     if find_spec("datasets") is None:
         raise _UnusableError(
             "needs Hugging Face's datasets, which is not installed",
             install_command("datasets"),
         )
     try:
-        found = dataset(word)
+        data = dataset(argument)
     except _UnusableError:
         raise
     except Exception as error:  # a hub, a network and a cache can raise anything
         raise _UnusableError(f"cannot be loaded: {why_not(error)}") from error
-    return TextSource(word, "dataset", "", max(1, found.data.nbytes), found._fingerprint)
+    return TextSource(argument, "dataset", "", max(1, data.data.nbytes), data._fingerprint)
 
 
 def _parquet_problem(source: TextSource, field: str, chat: bool) -> Bad | None:

@@ -53,7 +53,7 @@ def encode_here(
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
     """Tokenize in this process alone, with the results of a pool."""
     tokenizer = setup.open()
-    before = os.environ.get(_THREADS)
+    previous = os.environ.get(_THREADS)
     os.environ[_THREADS] = "false"
     try:
         for chunk in chunks:
@@ -61,9 +61,9 @@ def encode_here(
                 raise KeyboardInterrupt
             yield chunk, encode(chunk, setup.reading, tokenizer, setup.dtype)
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_THREADS]
         else:
-            os.environ[_THREADS] = before
+            os.environ[_THREADS] = previous
         if isinstance(tokenizer, ChatTokenizer):
             tokenizer.renderer.close()
