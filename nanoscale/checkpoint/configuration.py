@@ -54,15 +54,17 @@ def newest(run: RunDirectory) -> StoredCheckpoint | None:
     return None
 
 
-def record_changes(run: RunDirectory, new: Config, by_hand: Callable[[str], bool]) -> None:
+def record_changes(run: RunDirectory, new: Config, is_overridden: Callable[[str], bool]) -> None:
     """Record in the run's events the values that are about to be written into its config.yaml.
 
     Args:
-        by_hand: True if an override set a key, even to its present value.
+        is_overridden: True if an override set a key, even to its present value.
     """
-    before = values(load(run.config))
+    present = values(load(run.config))
     changes = {
-        key: value for key, value in values(new).items() if before.get(key) != value or by_hand(key)
+        key: value
+        for key, value in values(new).items()
+        if present.get(key) != value or is_overridden(key)
     }
     if changes:
         text = ", ".join(f"{key}={shown(value)}" for key, value in changes.items())
@@ -88,7 +90,8 @@ def unexplained(run: RunDirectory, stored: StoredCheckpoint) -> dict[str, Differ
     return {
         key: difference
         for key, difference in differences.items()
-        if (whole := manifest_key(key)) not in changes or changes[whole] != now[whole]
+        if (recorded_key := manifest_key(key)) not in changes
+        or changes[recorded_key] != now[recorded_key]
     }
 
 
@@ -103,10 +106,10 @@ def require_model(run: RunDirectory, stored: StoredCheckpoint) -> None:
             key,
             now,
             str(run.config),
-            f"was {shown(was)} when {stored.path.name} was saved; the file is damaged or was edited",
-            remedy=f"correct it in {run.config}: {key.rpartition('.')[2]}: {shown(was)}",
+            f"was {shown(recorded)} when {stored.path.name} was saved; the file is damaged or was edited",
+            remedy=f"correct it in {run.config}: {key.rpartition('.')[2]}: {shown(recorded)}",
         )
-        for key, (was, now) in differences.items()
+        for key, (recorded, now) in differences.items()
         if key.startswith(_OF_THE_MODEL)
     ]
     if violations:
@@ -122,17 +125,19 @@ def manifest_key(key: str) -> str:
 def _differences(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
     """Compare the keys that were present when the checkpoint was saved and that this version has."""
     differences: dict[str, Difference] = {}
-    for key, was in recorded.items():
+    for key, before in recorded.items():
         if key not in now:
             continue  # this version has no such key
-        if isinstance(was, dict) and isinstance(now[key], dict):
-            differences |= _within(key, was, now[key])
-        elif was != now[key]:
-            differences[key] = was, now[key]
+        if isinstance(before, dict) and isinstance(now[key], dict):
+            differences |= _within(key, before, now[key])
+        elif before != now[key]:
+            differences[key] = before, now[key]
     return differences
 
 
-def _within(key: str, was: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
-    names = {**was, **now} if is_mapping(key) else [name for name in was if name in now]
-    values = ((name, was.get(name), now.get(name)) for name in names)
-    return {f"{key}.{name}": (before, after) for name, before, after in values if before != after}
+def _within(key: str, recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Difference]:
+    shared_names = (
+        {**recorded, **now} if is_mapping(key) else [name for name in recorded if name in now]
+    )
+    pairs = ((name, recorded.get(name), now.get(name)) for name in shared_names)
+    return {f"{key}.{name}": (before, after) for name, before, after in pairs if before != after}

@@ -33,7 +33,7 @@ class Box:
         return Box((0,) * len(shape), shape)
 
 
-def _only(part: Tensor) -> Tensor:
+def _unchanged(part: Tensor) -> Tensor:
     return part
 
 
@@ -58,7 +58,9 @@ class FlatShard(Tensor):
         """Create a shard of `local`, `[elements]`, which loading fills in place."""
         window = window or Box.whole(tuple(shape))
         local = local.detach()
-        return cls._make((local,), _only, local, torch.Size(shape), start, local.numel(), window)
+        return cls._make(
+            (local,), _unchanged, local, torch.Size(shape), start, local.numel(), window
+        )
 
     @classmethod
     def computed(
@@ -119,16 +121,22 @@ class FlatShard(Tensor):
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Return the boxes in the whole tensor, and this shard's memory of each."""
         local = self.local
-        return [(box, local[at : at + prod(box.sizes)].view(box.sizes)) for box, at in self._cut()]
+        return [
+            (box, local[start : start + prod(box.sizes)].view(box.sizes))
+            for box, start in self._boxes_with_starts()
+        ]
 
-    def _cut(self) -> list[tuple[Box, int]]:
+    def _boxes_with_starts(self) -> list[tuple[Box, int]]:
         """Return the boxes in the whole tensor, and the start of each in this shard's elements."""
         boxes = []
-        done = 0
-        for box in cut(self.window.sizes, self.start, self.start + self.count):
-            offsets = tuple(a + b for a, b in zip(box.offsets, self.window.offsets, strict=True))
-            boxes.append((Box(offsets, box.sizes), done))
-            done += prod(box.sizes)
+        count = 0
+        for box in range_boxes(self.window.sizes, self.start, self.start + self.count):
+            offsets = tuple(
+                offset + window_offset
+                for offset, window_offset in zip(box.offsets, self.window.offsets, strict=True)
+            )
+            boxes.append((Box(offsets, box.sizes), count))
+            count += prod(box.sizes)
         return boxes
 
     # torch.distributed.checkpoint calls these methods of a tensor subclass:
@@ -141,11 +149,11 @@ class FlatShard(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
             )
-            for box, _ in self._cut()
+            for box, _ in self._boxes_with_starts()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box, _ in self._cut()]
+        return [_chunk(box) for box, _ in self._boxes_with_starts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         return next(
@@ -157,7 +165,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
-def cut(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+def range_boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     """Yield the elements `start … end` of a row-major tensor as boxes, in their order in memory."""
     if start >= end:
         return
@@ -167,16 +175,16 @@ def cut(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     row = prod(shape[1:])
     first, last = -(-start // row), end // row
     if first > last:  # within one row
-        yield from _within(shape, last, start - last * row, end - last * row)
+        yield from _boxes_of_row(shape, last, start - last * row, end - last * row)
         return
     if start < first * row:
-        yield from _within(shape, first - 1, start - (first - 1) * row, row)
+        yield from _boxes_of_row(shape, first - 1, start - (first - 1) * row, row)
     if first < last:
         yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
     if last * row < end:
-        yield from _within(shape, last, 0, end - last * row)
+        yield from _boxes_of_row(shape, last, 0, end - last * row)
 
 
-def _within(shape: tuple[int, ...], index: int, start: int, end: int) -> Iterator[Box]:
-    for box in cut(shape[1:], start, end):
+def _boxes_of_row(shape: tuple[int, ...], index: int, start: int, end: int) -> Iterator[Box]:
+    for box in range_boxes(shape[1:], start, end):
         yield Box((index, *box.offsets), (1, *box.sizes))

@@ -105,7 +105,7 @@ _DTYPES = (
     *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-_ADMITTED: dict[tuple[str, str], Any] = {
+_SUBSTITUTES: dict[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): _Metadata,
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "TensorProperties"): _Properties,
@@ -126,34 +126,34 @@ such an entry."""
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        admitted = _ADMITTED.get((module, name))
-        if admitted is None:
+        substitute = _SUBSTITUTES.get((module, name))
+        if substitute is None:
             raise MetadataError(
                 f"names {module}.{name}, which no checkpoint of nanoscale does; nothing from it was executed"
             )
-        return admitted
+        return substitute
 
 
 def _tensors(metadata: Any) -> dict[str, StoredTensor]:
-    about = _state(metadata, _Metadata)
+    document = _state(metadata, _Metadata)
     locations = {
-        (of["fqn"], _numbers(of["offset"])): _state(value, _Location)
-        for index, value in about["storage_data"].items()
-        for of in [_state(index, _Index)]
+        (position["fqn"], _numbers(position["offset"])): _state(value, _Location)
+        for index, value in document["storage_data"].items()
+        for position in [_state(index, _Index)]
     }
     return {
         _text(name): _tensor(name, _state(value, _Tensor), locations)
-        for name, value in about["state_dict_metadata"].items()
+        for name, value in document["state_dict_metadata"].items()
     }
 
 
 def _tensor(
-    name: str, about: dict[str, Any], locations: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+    name: str, record: dict[str, Any], locations: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 ) -> StoredTensor:
-    (dtype, *_) = about["properties"].state
+    (dtype, *_) = record["properties"].state
     shards = []
-    for part in about["chunks"]:
-        chunk = _state(part, _Chunk)
+    for chunk_record in record["chunks"]:
+        chunk = _state(chunk_record, _Chunk)
         offsets = _numbers(chunk["offsets"])
         location = locations[name, offsets]
         if location.get("transform_descriptors"):
@@ -161,7 +161,7 @@ def _tensor(
         start, length = _number(location["offset"]), _number(location["length"])
         file, sizes = _text(location["relative_path"]), _numbers(chunk["sizes"])
         shards.append(StoredShard(offsets, sizes, file, start, length))
-    return StoredTensor(_text(dtype), _numbers(about["size"]), shards)
+    return StoredTensor(_text(dtype), _numbers(record["size"]), shards)
 
 
 def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
@@ -190,5 +190,5 @@ def _text(value: Any) -> str:
     return value
 
 
-def _refuse(why: str) -> NoReturn:
-    raise MetadataError(why)
+def _refuse(reason: str) -> NoReturn:
+    raise MetadataError(reason)

@@ -46,15 +46,17 @@ class Reader(FileSystemReader):
 
     @cached_property
     def _metadata(self) -> Metadata:
-        about: dict[str, STORAGE_TYPES] = {}
-        places = {}
+        entries: dict[str, STORAGE_TYPES] = {}
+        locations = {}
         for name, tensor in self.tensors.items():
             chunks = [
                 ChunkStorageMetadata(Size(it.offsets), Size(it.sizes)) for it in tensor.shards
             ]
             properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
-            about[name] = TensorStorageMetadata(properties, Size(tensor.shape), chunks)
+            entries[name] = TensorStorageMetadata(properties, Size(tensor.shape), chunks)
             for number, shard in enumerate(tensor.shards):
-                place = _StorageInfo(shard.file, shard.start, shard.length)
-                places[MetadataIndex(name, shard.offsets, number)] = place
-        return Metadata(about, storage_data=places, storage_meta=StorageMeta(load_id=self.load_id))
+                location = _StorageInfo(shard.file, shard.start, shard.length)
+                locations[MetadataIndex(name, shard.offsets, number)] = location
+        return Metadata(
+            entries, storage_data=locations, storage_meta=StorageMeta(load_id=self.load_id)
+        )

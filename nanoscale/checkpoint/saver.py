@@ -42,11 +42,11 @@ class Saver:
         self._workspace = workspace
         self._settings = settings
         self._rank = rank
-        self._may_be_beside = settings.asynchronous
+        self._is_asynchronous = settings.asynchronous
         self._staging = Staging()
         # Collectives of two threads would interfere in one group.
-        apart = self._may_be_beside and dist.is_initialized()
-        self._group = _group_of_another_thread() if apart else None
+        needs_group = self._is_asynchronous and dist.is_initialized()
+        self._group = _group_of_another_thread() if needs_group else None
         self._writing: Future[Saved] | None = None
         self._stall_s = 0.0
         self._undeleted: dict[int, str] = {}
@@ -57,13 +57,13 @@ class Saver:
         writing = self._writing
         return writing is not None and writing.done() and writing.exception() is not None
 
-    def write(self, state: State, about: dict[str, Any]) -> Saved:
+    def write(self, state: State, manifest: dict[str, Any]) -> Saved:
         """Write the state while the training waits.
 
         Raises:
             OSError: see `sharded.save`.
         """
-        return self._write(state, about, time.perf_counter(), beside=False)
+        return self._write(state, manifest, time.perf_counter(), in_background=False)
 
     def begin(self, state: State, about: dict[str, Any]) -> Saved | None:
         """Write the present state, in the background if configured; the previous checkpoint must be finished.
@@ -74,12 +74,14 @@ class Saver:
             OSError: see `sharded.save`.
         """
         assert self._writing is None
-        if not self._may_be_beside:
+        if not self._is_asynchronous:
             return self.write(state, about)
-        began = time.perf_counter()
-        staged = self._staging.take(state)
-        self._stall_s = time.perf_counter() - began
-        self._writing = _beside(lambda: self._write(staged, about, began, beside=True))
+        start = time.perf_counter()
+        staged = self._staging.copy(state)
+        self._stall_s = time.perf_counter() - start
+        self._writing = _run_in_thread(
+            lambda: self._write(staged, about, start, in_background=True)
+        )
         return None
 
     def hold(self) -> None:
@@ -101,22 +103,26 @@ class Saver:
         writing, self._writing = self._writing, None
         return None if writing is None else writing.result()
 
-    def _write(self, state: State, about: dict[str, Any], began: float, *, beside: bool) -> Saved:
-        if beside:
+    def _write(
+        self, state: State, manifest: dict[str, Any], start: float, *, in_background: bool
+    ) -> Saved:
+        if in_background:
             self._staging.fill()
-        path = sharded.save(self._workspace, state, about, self._group if beside else None)
-        best = [step for _, step in about.get(store.BEST, [])[: self._settings.keep_best]]
+        path = sharded.save(
+            self._workspace, state, manifest, self._group if in_background else None
+        )
+        best = [step for _, step in manifest.get(store.BEST, [])[: self._settings.keep_best]]
         undeleted = self._prune(best) if self._rank == 0 else {}
-        seconds = time.perf_counter() - began
-        stall_s = self._stall_s if beside else seconds
-        return Saved(path, about["step"], seconds, stall_s, undeleted)
+        seconds = time.perf_counter() - start
+        stall_s = self._stall_s if in_background else seconds
+        return Saved(path, manifest["step"], seconds, stall_s, undeleted)
 
     def _prune(self, best: list[int]) -> dict[int, str]:
         """Delete old checkpoints, except those of the best steps; return new failures to delete one."""
         settings = self._settings
         pruned = store.prune(self._workspace, settings.keep_last, settings.keep_every, best)
         failed = pruned.failed
-        new = {step: why for step, why in failed.items() if step not in self._undeleted}
+        new = {step: reason for step, reason in failed.items() if step not in self._undeleted}
         self._undeleted |= new
         return new
 
@@ -126,7 +132,7 @@ def _group_of_another_thread() -> dist.ProcessGroup:
 
     Before torch 2.13 the flight recorder adds a group to its table at the group's first collective, without a
     lock, while the other thread reads the table. So the first collective runs here, while there is one thread.
-    (On CPUs the recorder is off: see `ranks.join`.)
+    (On CPUs the recorder is off: see `process_group.join`.)
     """
     group = dist.new_group(backend="gloo")
     assert group is not None
@@ -135,13 +141,13 @@ def _group_of_another_thread() -> dist.ProcessGroup:
     return group
 
 
-def _beside(act: Callable[[], T]) -> Future[T]:
-    """Run `act` in a daemon thread, which does not keep a failing process alive."""
+def _run_in_thread(action: Callable[[], T]) -> Future[T]:
+    """Run `action` in a daemon thread, which does not keep a failing process alive."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.set_result(act())
+            outcome.set_result(action())
         except BaseException as error:
             outcome.set_exception(error)
 

@@ -66,15 +66,15 @@ def save(
         return final
     tensors = describe_all(state, group)
     with fence.explained(workspace):
-        _together(lambda: _prepare(staging, tensors), rank == 0, group)
+        _on_all_ranks(lambda: _prepare(staging, tensors), rank == 0, group)
         writer = _Writer(staging, sync_files=True, overwrite=False)
-        with _in_our_words(staging):
+        with _torch_errors_explained(staging):
             alone = not dist.is_initialized()
             dcp.save(state, storage_writer=writer, process_group=group, no_dist=alone)
-        sums = _together(lambda: store.sum_files(_written_by(rank, staging)), True, group)
+        sums = _on_all_ranks(lambda: store.sum_files(_written_by(rank, staging)), True, group)
         all_sums = {name: entry for part in sums if part for name, entry in part.items()}
         manifest = about | {"tensors": tensors}
-        _together(lambda: store.publish(staging, manifest, all_sums), rank == 0, group)
+        _on_all_ranks(lambda: store.publish(staging, manifest, all_sums), rank == 0, group)
     return final
 
 
@@ -142,34 +142,36 @@ def load_newest(workspace: Path, state: State, report: Report = _ignore) -> dict
             damaged.append((candidate, damage))
             continue
         manifest = candidate.manifest
-        there = _drop_absent(state, manifest["tensors"])
-        _require_same_tensors(candidate, manifest["tensors"], describe_all(there))
-        for newer, why in damaged:
-            _set_aside(workspace, newer, why, report)
-        _read(candidate, there)
+        available = _drop_absent(state, manifest["tensors"])
+        _require_same_tensors(candidate, manifest["tensors"], describe_all(available))
+        for newer, newer_damage in damaged:
+            _set_aside(workspace, newer, newer_damage, report)
+        _read(candidate, available)
         return manifest
     if damaged:
-        raise _none_is_whole(workspace, damaged)
+        raise _no_complete_checkpoint(workspace, damaged)
     return None
 
 
 def _set_aside(
-    workspace: Path, checkpoint: StoredCheckpoint, why: list[str], report: Report
+    workspace: Path, checkpoint: StoredCheckpoint, damage: list[str], report: Report
 ) -> None:
-    aside = _together(lambda: store.set_aside(workspace, checkpoint), _is_first())[0]
-    assert aside is not None
+    new_path = _on_all_ranks(lambda: store.set_aside(workspace, checkpoint), _is_first())[0]
+    assert new_path is not None
     report(
-        f"{checkpoint.path.name} is damaged ({'; '.join(why)}) and is now {aside.name}; the run resumes from "
-        f"an earlier checkpoint. To undo that, stop the run and type: {store.undo(aside)}"
+        f"{checkpoint.path.name} is damaged ({'; '.join(damage)}) and is now {new_path.name}; the run "
+        f"resumes from an earlier checkpoint. To undo that, stop the run and type: {store.undo(new_path)}"
     )
 
 
-def _none_is_whole(workspace: Path, damaged: list[tuple[StoredCheckpoint, list[str]]]) -> UserError:
+def _no_complete_checkpoint(
+    workspace: Path, damaged: list[tuple[StoredCheckpoint, list[str]]]
+) -> UserError:
     folder = workspace.parent
-    each = " · ".join(f"{it.path.name}: {'; '.join(why)}" for it, why in damaged)
-    begin = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
+    causes = " · ".join(f"{stored.path.name}: {'; '.join(damage)}" for stored, damage in damaged)
+    command = f"nanoscale train --config {shlex.quote(str(folder.parent / 'config.yaml'))}"
     return UserError(
-        "checkpoint", f"no checkpoint in {folder} is complete: {each}. To start again: {begin}"
+        "checkpoint", f"no checkpoint in {folder} is complete: {causes}. To start again: {command}"
     )
 
 
@@ -186,20 +188,28 @@ def load_weights(stored: StoredCheckpoint, state: State) -> dict[str, Any]:
         raise UserError("checkpoint", f"{stored.path} is damaged: {'; '.join(damage)}")
     manifest = stored.manifest
     parts = {name.partition(".")[0] for name in state}
-    kept = {k: v for k, v in manifest["tensors"].items() if k.partition(".")[0] in parts}
-    _require_same_tensors(stored, kept, describe_all(state))
+    wanted = {
+        k: description
+        for k, description in manifest["tensors"].items()
+        if k.partition(".")[0] in parts
+    }
+    _require_same_tensors(stored, wanted, describe_all(state))
     _read(stored, state)
     return manifest
 
 
-def _width(dtype: str) -> int:
+def _item_size(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
 def describe_all(state: State, group: dist.ProcessGroup | None = None) -> Description:
     """Return shape and dtype of every tensor of the model, on all pipeline stages."""
-    everyone = process_group.gather(describe(state), group)
-    return dict(sorted((name, it) for part in everyone for name, it in part.items()))
+    descriptions = process_group.gather(describe(state), group)
+    return dict(
+        sorted(
+            (name, description) for by_rank in descriptions for name, description in by_rank.items()
+        )
+    )
 
 
 def describe(state: State) -> Description:
@@ -211,7 +221,10 @@ def describe(state: State) -> Description:
 
 
 def _prepare(staging: Path, tensors: Description) -> None:
-    size = sum(math.prod(it["shape"]) * _width(it["dtype"]) for it in tensors.values())
+    size = sum(
+        math.prod(description["shape"]) * _item_size(description["dtype"])
+        for description in tensors.values()
+    )
     world = dist.get_world_size() if dist.is_initialized() else 1
     store.require_space(staging.parent, size + _BYTES_A_SHARD * len(tensors) * world)
     shutil.rmtree(staging, ignore_errors=True)
@@ -219,8 +232,8 @@ def _prepare(staging: Path, tensors: Description) -> None:
 
 
 def _written_by(rank: int, staging: Path) -> list[Path]:
-    mine = sorted(staging.glob(f"__{rank}_*"))
-    return [*mine, staging / ".metadata"] if rank == 0 else mine
+    files = sorted(staging.glob(f"__{rank}_*"))
+    return [*files, staging / ".metadata"] if rank == 0 else files
 
 
 def _find_damage(candidate: StoredCheckpoint) -> list[str]:
@@ -232,7 +245,7 @@ def _find_damage(candidate: StoredCheckpoint) -> list[str]:
 
 def _read(candidate: StoredCheckpoint, state: State) -> None:
     reader = Reader(candidate.path)
-    with _in_our_words(candidate.path):
+    with _torch_errors_explained(candidate.path):
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
@@ -241,7 +254,7 @@ def _rank() -> int:
 
 
 @contextmanager
-def _in_our_words(path: Path) -> Iterator[None]:
+def _torch_errors_explained(path: Path) -> Iterator[None]:
     """Turn torch's BaseException for a failed write or read into the OSError of the failed rank.
 
     On the other ranks it becomes the error for a lost peer. A warning of torch about a missing process group
@@ -252,11 +265,13 @@ def _in_our_words(path: Path) -> Iterator[None]:
         try:
             yield
         except CheckpointException as failed:
-            own = failed.failures.get(_rank())
-            rank, (error, _) = (_rank(), own) if own else min(failed.failures.items())
-            number, why = _reason(error)
-            text = f"{why} (rank {rank}, in {path})"
-            raise OSError(number, text if own else f"a peer was lost: {text}") from error
+            local_failure = failed.failures.get(_rank())
+            rank, (error, _) = (
+                (_rank(), local_failure) if local_failure else min(failed.failures.items())
+            )
+            number, reason = _reason(error)
+            text = f"{reason} (rank {rank}, in {path})"
+            raise OSError(number, text if local_failure else f"a peer was lost: {text}") from error
 
 
 def _reason(error: BaseException) -> tuple[int, str]:
@@ -266,7 +281,7 @@ def _reason(error: BaseException) -> tuple[int, str]:
     return errno.EIO, f"{os.strerror(errno.EIO)}: {error}"
 
 
-def _may_be_left(name: str) -> bool:
+def _is_optional(name: str) -> bool:
     """True if a run in another precision does not need the tensor."""
     return name.startswith("loss_scale.")
 
@@ -274,7 +289,7 @@ def _may_be_left(name: str) -> bool:
 def _drop_absent(state: State, stored: Description) -> State:
     """Return the state without tensors that the checkpoint may lack; they keep their initial values."""
     return {
-        name: value for name, value in state.items() if name in stored or not _may_be_left(name)
+        name: value for name, value in state.items() if name in stored or not _is_optional(name)
     }
 
 
@@ -282,7 +297,11 @@ def _require_same_tensors(
     candidate: StoredCheckpoint, stored: Description, wanted: Description
 ) -> None:
     """Raise a readable error if a checkpoint belongs to another model, before torch does in its own terms."""
-    stored = {name: it for name, it in stored.items() if name in wanted or not _may_be_left(name)}
+    stored = {
+        name: description
+        for name, description in stored.items()
+        if name in wanted or not _is_optional(name)
+    }
     violations = [
         Violation(
             name,
@@ -302,15 +321,15 @@ def _is_first() -> bool:
     return _rank() == 0
 
 
-def _together(
-    act: Callable[[], T], on: bool, group: dist.ProcessGroup | None = None
+def _on_all_ranks(
+    action: Callable[[], T], participates: bool, group: dist.ProcessGroup | None = None
 ) -> list[T | None]:
-    """Run `act` on some ranks and wait for all; if one raises, every other rank reports a lost peer."""
+    """Run `action` on some ranks and wait for all; if one raises, every other rank reports a lost peer."""
     result: T | None = None
     error: OSError | None = None
-    if on:
+    if participates:
         try:
-            result = act()
+            result = action()
         except OSError as caught:
             error = caught
     outcomes = process_group.gather((result, error), group)

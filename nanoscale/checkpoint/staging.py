@@ -40,16 +40,16 @@ class Staging:
         self._filled = threading.Event()
         self._filled.set()
 
-    def take(self, state: State) -> State:
+    def copy(self, state: State) -> State:
         """Return a copy of the present state; it is complete once `fill` has returned."""
         parts = {name: _parts(value) for name, value in state.items()}
-        on_gpu = any(part.is_cuda for several in parts.values() for part in several)
-        copies = self._cut([part for several in parts.values() for part in several], pin=on_gpu)
+        on_gpu = any(part.is_cuda for tensors in parts.values() for part in tensors)
+        copies = self._cut([part for tensors in parts.values() for part in tensors], pin=on_gpu)
         staged = {}
-        with self._beside(on_gpu):
+        with self._on_copy_stream(on_gpu):
             for name, value in state.items():
-                held = tuple(self._copy(name, part, next(copies)) for part in parts[name])
-                staged[name] = _staged(value, held)
+                copied = tuple(self._copy(name, part, next(copies)) for part in parts[name])
+                staged[name] = _staged(value, copied)
         if self._pending:
             self._filled.clear()
         return staged
@@ -68,16 +68,16 @@ class Staging:
 
     def hold(self) -> float:
         """Wait until weights and moments may change; return the seconds that this took."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._filled.wait()
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(
                 self._copied
             )  # the device waits, the host does not
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     @contextmanager
-    def _beside(self, on_gpu: bool) -> Iterator[None]:
+    def _on_copy_stream(self, on_gpu: bool) -> Iterator[None]:
         """Queue copies from a GPU on a stream of their own, so that later work is computed meanwhile."""
         if not on_gpu:
             yield

@@ -39,7 +39,7 @@ BY_TIME = "by_time"
 _NAME = re.compile(r"step-(\d{8,})")
 _SET_ASIDE = re.compile(r"damaged-(step-(\d{8,}))(?:-\d+)?")
 _READ_BYTES = 1 << 20
-_PASSING = frozenset(
+_TRANSIENT_ERRORS = frozenset(
     getattr(errno, name)
     for name in (
         *("EIO", "EREMOTEIO", "ESTALE", "ETIMEDOUT", "EAGAIN", "ENOTCONN", "ESHUTDOWN"),
@@ -116,7 +116,7 @@ def find_checkpoint(folder: Path, step: int | None) -> StoredCheckpoint:
             return candidate
     message = "there is no checkpoint" + ("" if step is None else f" of step {step}")
     steps = tuple(f"--step {candidate.step}" for candidate in stored)
-    aside = [it.path for it in list_set_aside(folder) if step in (None, it.step)]
+    aside = [damaged.path for damaged in list_set_aside(folder) if step in (None, damaged.step)]
     if aside:
         message += f" ({aside[-1].name} was set aside as damaged; to undo that: {undo(aside[-1])})"
     violation = Violation(str(folder), step, "command line", message, steps)
@@ -159,14 +159,14 @@ def publish(staging: Path, manifest: dict[str, Any], sums: dict[str, dict[str, A
 
 def point_latest(workspace: Path, target: Path | None) -> None:
     """Point the link `latest` to a checkpoint, or remove it."""
-    link, aside = workspace.parent / "latest", workspace / "latest"
-    aside.unlink(missing_ok=True)
+    link, temporary = workspace.parent / "latest", workspace / "latest"
+    temporary.unlink(missing_ok=True)
     if target is not None:
-        aside.symlink_to(target.name)
-        aside.rename(link)
+        temporary.symlink_to(target.name)
+        temporary.rename(link)
         sync_folder(link.parent)
     elif link.is_symlink():
-        link.rename(aside)
+        link.rename(temporary)
 
 
 @dataclass(frozen=True)
@@ -204,16 +204,20 @@ def obsolete(
 ) -> list[StoredCheckpoint]:
     """Return the checkpoints that `prune` deletes, of those in the order of their steps."""
     if keep_last is None:  # every save has checked the one before it, so one is enough
-        old = [c for c in stored[-2:-1] if _saved_by_time(c)]
+        old = [checkpoint for checkpoint in stored[-2:-1] if _saved_by_time(checkpoint)]
     else:
         old = stored[:-keep_last]
-    kept = {c.step for c in old if c.step in best or (keep_every and c.step % keep_every == 0)}
-    return [c for c in old if c.step not in kept]
+    kept = {
+        checkpoint.step
+        for checkpoint in old
+        if checkpoint.step in best or (keep_every and checkpoint.step % keep_every == 0)
+    }
+    return [checkpoint for checkpoint in old if checkpoint.step not in kept]
 
 
 def lowest_losses(stored: Iterable[StoredCheckpoint], count: int) -> list[int]:
     """Return the steps of the checkpoints with the lowest evaluation losses, the lowest first."""
-    losses = [(c.manifest.get(EVAL_LOSS), c.step) for c in stored]
+    losses = [(checkpoint.manifest.get(EVAL_LOSS), checkpoint.step) for checkpoint in stored]
     return [step for _, step in sorted((loss, step) for loss, step in losses if loss is not None)][
         :count
     ]
@@ -226,9 +230,9 @@ def delete(workspace: Path, checkpoints: Iterable[StoredCheckpoint]) -> Pruned:
         try:
             with fence.explained(workspace):
                 # Rename first, so that a half-deleted one is never mistaken for a checkpoint.
-                doomed = workspace / f"deleting-{checkpoint.path.name}"
-                checkpoint.path.rename(doomed)
-                shutil.rmtree(doomed)
+                temporary = workspace / f"deleting-{checkpoint.path.name}"
+                checkpoint.path.rename(temporary)
+                shutil.rmtree(temporary)
         except fence.FencedError:
             raise
         except OSError as error:
@@ -260,12 +264,12 @@ def set_aside(workspace: Path, checkpoint: StoredCheckpoint) -> Path:
     with fence.explained(workspace):
         checkpoint.path.rename(workspace / aside.name)
         (workspace / aside.name).rename(aside)
-        left = list_checkpoints(folder)
-        point_latest(workspace, left[-1].path if left else None)
+        remaining = list_checkpoints(folder)
+        point_latest(workspace, remaining[-1].path if remaining else None)
     return aside
 
 
-def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = True) -> list[str]:
+def find_damage(path: Path, index: int = 0, count: int = 1, *, sums: bool = True) -> list[str]:
     """List the damage of a checkpoint, one sentence per file; empty if it is complete.
 
     Several processes can divide the reading: each passes its share of the files. Without `sums` files are not
@@ -277,14 +281,14 @@ def find_damage(path: Path, share: int = 0, shares: int = 1, *, sums: bool = Tru
         return [str(error)]
     files = manifest["files"]
     damage = []
-    if share == 0:
+    if index == 0:
         present = {file.name for file in path.iterdir()} - {MANIFEST}
         damage += [f"{name}: not in the manifest" for name in sorted(present - set(files))]
-        aside = _SET_ASIDE.fullmatch(path.name)
-        name = aside[1] if aside else path.name
+        damaged_name = _SET_ASIDE.fullmatch(path.name)
+        name = damaged_name[1] if damaged_name else path.name
         if checkpoint_path(path.parent, manifest["step"]).name != name:
             damage.append(f"{MANIFEST}: belongs to step {manifest['step']}")
-    for name in sorted(files)[share::shares]:
+    for name in sorted(files)[index::count]:
         if Path(name).name != name:
             damage.append(f"{MANIFEST}: names {name!r}, which is not in the checkpoint's folder")
             continue
@@ -328,8 +332,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         text = _retried(lambda: file.read_text(encoding="utf-8"))
         manifest = json.loads(text)
         manifest.pop("sum")
-        whole = render_manifest(manifest) == text
-        whole = whole and type(manifest["step"]) is int and type(manifest["files"]) is dict
+        is_complete = render_manifest(manifest) == text
+        is_complete = (
+            is_complete and type(manifest["step"]) is int and type(manifest["files"]) is dict
+        )
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST}: missing") from None
     except PermissionError:
@@ -337,8 +343,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST}: cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, AttributeError, TypeError):
-        whole = False
-    if not whole:
+        is_complete = False
+    if not is_complete:
         raise DamagedCheckpointError(f"{MANIFEST}: its checksum does not match its content")
     if manifest.get("format") != FORMAT:
         raise DamagedCheckpointError(f"{MANIFEST}: format {manifest.get('format')} is not {FORMAT}")
@@ -388,7 +394,7 @@ def _retried(read: Callable[[], T], patient: bool = True) -> T:
         try:
             return read()
         except OSError as error:
-            if error.errno not in _PASSING:
+            if error.errno not in _TRANSIENT_ERRORS:
                 raise
         time.sleep(pause_s)
     return read()

@@ -1,6 +1,6 @@
 """Tokens on disk in Megatron-LM's format: `.bin` holds the tokens, `.idx` the position of each text.
 
-`config.token_headers` describes the `.idx`.
+`config.data.token_headers` describes the `.idx`.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def checkpointed(_: int, layout: str) -> dict[str, int]:
         gpu.reset_peak()
         before = gpu.live
         staging = Staging()
-        staging.take(engine.state())
+        staging.copy(engine.state())
         return {"before": before, "during": gpu.peak, "host": staging._buffer.nbytes}
 
     return with_engine(job(layout), act)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nanoscale.checkpoint.flat import Box, FlatShard, cut
+from nanoscale.checkpoint.flat import Box, FlatShard, range_boxes
 
 
 def test_boxes_are_the_range_in_the_order_of_memory() -> None:
@@ -18,7 +18,7 @@ def test_boxes_are_the_range_in_the_order_of_memory() -> None:
         whole = torch.arange(prod(shape)).view(shape)
         start = draw.randint(0, whole.numel())
         end = draw.randint(start, whole.numel())
-        boxes = list(cut(shape, start, end))
+        boxes = list(range_boxes(shape, start, end))
         elements = [value for box in boxes for value in part(whole, box).flatten().tolist()]
         assert elements == list(range(start, end))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -30,8 +30,10 @@ def require_same_base(config: ResolvedConfig, base: str | None, manifest: dict[s
     """Raise a UserError unless `base` is the fingerprint of the weights that the adapters belong to."""
     if manifest.get("base") != base:
         folder = config.model.init_from
-        found = "does not have the weights that the adapters of this run were trained for"
-        raise UserError("model", f"{_KEY}={folder} {found}", [Violation(_KEY, folder, "", found)])
+        message = "does not have the weights that the adapters of this run were trained for"
+        raise UserError(
+            "model", f"{_KEY}={folder} {message}", [Violation(_KEY, folder, "", message)]
+        )
 
 
 def require_base(config: ResolvedConfig, checkpoints: Path) -> None:
@@ -46,8 +48,8 @@ def require_base(config: ResolvedConfig, checkpoints: Path) -> None:
             return
 
 
-def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], instead: str) -> None:
-    """Compare the folder of the frozen weights with one checkpoint; `instead` is the advice if it has moved."""
+def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], advice: str) -> None:
+    """Compare the folder of the frozen weights with one checkpoint; `advice` is the advice if it has moved."""
     folder = str(config.model.init_from)
     try:
         if not Path(folder).is_dir():
@@ -55,8 +57,8 @@ def require_base_of(config: ResolvedConfig, manifest: dict[str, Any], instead: s
         base = fingerprint(Path(folder), config.model)
     except BadFileError as error:
         message = f"{error}, and its weights are needed together with the trained adapters"
-        found = Violation(_KEY, folder, "", message, (instead,))
-        raise UserError("model", f"{_KEY}={folder}: {message}", [found]) from error
+        violation = Violation(_KEY, folder, "", message, (advice,))
+        raise UserError("model", f"{_KEY}={folder}: {message}", [violation]) from error
     require_same_base(config, base, manifest)
 
 
@@ -75,25 +77,25 @@ class Merged:
 
         weight = self._frozen(name)
         module, _, kind = name.rpartition(".")
-        _, _, within = module.rpartition("layers.")[2].partition(".")
-        if kind != "weight" or within not in self._adapted:
+        _, _, module_in_block = module.rpartition("layers.")[2].partition(".")
+        if kind != "weight" or module_in_block not in self._adapted:
             return weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         rank, (outputs, inputs) = self._config.lora.rank, self._sizes[name]
         a = self._read(f"model.{module}.adapter.a", (rank, inputs))
         b = self._read(f"model.{module}.adapter.b", (outputs, rank))
-        wide = torch.promote_types(wide, a.dtype)
+        dtype = torch.promote_types(dtype, a.dtype)
         scale = self._config.lora.alpha / rank
-        return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
+        return torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=scale)
 
     def _frozen(self, name: str) -> Tensor:
         import torch
         from safetensors import safe_open
 
         size, parts = self._sizes[name], []
-        for place, there in self._found[name]:
+        for place, stored in self._found[name]:
             slices = place.slices(size, (0,) * len(size), size)
-            with safe_open(there.file, "pt") as opened:
-                part = read_part(opened, there.name, slices)
+            with safe_open(stored.file, "pt") as opened:
+                part = read_part(opened, stored.name, slices)
             parts.append(part.T if place.transposed else part)
         return parts[0] if place.expert is None else torch.stack(parts)

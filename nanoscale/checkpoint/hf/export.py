@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoscale.checkpoint import store
 from nanoscale.checkpoint.hf.adapters import Merged, require_base_of
-from nanoscale.checkpoint.hf.names import TensorPosition, places, shapes
+from nanoscale.checkpoint.hf.names import TensorPosition, hf_positions, shapes
 from nanoscale.checkpoint.hf.safetensors_files import divide, file_names, write_file
 from nanoscale.checkpoint.reader import Reader
 from nanoscale.checkpoint.store import StoredCheckpoint
@@ -36,7 +36,7 @@ from nanoscale.runs.directory import sync_folder
 
 TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_OF_TRANSFORMERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 Tensors = dict[str, tuple[Shape, tuple[TensorPosition, ...]]]
 """Our parameters by name, each with its shape and its positions in the Hugging Face tensors."""
 Note = Callable[[str, int, int], None]
@@ -82,32 +82,34 @@ def export(
     if config.lora.rank:
         require_base_of(config, stored.manifest, "--base /where/it/is/now")
     kind, tensors = TYPES[dtype], _tensors(stored, config.model)
-    wanted = {
-        place.name: place.shape(shape) for shape, parts in tensors.values() for place in parts
+    hf_shapes = {
+        position.name: position.shape(shape)
+        for shape, positions in tensors.values()
+        for position in positions
     }
-    files = divide(wanted, kind, largest)
+    files = divide(hf_shapes, kind, largest)
     names = file_names(len(files))
-    size = sum(WIDTH[kind] * math.prod(shape) for shape in wanted.values())
-    about = _config(config.model, kind)
+    size = sum(WIDTH[kind] * math.prod(shape) for shape in hf_shapes.values())
+    hf_config = _config(config.model, kind)
     bias = _largest_bias(stored.path, config.model)
     if bias and not drop_bias:
         _refuse_bias(bias, config.model)
     out.parent.mkdir(parents=True, exist_ok=True)
     store.require_space(out.parent, size)
-    aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    aside.mkdir()
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    temporary.mkdir()
     try:
-        about = _with_special(about, vocabulary.write(aside, config), config.model)
-        _require_accepted(about, config.model)
+        hf_config = _with_special(hf_config, vocabulary.write(temporary, config), config.model)
+        _require_accepted(hf_config, config.model)
         source = _Source(stored.path, config, tensors, kind, note)
-        _write_weights(source, files, names, aside, size)
-        _copy_code(config.model, aside)
-        _write_json(aside / "config.json", about)
-        sync_folder(aside)
-        aside.rename(out)
+        _write_weights(source, files, names, temporary, size)
+        _copy_code(config.model, temporary)
+        _write_json(temporary / "config.json", hf_config)
+        sync_folder(temporary)
+        temporary.rename(out)
         sync_folder(out.parent)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     has_tokenizer = (out / "tokenizer.json").exists() or (out / "tokenizer.model").exists()
     return Exported(out, stored.step, dtype, names, size, has_tokenizer, bias)
@@ -123,24 +125,26 @@ def require_whole(stored: StoredCheckpoint) -> None:
 def _tensors(stored: StoredCheckpoint, model: Model) -> Tensors:
     """Return our parameters and their positions."""
     if model.source == "own":
-        where = places(model)
-        return {name: (shape, where[name]) for name, shape in shapes(model).items()}
+        positions = hf_positions(model)
+        return {name: (shape, positions[name]) for name, shape in shapes(model).items()}
     prefix = f"model.{PREFIX}"
     return {
         name.removeprefix("model."): (
-            tuple(about["shape"]),
+            tuple(description["shape"]),
             (TensorPosition(name.removeprefix(prefix)),),
         )
-        for name, about in stored.manifest["tensors"].items()
+        for name, description in stored.manifest["tensors"].items()
         if name.startswith(prefix)
     }
 
 
-def _with_special(about: dict[str, Any], special: dict[str, Any], model: Model) -> dict[str, Any]:
+def _with_special(
+    hf_config: dict[str, Any], special: dict[str, Any], model: Model
+) -> dict[str, Any]:
     """Add the numbers of special tokens; those that the data leave open stay as in `model=hf`."""
     if model.source == "hf":
         special = {name: number for name, number in special.items() if number is not None}
-    return about | special
+    return hf_config | special
 
 
 def _copy_code(model: Model, folder: Path) -> None:
@@ -153,14 +157,14 @@ def _copy_code(model: Model, folder: Path) -> None:
 def _config(model: Model, kind: str) -> dict[str, Any]:
     if model.source == "hf":
         plain = {name: value for name, value in model.hf_config.items() if name != "dtype"}
-        return plain | {"torch_dtype": _OF_TRANSFORMERS[kind]}
+        return plain | {"torch_dtype": _HF_DTYPES[kind]}
     try:
-        return write_shape(model) | {"torch_dtype": _OF_TRANSFORMERS[kind]}
+        return write_shape(model) | {"torch_dtype": _HF_DTYPES[kind]}
     except UnsupportedError as error:
         raise UserError("model", f"transformers has no such model: {error}") from error
 
 
-def _require_accepted(about: dict[str, Any], model: Model) -> None:
+def _require_accepted(hf_config: dict[str, Any], model: Model) -> None:
     """Raise a UserError if an installed transformers refuses this config.json.
 
     That of `model=hf` has been read by it before.
@@ -170,20 +174,20 @@ def _require_accepted(about: dict[str, Any], model: Model) -> None:
     import transformers
 
     try:
-        transformers.CONFIG_MAPPING[about["model_type"]].from_dict(dict(about))
+        transformers.CONFIG_MAPPING[hf_config["model_type"]].from_dict(dict(hf_config))
     except Exception as error:  # its own kinds, and a KeyError for a family that it does not know
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         name = f"transformers {transformers.__version__}"
-        message = f"{name} refuses this model as model_type={about['model_type']}: {why}"
+        message = f"{name} refuses this model as model_type={hf_config['model_type']}: {reason}"
         raise UserError("model", message) from error
 
 
 def _largest_bias(path: Path, model: Model) -> float:
     """Return the largest change of an expert's preference by the training."""
     reader, largest = Reader(path), 0
-    for name, about in reader.read_metadata().state_dict_metadata.items():
+    for name, description in reader.read_metadata().state_dict_metadata.items():
         if name.startswith("balance.") and model.balance == "bias":
-            choice_bias = reader.read(name, tuple(cast(Any, about).size))
+            choice_bias = reader.read(name, tuple(cast(Any, description).size))
             largest = max(largest, int(choice_bias.abs().max()))
     return largest * model.balance_rate
 
@@ -205,8 +209,10 @@ def _write_weights(
     for name, tensors in zip(names, files, strict=True):
         write_file(folder / name, tensors, source.kind, source.bytes_of(tensors))
     if len(names) > 1:
-        where = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": where})
+        file_of = {
+            tensor: name for name, contents in zip(names, files, strict=True) for tensor in contents
+        }
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": file_of})
 
 
 def _write_json(file: Path, document: dict[str, Any]) -> None:
@@ -222,40 +228,40 @@ class _Source:
         self.kind = kind
         self._note = note
         self._reader = Reader(path)
-        self._ours = {name: shape for name, (shape, _) in tensors.items()}
+        self._parameter_shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._weight: Callable[[str], Tensor] = self._stored
         if config.lora.rank:
             self._weight = Merged(config, self._reader.read)
         self._parts: dict[str, list[tuple[str, TensorPosition]]] = {}
-        for name, (_, parts) in tensors.items():
-            for place in parts:
-                self._parts.setdefault(place.name, []).append((name, place))
+        for name, (_, positions) in tensors.items():
+            for position in positions:
+                self._parts.setdefault(position.name, []).append((name, position))
         self._done = 0
-        self._held: tuple[str, Tensor] | None = None
+        self._last_read: tuple[str, Tensor] | None = None
 
     def bytes_of(self, tensors: Shapes) -> Iterator[memoryview]:
         for name in tensors:
             self._done += 1
             self._note(name, self._done, len(self._parts))
-            for part in self._whole(name):
+            for part in self._hf_tensor(name):
                 numbers: Any = part.contiguous().view(-1).view(torch.uint8).numpy()
                 yield memoryview(numbers)
 
-    def _whole(self, name: str) -> Iterator[Tensor]:
+    def _hf_tensor(self, name: str) -> Iterator[Tensor]:
         """Yield one Hugging Face tensor; several of ours side by side form one, along its last dimension."""
-        made = []
-        for ours, place in self._parts[name]:
-            value = self._one(ours, place).to(_DTYPES[self.kind])
-            made.append(value.T if place.transposed else value)
-        yield made[0] if len(made) == 1 else torch.cat(made, dim=place.axis)
+        values = []
+        for ours, position in self._parts[name]:
+            value = self._read_parameter(ours, position).to(_DTYPES[self.kind])
+            values.append(value.T if position.transposed else value)
+        yield values[0] if len(values) == 1 else torch.cat(values, dim=position.axis)
 
-    def _one(self, ours: str, place: TensorPosition) -> Tensor:
+    def _read_parameter(self, ours: str, position: TensorPosition) -> Tensor:
         """Return one part; experts of a matrix follow each other, so it is read once and kept for all."""
-        if self._held is None or self._held[0] != ours:
-            self._held = None
-            self._held = ours, self._weight(ours)
-        value = self._held[1]
-        return value if place.expert is None else value[place.expert]
+        if self._last_read is None or self._last_read[0] != ours:
+            self._last_read = None
+            self._last_read = ours, self._weight(ours)
+        value = self._last_read[1]
+        return value if position.expert is None else value[position.expert]
 
     def _stored(self, name: str) -> Tensor:
-        return self._reader.read(f"model.{name}", self._ours[name])
+        return self._reader.read(f"model.{name}", self._parameter_shapes[name])

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from nanoscale.checkpoint.hf.names import (
     PREFIXES,
     TensorPosition,
+    hf_positions,
     is_merged,
     is_needless,
-    places,
     shapes,
 )
 from nanoscale.config.hf.safetensors_headers import WIDTH, BadFileError, Shapes, Stored, read_folder
@@ -35,56 +35,65 @@ _SAMPLED = 4096
 """Bytes of a tensor that enter its model's fingerprint."""
 
 
-Found = dict[str, list[tuple[TensorPosition, Stored]]]
+StoredParameters = dict[str, list[tuple[TensorPosition, Stored]]]
 """Our parameters by name, each with its positions and the file tensors that hold them."""
 
 
-def find(folder: Path, model: Model) -> Found:
+def find(folder: Path, model: Model) -> StoredParameters:
     """Locate each parameter of the shape. Reads headers only, and imports no torch.
 
     Raises:
         BadFileError: files or tensors are missing, of other shapes, or not part of the shape.
     """
-    held = read_folder(folder)
-    ours, where = shapes(model), places(model, merged=is_merged(held))
-    wanted = {it.name: it.shape(ours[name]) for name, parts in where.items() for it in parts}
-    stored = {name: there for name in wanted if (there := _named(held, name)) is not None}
-    embedding = where["embed.weight"][0].name
-    for missing, other in ((HEAD, embedding), (embedding, HEAD)):
-        there = _named(held, other)
-        if missing in wanted.keys() - stored.keys() and there is not None and _is_tied(folder):
-            stored[missing] = there
+    file_tensors = read_folder(folder)
+    shapes_by_name, positions = shapes(model), hf_positions(model, merged=is_merged(file_tensors))
+    wanted = {
+        position.name: position.shape(shapes_by_name[name])
+        for name, parameter_positions in positions.items()
+        for position in parameter_positions
+    }
+    stored = {
+        name: tensor for name in wanted if (tensor := _find_tensor(file_tensors, name)) is not None
+    }
+    embedding = positions["embed.weight"][0].name
+    for absent, other in ((HEAD, embedding), (embedding, HEAD)):
+        tensor = _find_tensor(file_tensors, other)
+        if absent in wanted.keys() - stored.keys() and tensor is not None and _is_tied(folder):
+            stored[absent] = tensor
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += differences(stored, wanted)
-    used = {there.name for there in stored.values()}
+    used = {tensor.name for tensor in stored.values()}
     problems += [
         f"{name} is not a parameter of this shape"
-        for name in held
+        for name in file_tensors
         if name not in used and not is_needless(name, model)
     ]
     refuse_all(problems)
-    return {name: [(it, stored[it.name]) for it in parts] for name, parts in where.items()}
+    return {
+        name: [(position, stored[position.name]) for position in parameter_positions]
+        for name, parameter_positions in positions.items()
+    }
 
 
 def differences(stored: dict[str, Stored], wanted: Shapes) -> list[str]:
     """Describe tensors of other shapes or of unsupported dtypes."""
     problems = [
-        f"{name} is {_size(there.shape)}, and the shape needs {_size(wanted[name])}"
-        for name, there in stored.items()
-        if there.shape != wanted[name]
+        f"{name} is {_size(tensor.shape)}, and the shape needs {_size(wanted[name])}"
+        for name, tensor in stored.items()
+        if tensor.shape != wanted[name]
     ]
     return problems + [
-        f"{name} is {there.dtype}, and only {', '.join(WIDTH)} are read"
-        for name, there in stored.items()
-        if there.dtype not in WIDTH
+        f"{name} is {tensor.dtype}, and only {', '.join(WIDTH)} are read"
+        for name, tensor in stored.items()
+        if tensor.dtype not in WIDTH
     ]
 
 
 def refuse_all(problems: list[str]) -> None:
     """Raise a BadFileError of the first problem, if there are any."""
     if problems:
-        more = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
-        raise BadFileError("; ".join(problems[:_SHOWN]) + more)
+        remainder = f", and {len(problems) - _SHOWN} more like it" if len(problems) > _SHOWN else ""
+        raise BadFileError("; ".join(problems[:_SHOWN]) + remainder)
 
 
 def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
@@ -93,13 +102,13 @@ def load(folder: Path, model: Model, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: see `find`, or a file is damaged otherwise.
     """
-    whole = shapes(model)
+    full_shapes = shapes(model)
     read_parts(
         [
-            (there, place, whole[name], state[f"model.{name}"])
-            for name, parts in find(folder, model).items()
+            (tensor, position, full_shapes[name], state[f"model.{name}"])
+            for name, stored_positions in find(folder, model).items()
             if f"model.{name}" in state
-            for place, there in parts
+            for position, tensor in stored_positions
         ]
     )
 
@@ -114,19 +123,22 @@ def read_parts(wanted: list[tuple[Stored, TensorPosition, Shape, Tensor]]) -> No
     from safetensors import SafetensorError, safe_open
 
     by_file = sorted(wanted, key=lambda entry: str(entry[0].file))
-    with ExitStack() as held, torch.no_grad():
-        file, opened = None, None
-        for there, place, whole, target in by_file:
+    with ExitStack() as open_files, torch.no_grad():
+        file, reader = None, None
+        for tensor, position, full_shape, target in by_file:
             try:
-                if there.file != file:
-                    held.close()
-                    file, opened = there.file, held.enter_context(safe_open(there.file, "pt"))
-                for box, memory in _parts(target, place):
-                    slices = place.slices(whole, box.offsets, box.sizes)
-                    part = read_part(opened, there.name, slices)
-                    memory.copy_(part.T if place.transposed else part)
+                if tensor.file != file:
+                    open_files.close()
+                    file, reader = (
+                        tensor.file,
+                        open_files.enter_context(safe_open(tensor.file, "pt")),
+                    )
+                for box, memory in _parts(target, position):
+                    slices = position.slices(full_shape, box.offsets, box.sizes)
+                    part = read_part(reader, tensor.name, slices)
+                    memory.copy_(part.T if position.transposed else part)
             except (SafetensorError, OSError) as error:
-                raise BadFileError(f"{there.file.name} cannot be read: {error}") from error
+                raise BadFileError(f"{tensor.file.name} cannot be read: {error}") from error
 
 
 def fingerprint(folder: Path, model: Model) -> str:
@@ -139,28 +151,32 @@ def fingerprint(folder: Path, model: Model) -> str:
     Raises:
         BadFileError: see `find`.
     """
-    sum_ = hashlib.blake2b(digest_size=16)
-    stored = {it.name: there for parts in find(folder, model).values() for it, there in parts}
-    for name, there in sorted(stored.items()):
-        sum_.update(f"{name} {there.dtype} {there.shape}\n".encode())
-        with there.file.open("rb") as opened:
-            opened.seek(there.start)
-            sum_.update(opened.read(min(there.bytes, _SAMPLED)))
-    return sum_.hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    stored = {
+        position.name: tensor
+        for stored_positions in find(folder, model).values()
+        for position, tensor in stored_positions
+    }
+    for name, tensor in sorted(stored.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        with tensor.file.open("rb") as opened:
+            opened.seek(tensor.start)
+            digest.update(opened.read(min(tensor.bytes, _SAMPLED)))
+    return digest.hexdigest()
 
 
-def read_part(opened: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
+def read_part(reader: Any, name: str, slices: tuple[slice, ...]) -> Tensor:
     """Read these elements of a tensor, and no others, from an open file."""
-    part: Tensor = opened.get_slice(name)[slices]
+    part: Tensor = reader.get_slice(name)[slices]
     return part
 
 
-def _parts(target: Tensor, place: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
+def _parts(target: Tensor, position: TensorPosition) -> Iterator[tuple[Box, Tensor]]:
     """Yield the boxes of `boxes`; for one expert, those that contain it, with the memory of its row."""
     for box, memory in boxes(target):
-        if place.expert is None:
+        if position.expert is None:
             yield box, memory
-        elif (row := place.row(box.offsets, box.sizes)) is not None:
+        elif (row := position.row(box.offsets, box.sizes)) is not None:
             yield box, memory[row]
 
 
@@ -179,11 +195,11 @@ def boxes(target: Tensor) -> Iterator[tuple[Box, Tensor]]:
         yield Box(*local_region(target)), target.to_local()
 
 
-def _named(held: dict[str, Stored], name: str) -> Stored | None:
+def _find_tensor(tensors: dict[str, Stored], name: str) -> Stored | None:
     """Return a file tensor; files of a model without its head lack the prefix of its trunk."""
     for prefix in ("", *PREFIXES):
-        if name.startswith(prefix) and name.removeprefix(prefix) in held:
-            return held[name.removeprefix(prefix)]
+        if name.startswith(prefix) and name.removeprefix(prefix) in tensors:
+            return tensors[name.removeprefix(prefix)]
     return None
 
 

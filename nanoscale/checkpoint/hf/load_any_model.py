@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_LONGEST = 300
+_MESSAGE_CHARACTERS = 300
 """The most characters of another program's message."""
 
 
@@ -34,17 +34,17 @@ def find(folder: Path, model: Any) -> dict[str, Stored]:
         BadFileError: files or tensors are missing, of other shapes, stored in another form than in
             transformers, or more than there are parameters.
     """
-    held = read_folder(folder)
-    stored, left, second = _placed(held, model)
+    file_tensors = read_folder(folder)
+    stored, unknown, tied = _match_names(file_tensors, model)
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
     problems += differences({name: stored[name] for name in wanted if name in stored}, wanted)
-    problems += [f"{name} is not one of its parameters" for name in left]
+    problems += [f"{name} is not one of its parameters" for name in unknown]
     problems += [
-        f"{it.name} differs from {stored[name].name}, to which its config.json ties it: "
+        f"{tensor.name} differs from {stored[name].name}, to which its config.json ties it: "
         f"transformers ties only equal tensors; model.hf_config.tie_word_embeddings=false trains both"
-        for name, it in second
-        if name in stored and not are_equal(it, stored[name])
+        for name, tensor in tied
+        if name in stored and not are_equal(tensor, stored[name])
     ]
     refuse_all(problems)
     return stored
@@ -56,21 +56,21 @@ def load(folder: Path, model: Any, state: dict[str, Tensor]) -> None:
     Raises:
         BadFileError: a tensor that this rank needs is missing, or a file is damaged.
     """
-    stored, *_ = _placed(read_folder(folder), model)
-    mine = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
-    refuse_all([f"{name} is missing" for name in mine if name not in stored])
-    shapes = {name: tuple(state[key].shape) for name, key in mine.items()}
-    refuse_all(differences({name: stored[name] for name in mine}, shapes))
+    stored, *_ = _match_names(read_folder(folder), model)
+    local_keys = {name: key for name in _names(model) if (key := f"model.{PREFIX}{name}") in state}
+    refuse_all([f"{name} is missing" for name in local_keys if name not in stored])
+    shapes = {name: tuple(state[key].shape) for name, key in local_keys.items()}
+    refuse_all(differences({name: stored[name] for name in local_keys}, shapes))
     read_parts(
         [
             (stored[name], TensorPosition(stored[name].name), shapes[name], state[key])
-            for name, key in mine.items()
+            for name, key in local_keys.items()
         ]
     )
 
 
-def _placed(
-    held: dict[str, Stored], model: Any
+def _match_names(
+    file_tensors: dict[str, Stored], model: Any
 ) -> tuple[dict[str, Stored], list[str], list[tuple[str, Stored]]]:
     """Return the file's tensors by the names of their parameters, and the names of those that are no
     parameters.
@@ -84,17 +84,17 @@ def _placed(
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     names, aliases = _names(model), tied_parameters(model)
-    known: dict[str, Any] = dict.fromkeys([*names, *aliases], True)
+    known_names: dict[str, Any] = dict.fromkeys([*names, *aliases], True)
     changes = get_model_conversion_mapping(model)
-    converters = [it for it in changes if isinstance(it, WeightConverter)]
-    renamings: Any = [it for it in changes if not isinstance(it, WeightConverter)]
-    stored, left, second = {}, [], []
-    for name, there in held.items():
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    renamings: Any = [change for change in changes if not isinstance(change, WeightConverter)]
+    stored, unknown, tied = {}, [], []
+    for name, tensor in file_tensors.items():
         if name in names:
-            stored[name] = there
+            stored[name] = tensor
             continue
         changed, converted = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, known
+            name, renamings, converters, model.base_model_prefix, known_names
         )
         if converted is not None:
             raise BadFileError(
@@ -102,13 +102,13 @@ def _placed(
                 f"and only names may differ; model.init_from=null starts with random weights"
             )
         if changed in names:
-            stored[changed] = there
+            stored[changed] = tensor
         elif changed in aliases:
-            stored.setdefault(aliases[changed], there)
-            second.append((aliases[changed], there))
+            stored.setdefault(aliases[changed], tensor)
+            tied.append((aliases[changed], tensor))
         elif not is_buffer(name) and not _ignored(name, model):
-            left.append(name)
-    return stored, left, second
+            unknown.append(name)
+    return stored, unknown, tied
 
 
 def _names(model: Any) -> set[str]:
@@ -131,20 +131,23 @@ def judge(request: dict[str, Any]) -> dict[str, Any]:
     shape = Model(**request["model"])
     try:
         model = build(shape)
-        problem = _trained_otherwise(model)
+        problem = _objective_problem(model)
         if problem is None and request["folder"] is not None:
             find(Path(request["folder"]), model)
     except BadFileError as error:
         return {"problem": str(error), "of": "files"}
     # errors of transformers, of the model's own code, or of a missing package
     except Exception as error:
-        why = " ".join(str(error).split()) or type(error).__name__
-        return {"problem": f"transformers cannot build it: {why[:_LONGEST]}", "of": "model"}
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return {
+            "problem": f"transformers cannot build it: {reason[:_MESSAGE_CHARACTERS]}",
+            "of": "model",
+        }
     count = sum(parameter.numel() for parameter in model.parameters())
     return {"problem": problem, "of": "model", "parameters": count}
 
 
-def _trained_otherwise(model: Any) -> str | None:
+def _objective_problem(model: Any) -> str | None:
     """Return why predicting the next token would not train it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 

@@ -42,9 +42,9 @@ class TensorPosition:
     def shape(self, ours: Shape) -> Shape:
         """Return the shape of the whole Hugging Face tensor."""
         ours = self._within(ours)
-        theirs = list(ours[::-1] if self.transposed else ours)
-        theirs[self.axis] *= self.parts
-        return tuple(theirs)
+        hf_shape = list(ours[::-1] if self.transposed else ours)
+        hf_shape[self.axis] *= self.parts
+        return tuple(hf_shape)
 
     def slices(self, ours: Shape, offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
         """Return the slices of a box of our tensor, or of its part for the expert, in the Hugging Face
@@ -54,7 +54,9 @@ class TensorPosition:
         start = [offsets[axis] for axis in order]
         length = [sizes[axis] for axis in order]
         start[self.axis] += self.part * ours[order[self.axis]]
-        return tuple(slice(a, a + n) for a, n in zip(start, length, strict=True))
+        return tuple(
+            slice(first, first + count) for first, count in zip(start, length, strict=True)
+        )
 
     def row(self, offsets: Shape, sizes: Shape) -> int | None:
         """Return the expert's row in a box of our tensor; None if the box does not contain it."""
@@ -71,18 +73,18 @@ def shapes(model: Model) -> dict[str, Shape]:
     return {name: parameter.shape for name, parameter in parameters.named(model).items()}
 
 
-def places(model: Model, *, merged: bool = False) -> dict[str, tuple[TensorPosition, ...]]:
+def hf_positions(model: Model, *, merged: bool = False) -> dict[str, tuple[TensorPosition, ...]]:
     """Return the positions of each parameter in a file of the model's family: one, or one for each expert.
 
     With `merged`, experts are merged, as `is_merged` detects, and every parameter has one position.
     """
     if model.position == "learned":
         root = {"embed": "wte", "positions": "wpe", "norm": "ln_f"}
-        return _places(model, "transformer.", "h", root, _GPT2)
+        return _block_positions(model, "transformer.", "h", root, _GPT2)
     root = {"embed": "embed_tokens", "norm": "norm"}
-    apart = _QWEN3_MOE if model.qk_norm else _MIXTRAL
-    mixture = _MERGED if merged else apart
-    return _places(model, "model.", "layers", root, _LLAMA | mixture)
+    separate = _QWEN3_MOE if model.qk_norm else _MIXTRAL
+    experts = _MERGED if merged else separate
+    return _block_positions(model, "model.", "layers", root, _LLAMA | experts)
 
 
 def is_merged(names: Iterable[str]) -> bool:
@@ -144,30 +146,31 @@ _GPT2 = {
 }
 
 
-def _places(
+def _block_positions(
     model: Model, prefix: str, layers: str, root: dict[str, str], block: dict[str, TensorPosition]
 ) -> dict[str, tuple[TensorPosition, ...]]:
-    found: dict[str, tuple[TensorPosition, ...]] = {}
+    positions: dict[str, tuple[TensorPosition, ...]] = {}
     for name in shapes(model):
         module, _, kind = name.rpartition(".")
         if module == "head":
-            found[name] = (TensorPosition(f"lm_head.{kind}"),)
+            positions[name] = (TensorPosition(f"lm_head.{kind}"),)
         elif module in root:
-            found[name] = (TensorPosition(f"{prefix}{root[module]}.{kind}"),)
+            positions[name] = (TensorPosition(f"{prefix}{root[module]}.{kind}"),)
         elif module.endswith(".experts"):
-            _, layer, within = name.split(".", 2)
-            there = block[within]
-            full = f"{prefix}{layers}.{layer}.{there.name}"
-            each = [
-                replace(there, name=full.format(expert=i), expert=i) for i in range(model.experts)
+            _, layer, module_in_block = name.split(".", 2)
+            position = block[module_in_block]
+            hf_name = f"{prefix}{layers}.{layer}.{position.name}"
+            one_per_expert = [
+                replace(position, name=hf_name.format(expert=i), expert=i)
+                for i in range(model.experts)
             ]
-            merged = replace(there, name=full)
-            found[name] = tuple(each) if "{expert}" in full else (merged,)
+            merged = replace(position, name=hf_name)
+            positions[name] = tuple(one_per_expert) if "{expert}" in hf_name else (merged,)
         else:
-            _, layer, within = module.split(".", 2)
+            _, layer, module_in_block = module.split(".", 2)
             # Modules of newer families have our names in Hugging Face's `self_attn`.
-            there = block.get(within) or TensorPosition(within.replace("attention.", "self_attn."))
-            transposed = there.transposed and kind == "weight"
-            full = f"{prefix}{layers}.{layer}.{there.name}.{kind}"
-            found[name] = (TensorPosition(full, transposed, there.part, there.parts),)
-    return found
+            position = block.get(module_in_block) or TensorPosition(module_in_block.replace("attention.", "self_attn."))
+            transposed = position.transposed and kind == "weight"
+            hf_name = f"{prefix}{layers}.{layer}.{position.name}.{kind}"
+            positions[name] = (TensorPosition(hf_name, transposed, position.part, position.parts),)
+    return positions

@@ -1,4 +1,7 @@
-"""Writing safetensors files tensor by tensor, without torch; config.tensor_headers describes the format."""
+"""Writing safetensors files tensor by tensor, without torch.
+
+`config.hf.safetensors_headers` describes the format.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from nanoscale.config.hf.safetensors_headers import SINGLE, WIDTH, Shapes
 def divide(shapes: Shapes, dtype: str, largest: int) -> list[Shapes]:
     """Divide tensors into files, in their order: at most `largest` bytes each, or one tensor that has more."""
     files: list[Shapes] = [{}]
-    held = 0
+    file_bytes = 0
     for name, shape in shapes.items():
         size = WIDTH[dtype] * math.prod(shape)
-        if files[-1] and held + size > largest:
+        if files[-1] and file_bytes + size > largest:
             files.append({})
-            held = 0
+            file_bytes = 0
         files[-1][name] = shape
-        held += size
+        file_bytes += size
     return files
 
 
@@ -42,9 +45,9 @@ def write_file(file: Path, shapes: Shapes, dtype: str, values: Iterator[memoryvi
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("xb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
+    with file.open("xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
         for value in values:
-            opened.write(value)
-        opened.flush()
-        os.fsync(opened.fileno())
+            stream.write(value)
+        stream.flush()
+        os.fsync(stream.fileno())
