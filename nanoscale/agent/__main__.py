@@ -20,13 +20,13 @@ def _serve(arguments: list[str]) -> int:
         case []:
             return main(Link.over_standard_streams())
         case ["--connect", address, key_file]:
-            return main(_call(address, Path(key_file)))
+            return main(_connect(address, Path(key_file)))
         case ["--end-orphans", mark]:
             return 1 if end_orphans(mark) else 0
     sys.exit("usage: python -m nanoscale.agent [--connect HOST:PORT KEY_FILE | --end-orphans MARK]")
 
 
-def _call(address: str, key_file: Path) -> Link:
+def _connect(address: str, key_file: Path) -> Link:
     try:
         return Link.over_network(address, key_file)
     except OSError as error:

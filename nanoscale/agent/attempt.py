@@ -21,8 +21,8 @@ from nanoscale.runs.directory import RunDirectory, read_json, write_json
 from nanoscale.runs.failure import Evidence, RankFailure
 from nanoscale.worker import Job
 
-_MEET_S = 600.0
-_LOOK_S = 0.05
+_RENDEZVOUS_S = 600.0
+_POLL_S = 0.05
 
 
 def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
@@ -34,7 +34,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
     Returns:
         on the first host, the process of the store, which the ranks of other hosts may still need.
     """
-    host, run = HostRanks.of(order), _run_directory(link, order)
+    host, run = HostRanks.from_order(order), _run_directory(link, order)
     killed_before = oom_kills()
     link.is_starting = True
     failures: list[RankFailure] = []
@@ -47,7 +47,7 @@ def attempt(link: Link, order: Message, job: Job | str) -> BaseProcess | None:
                 store = start_store(host)
             logs = RankLogs(link, host, run if order.get("writes_logs") else None)
             watch = Watch(link, host, logs, order["lost_after_s"])
-            _run_ranks(host, watch, logs, run, job, order.get("meet_s", _MEET_S))
+            _run_ranks(host, watch, logs, run, job, order.get("meet_s", _RENDEZVOUS_S))
             outcome = watch.outcome()
             failures += watch.failures.values()
     except Exception as error:
@@ -71,11 +71,11 @@ def _run_directory(link: Link, order: Message) -> RunDirectory:
     """Return the run's directory; a job without a run has one that only this host sees."""
     if order["run"] is not None:
         return RunDirectory(Path(order["run"]))
-    own = RunDirectory(link.scratch / f"run-{order['attempt']}")
-    own.path.mkdir()
-    own.config.write_text(order["config"], encoding="utf-8")
-    write_json(own.task, order["task"])
-    return own
+    run = RunDirectory(link.scratch / f"run-{order['attempt']}")
+    run.path.mkdir()
+    run.config.write_text(order["config"], encoding="utf-8")
+    write_json(run.task, order["task"])
+    return run
 
 
 def _result(run: RunDirectory) -> object:
@@ -97,8 +97,8 @@ def _run_ranks(
             environment = _environment(host, local_rank) | interface
             environment["NANOSCALE_FAILURE_FILE"] = str(files.failure)
             processes.append(start_rank(environment, files, run.path, job, meet_s))
-        while not watch.look(processes):
-            time.sleep(_LOOK_S)
+        while not watch.check(processes):
+            time.sleep(_POLL_S)
         watch.close()
     finally:
         send(processes, signal.SIGKILL)
@@ -130,7 +130,7 @@ def _interface(master_addr: str) -> dict[str, str]:
     interface = interface_towards(master_addr)
     if interface is None:
         return {}
-    chosen = {"GLOO_SOCKET_IFNAME": interface}  # works if the host's name does not resolve
+    variables = {"GLOO_SOCKET_IFNAME": interface}  # works if the host's name does not resolve
     if is_loopback(master_addr):
-        chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by default NCCL avoids the loopback
-    return {name: value for name, value in chosen.items() if name not in os.environ}
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"  # by default NCCL avoids the loopback
+    return {name: value for name, value in variables.items() if name not in os.environ}

@@ -42,8 +42,8 @@ def facts(order: Message, port: int | None) -> dict[str, Any]:
         "gpu_software": gpu_software() if devices.kind == "cuda" else None,
         "memory_gib": available_gib(),
         "shared_memory_gib": _free_gib(Path("/dev/shm")),
-        "root": _look_at(Path(order["root"]), order["probe"]),
-        "cache": _look_at_cache(order["cache_dir"]),
+        "root": _inspect_folder(Path(order["root"]), order["probe"]),
+        "cache": _inspect_cache(order["cache_dir"]),
         "network": _network(order["master_addr"]),
         "stale_locks": _stale_locks(),
         "port": port,
@@ -61,7 +61,7 @@ def _machine() -> str:
         return f"{socket.gethostname()} {os.getpid()}"
 
 
-def _look_at(root: Path, probe: str) -> dict[str, Any]:
+def _inspect_folder(root: Path, probe: str) -> dict[str, Any]:
     """Inspect the folder of runs, by the file that the launcher has written there."""
     visible = (root / probe).is_file()
     return {
@@ -72,10 +72,10 @@ def _look_at(root: Path, probe: str) -> dict[str, Any]:
     }
 
 
-def _look_at_cache(named: str | None) -> dict[str, Any]:
+def _inspect_cache(configured: str | None) -> dict[str, Any]:
     """Inspect the folder of prepared corpora, or its nearest existing parent."""
     try:
-        folder = cache_path(named)
+        folder = cache_path(configured)
     except RuntimeError:
         return {"path": "~/.cache", "problem": "the user has no home", "free_gib": None}
     # Path.exists() raises if a parent folder is not readable.
@@ -103,10 +103,10 @@ def _stale_locks() -> list[str]:
     DeepSpeed compiles its operations in this way. A lock is a file that the compiling process removes in the
     end.
     """
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    configured = os.environ.get("TORCH_EXTENSIONS_DIR")
     try:
-        found = Path(named).glob("*/lock") if named else _extensions().glob("*/*/lock")
-        return [str(path) for path in sorted(found) if _age_s(path) > _STALE_S]
+        locks = Path(configured).glob("*/lock") if configured else _extensions().glob("*/*/lock")
+        return [str(path) for path in sorted(locks) if _age_s(path) > _STALE_S]
     except (OSError, RuntimeError):
         return []
 

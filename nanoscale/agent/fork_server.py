@@ -13,25 +13,25 @@ import gc
 import os
 import signal
 
-from nanoscale.processes.lifeline import clear_up
+from nanoscale.processes.lifeline import clean_up
 
-_MEANT_FOR_RANKS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_RANK_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def _clear_up(pid: int = os.getpid()) -> None:
+def _clean_up(pid: int = os.getpid()) -> None:
     if os.getpid() == pid:  # ranks are copies of it
-        clear_up(os.getpgid(0), lost=True)
+        clean_up(os.getpgid(0), lost=True)
 
 
-def _become_a_rank() -> None:
+def _prepare_rank() -> None:
     gc.freeze()
     gc.enable()
-    for number in _MEANT_FOR_RANKS:
+    for number in _RANK_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
 gc.disable()
-for number in _MEANT_FOR_RANKS:
+for number in _RANK_SIGNALS:
     signal.signal(number, signal.SIG_IGN)
-os.register_at_fork(after_in_child=_become_a_rank)
-atexit.register(_clear_up)
+os.register_at_fork(after_in_child=_prepare_rank)
+atexit.register(_clean_up)

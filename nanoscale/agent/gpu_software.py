@@ -83,20 +83,22 @@ def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
         `path`: the compiler, None if there is none; `problem`: why it cannot build for this Python, else "".
     """
     # Triton's own choice and order (triton/runtime/build.py).
-    named = environment.get("CC")
+    configured = environment.get("CC")
     path = (
-        shutil.which(named) if named is not None else shutil.which("gcc") or shutil.which("clang")
+        shutil.which(configured)
+        if configured is not None
+        else shutil.which("gcc") or shutil.which("clang")
     )
     if path is None:
         return {
             "path": None,
-            "problem": f"CC={named} is not a program" if named else "no gcc or clang",
+            "problem": f"CC={configured} is not a program" if configured else "no gcc or clang",
         }
     include = sysconfig.get_paths()["include"]
     command = [path, "-fsyntax-only", "-x", "c", f"-I{include}", "-"]
     source = "#include <stdio.h>\n#include <Python.h>\n"
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             input=source,
             capture_output=True,
@@ -107,6 +109,6 @@ def compiler(environment: Mapping[str, str]) -> dict[str, str | None]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"path": path, "problem": str(error)}
-    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-    problem = (errors or done.stderr.splitlines() or [f"exit code {done.returncode}"])[0]
-    return {"path": path, "problem": problem.strip() if done.returncode else ""}
+    errors = [line for line in result.stderr.splitlines() if "error" in line.lower()]
+    problem = (errors or result.stderr.splitlines() or [f"exit code {result.returncode}"])[0]
+    return {"path": path, "problem": problem.strip() if result.returncode else ""}

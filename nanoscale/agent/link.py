@@ -23,12 +23,12 @@ from nanoscale.agent.network import addresses as own_addresses
 from nanoscale.agent.network import names
 from nanoscale.processes import scratch
 from nanoscale.processes.handshake import HandshakeError, introduce
-from nanoscale.processes.lifeline import clear_up, end_group
+from nanoscale.processes.lifeline import clean_up, end_group
 from nanoscale.processes.messages import BEAT, BEAT_S, Message, Sender, Unpacker
 
 _READ_BYTES = 1 << 16
-_CALL_S = 5.0
-_CALLS, _CALL_PAUSE_S = 20, 1.0
+_CONNECT_S = 5.0
+_ATTEMPTS, _ATTEMPT_PAUSE_S = 20, 1.0
 """The number of connection attempts to a launcher that hangs up, and the longest pause in between, seconds."""
 _ENDING_S = 30.0
 """Seconds that a thread waits for the one that ends this process."""
@@ -54,7 +54,7 @@ class Link:
         self._sender = Sender(writer)
         self._ending = threading.Event()
         self._orders: queue.Queue[Message] = queue.Queue()
-        self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._deferred: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lost_after_s: float | None = _FIRST_SILENCE_S
 
     @classmethod
@@ -67,14 +67,14 @@ class Link:
         return cls(reader, writer)
 
     @classmethod
-    def over_network(cls, where: str, key_file: Path) -> Link:
+    def over_network(cls, addresses: str, key_file: Path) -> Link:
         """Connect to the launcher at one of its addresses; both prove that they can read the key file."""
         try:
             key = key_file.read_bytes()
         except OSError as error:
             sys.exit(f"nanoscale.agent: does not see the launcher's folder of runs: {error}")
-        connected = _call(where.split(","), key).detach()
-        return cls(connected, os.dup(connected))
+        descriptor = _connect(addresses.split(","), key).detach()
+        return cls(descriptor, os.dup(descriptor))
 
     def open(self) -> None:
         """Start listening, and sending heartbeats."""
@@ -93,7 +93,7 @@ class Link:
 
     def send_later(self, kind: str, **content: object) -> None:
         """Send a message from a signal handler, which may have interrupted a `send`."""
-        self._waiting.put({"kind": kind, **content})
+        self._deferred.put({"kind": kind, **content})
 
     def next_order(self) -> Message:
         """Wait for the next order."""
@@ -108,24 +108,24 @@ class Link:
         while True:
             self._sender.send(message)
             try:
-                message = self._waiting.get(timeout=BEAT_S)
+                message = self._deferred.get(timeout=BEAT_S)
             except queue.Empty:
                 message = BEAT
 
     def _listen(self) -> None:
         unpacker = Unpacker()
-        heard = time.monotonic()
+        last_heard = time.monotonic()
         while True:
             ready, _, _ = select.select([self._reader], [], [], BEAT_S)
             if ready:
                 data = self._read()
                 if not data:
                     self._end("the launcher is gone")
-                heard = time.monotonic()
+                last_heard = time.monotonic()
                 for message in unpacker.feed(data):
                     if isinstance(message, dict):
-                        self._take(message)
-            elif self._lost_after_s is not None and time.monotonic() - heard > self._lost_after_s:
+                        self._handle(message)
+            elif self._lost_after_s is not None and time.monotonic() - last_heard > self._lost_after_s:
                 self._end(f"no heartbeat from the launcher for {self._lost_after_s:g} s")
 
     def _read(self) -> bytes:
@@ -134,7 +134,7 @@ class Link:
             return os.read(self._reader, _READ_BYTES)
         return b""
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message["kind"]:
             case "beat":
                 pass
@@ -148,41 +148,41 @@ class Link:
             case _:
                 self._orders.put(message)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         """End all processes, this one last; errors on the way are ignored."""
         self._ending.set()
         self._sender.close()
         with suppress(OSError, ValueError):
-            print(f"nanoscale.agent: {why}; ending the ranks", file=sys.stderr, flush=True)
-        clear_up(os.getpid())
+            print(f"nanoscale.agent: {reason}; ending the ranks", file=sys.stderr, flush=True)
+        clean_up(os.getpid())
         end_group(os.getpid())
         scratch.remove_own()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _call(addresses: Sequence[str], key: bytes) -> socket.socket:
+def _connect(addresses: Sequence[str], key: bytes) -> socket.socket:
     """Return a connection to the launcher, at the first address where it proves to know the key.
 
     A launcher that is flooded with foreign connections may hang up on an agent. Then the agent connects again.
     """
-    hello = {"names": names(), "addresses": list(own_addresses())}
-    for _ in range(_CALLS):
-        hung_up = False
+    description = {"names": names(), "addresses": list(own_addresses())}
+    for _ in range(_ATTEMPTS):
+        was_connected = False
         for address in addresses:
             host, _, port = address.rpartition(":")
-            with suppress(OSError), _connected(host, int(port)) as connection:
-                hung_up = True
+            with suppress(OSError), _open_socket(host, int(port)) as connection:
+                was_connected = True
                 with suppress(HandshakeError):
-                    introduce(connection, key, hello)
+                    introduce(connection, key, description)
                     connection.settimeout(None)
                     return connection.dup()
-        if not hung_up:
+        if not was_connected:
             break
-        time.sleep(random.uniform(0, _CALL_PAUSE_S))
+        time.sleep(random.uniform(0, _ATTEMPT_PAUSE_S))
     sys.exit(f"nanoscale.agent: no answer from the launcher at {', '.join(addresses)}")
 
 
-def _connected(host: str, port: int) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=_CALL_S)
+def _open_socket(host: str, port: int) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=_CONNECT_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

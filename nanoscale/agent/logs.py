@@ -32,7 +32,7 @@ class RankLogs:
         scratch = RunDirectory(link.scratch)
         scratch.attempt_logs(host.attempt).mkdir(parents=True)
         self.files = {rank: _files(run or scratch, scratch, host, rank) for rank in host.ranks}
-        self._send = self._send_some if run is None else self._send_growth
+        self._send = self._send_output if run is None else self._send_growth
         self._tails = {
             (rank, stream): FileTail(path)
             for rank, files in self.files.items()
@@ -48,7 +48,7 @@ class RankLogs:
             more = any(unfinished)
         return more
 
-    def leave_out(self) -> None:
+    def skip_to_end(self) -> None:
         """Skip all output but the end of each stream, with a line that says so."""
         for (rank, stream), tail in self._tails.items():
             if count := tail.skip(_END_BYTES):
@@ -61,7 +61,7 @@ class RankLogs:
             self._link.send("output", rank=rank, stream=stream)
         return False
 
-    def _send_some(self, rank: int, stream: Stream) -> bool:
+    def _send_output(self, rank: int, stream: Stream) -> bool:
         """Send the next bytes of a stream; True if there may be more."""
         data = self._tails[rank, stream].read(MOST_BYTES)
         if data:

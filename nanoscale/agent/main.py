@@ -20,7 +20,7 @@ from nanoscale.agent.link import Link
 from nanoscale.common.devices import cores
 from nanoscale.common.versions import nanoscale_version
 from nanoscale.processes import cgroup, scratch
-from nanoscale.processes.lifeline import CGROUP, SCRATCH, clear_up, end_group
+from nanoscale.processes.lifeline import CGROUP, SCRATCH, clean_up, end_group
 from nanoscale.processes.limits import allow_open_files
 from nanoscale.processes.messages import BANDWIDTH, MARK, TRAINING, Message
 from nanoscale.processes.ports import ReservedPort
@@ -28,10 +28,10 @@ from nanoscale.worker import JOBS, Job
 
 _PRELOADED = ["nanoscale.agent.fork_server", "nanoscale.agent.rank", "torch"]
 
-_LONGEST_FOLDER = 75
+_FOLDER_BYTES = 75
 """In bytes: the path of a socket may have 107, of which multiprocessing takes 32."""
 
-_PASSED_UP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_REPORTED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(link: Link, job: Job | None = None) -> int:
@@ -41,16 +41,16 @@ def main(link: Link, job: Job | None = None) -> int:
         job: each rank's job, a function that can be pickled; by default the one that the launcher orders.
     """
     try:
-        _obey(link, job)
+        _serve(link, job)
     finally:
         link.close()
     return 0
 
 
-def _obey(link: Link, job: Job | None) -> None:
-    _lead_a_group()
+def _serve(link: Link, job: Job | None) -> None:
+    _become_group_leader()
     allow_open_files()  # the ranks' store holds a connection to each of them
-    _pass_signals_up(link)
+    _report_signals(link)
     link.open()
     link.send("hello", nanoscale=nanoscale_version())
     port = None
@@ -65,17 +65,17 @@ def _obey(link: Link, job: Job | None) -> None:
             _prepare(link, order, port, job or order["job"])
         elif order["kind"] == "launch":
             store = attempt(link, order, job or order.get("job", TRAINING))
-    clear_up(os.getpid())
+    clean_up(os.getpid())
     end_group(os.getpid())  # the fork server, which may still be loading torch
     link.send("bye")
 
 
-def _reserve(held: ReservedPort | None, wanted: int | None) -> ReservedPort | None:
+def _reserve(previous: ReservedPort | None, number: int | None) -> ReservedPort | None:
     """Return the port of the ranks' rendezvous, if this becomes the first host; None if it is in use."""
-    if held is not None:
-        held.close()
+    if previous is not None:
+        previous.close()
     try:
-        return ReservedPort(wanted or 0)
+        return ReservedPort(number or 0)
     except OSError:
         return None
 
@@ -84,14 +84,14 @@ def _prepare(link: Link, order: Message, port: ReservedPort | None, job: Job | s
     """Set the job's environment, start loading torch, and meanwhile report facts about this host."""
     os.environ.update(order["environment"])
     if order["slots"]:
-        os.environ.update(shared_out(cores(), order["slots"]) | order["environment"])
+        os.environ.update(cores_per_rank(cores(), order["slots"]) | order["environment"])
     link.expect_beats(order["lost_after_s"])
     if order["will_launch"]:
         _start_fork_server(job, link.scratch)
     link.send("facts", **facts(order, port.number if port else None))
 
 
-def shared_out(cores: int, ranks: int) -> dict[str, str]:
+def cores_per_rank(cores: int, ranks: int) -> dict[str, str]:
     """Return the variables that limit each of a host's ranks to its share of the cores."""
     share = max(1, cores // ranks)
     return {
@@ -101,20 +101,20 @@ def shared_out(cores: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _lead_a_group() -> None:
+def _become_group_leader() -> None:
     """Become the leader of a process group that holds only the job, and can be ended as one."""
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
 
 
-def _pass_signals_up(link: Link) -> None:
+def _report_signals(link: Link) -> None:
     """Report signals to the launcher: SLURM signals a preemption to the tasks of a job, not to its launcher."""
 
-    def tell(number: int, _frame: FrameType | None) -> None:
+    def report(number: int, _frame: FrameType | None) -> None:
         link.send_later("signal", number=number)
 
-    for number in _PASSED_UP:
-        signal.signal(number, tell)
+    for number in _REPORTED_SIGNALS:
+        signal.signal(number, report)
 
 
 def _start_fork_server(job: Job | str, folder: Path) -> None:
@@ -142,7 +142,7 @@ def _choose_folder_for_sockets(folder: Path) -> None:
     configuration["semprefix"] = scratch.semaphore_prefix(folder)
     default = tempfile.tempdir
     tempfile.tempdir = str(folder)
-    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+    if len(os.fsencode(folder)) > _FOLDER_BYTES:
         tempfile.tempdir = str(scratch.make("/tmp"))
     util.get_temp_dir()
     tempfile.tempdir = default

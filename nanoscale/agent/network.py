@@ -23,16 +23,21 @@ def addresses() -> dict[str, str]:
 
 def names() -> list[str]:
     """List the names that a hostfile or SLURM may use for this host."""
-    own = socket.gethostname()
-    known = (own, own.partition(".")[0], socket.getfqdn(), os.environ.get("SLURMD_NODENAME"))
-    return [name for name in dict.fromkeys(known) if name]
+    hostname = socket.gethostname()
+    candidates = (
+        hostname,
+        hostname.partition(".")[0],
+        socket.getfqdn(),
+        os.environ.get("SLURMD_NODENAME"),
+    )
+    return [name for name in dict.fromkeys(candidates) if name]
 
 
 def resolve(host: str) -> list[str]:
     """List the addresses of a name on this host; empty if it does not resolve."""
     with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
     return []
 
 

@@ -25,7 +25,7 @@ from nanoscale.worker import Job
 
 _BACKLOG = 2048
 """Connections that wait for the store to accept them: all ranks connect at the same time."""
-_copies = get_context("forkserver")
+_forkserver = get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HostRanks:
     attempt: int
 
     @classmethod
-    def of(cls, order: Message) -> HostRanks:
+    def from_order(cls, order: Message) -> HostRanks:
         values = {field.name: order[field.name] for field in fields(cls)}
         return cls(**{**values, "ranks": tuple(order["ranks"])})
 
@@ -70,7 +70,7 @@ def start_rank(
         meet_s: how long the hosts wait for each other at first, seconds.
     """
     arguments = (os.getpid(), environment, files, run_dir, job, meet_s)
-    process = _copies.Process(target=_run_rank, args=arguments)
+    process = _forkserver.Process(target=_run_rank, args=arguments)
     process.start()
     return process
 
@@ -83,7 +83,7 @@ def start_store(host: HostRanks) -> BaseProcess:
     """
     with _listener(host) as listener:
         arguments = (os.getpid(), listener, host.master_addr, host.master_port)
-        process = _copies.Process(target=_serve_store, args=arguments)
+        process = _forkserver.Process(target=_serve_store, args=arguments)
         process.start()
         return process
 

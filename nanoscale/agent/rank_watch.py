@@ -31,12 +31,12 @@ class Watch:
         self._host = host
         self._logs = logs
         self._lost_after_s = lost_after_s
-        self._passed_on = False
+        self._stop_forwarded = False
         self._stopped_since: dict[int, float] = {}
         self.killed = False
         self.failures: dict[int, RankFailure] = {}
 
-    def look(self, processes: Sequence[BaseProcess]) -> bool:
+    def check(self, processes: Sequence[BaseProcess]) -> bool:
         """Report changes and follow orders; True once no rank is left.
 
         After a failure the launcher decides, for all hosts, when the other ranks are to end.
@@ -46,13 +46,13 @@ class Watch:
         if self._link.killed_attempt >= self._host.attempt:
             self._end(processes)
             return True
-        if self._link.stopped_attempt >= self._host.attempt and not self._passed_on:
-            self._passed_on = True
+        if self._link.stopped_attempt >= self._host.attempt and not self._stop_forwarded:
+            self._stop_forwarded = True
             send(processes, signal.SIGTERM)
-        self._gather(processes)
-        ends = [_outcome(files) for files in self._logs.files.values()]
+        self._collect_failures(processes)
+        outcomes = [_outcome(files) for files in self._logs.files.values()]
         exit_codes = [process.exitcode for process in processes]
-        return not self.failures and None not in ends and set(exit_codes) == {0}
+        return not self.failures and None not in outcomes and set(exit_codes) == {0}
 
     def outcome(self) -> str:
         """Return `completed`, `stopped`, `failed` or `killed`."""
@@ -60,34 +60,34 @@ class Watch:
             return "killed"
         if self.failures:
             return "failed"
-        ends = {_outcome(files) for files in self._logs.files.values()}
-        return "stopped" if "stopped" in ends else "completed"
+        outcomes = {_outcome(files) for files in self._logs.files.values()}
+        return "stopped" if "stopped" in outcomes else "completed"
 
     def close(self) -> None:
         """Send the ranks' last output. An attempt that is to end does not wait for all of it."""
         while self._logs.forward(_FORWARD_S):
             if max(self._link.stopped_attempt, self._link.killed_attempt) >= self._host.attempt:
-                self._logs.leave_out()
+                self._logs.skip_to_end()
 
     def _end(self, processes: Sequence[BaseProcess]) -> None:
         self.killed = True
         if self._link.wants_stacks:
             send(processes, signal.SIGUSR2)
             _join(processes, _STACKS_S)
-        self._gather(processes)
+        self._collect_failures(processes)
         # Not SIGTERM, which would mean a regular stop.
         send(processes, signal.SIGKILL)
         _join(processes, _REAP_S)
 
-    def _gather(self, processes: Sequence[BaseProcess]) -> None:
+    def _collect_failures(self, processes: Sequence[BaseProcess]) -> None:
         """Collect the failures so far; a known failure keeps its time."""
-        before = dict(self.failures)
+        known = dict(self.failures)
         for local_rank, (rank, process) in enumerate(zip(self._host.ranks, processes, strict=True)):
             files = self._logs.files[rank]
             exit_code = process.exitcode  # read first: the files are complete if there is one
-            said = read_rank_failure(files.failure)
-            if said is not None:
-                self.failures[rank] = replace(said, exit_code=exit_code)
+            reported = read_rank_failure(files.failure)
+            if reported is not None:
+                self.failures[rank] = replace(reported, exit_code=exit_code)
             elif exit_code == 0 and _outcome(files) is not None:
                 continue
             elif exit_code is not None and rank not in self.failures:
@@ -96,7 +96,7 @@ class Watch:
                 )
             elif self._stays_stopped(rank, process):
                 self.failures.setdefault(rank, stopped_rank(rank, local_rank, self._host.name))
-        if self.failures != before:
+        if self.failures != known:
             failures = [asdict(failure) for failure in self.failures.values()]
             self._link.send("failing", attempt=self._host.attempt, failures=failures)
 

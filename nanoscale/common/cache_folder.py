@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 
-def cache_path(named: str | None) -> Path:
-    """Return `named` (data.cache_dir), $NANOSCALE_CACHE or nanoscale/ in the user's cache folder.
+def cache_path(configured: str | None) -> Path:
+    """Return `configured` (data.cache_dir), $NANOSCALE_CACHE or nanoscale/ in the user's cache folder.
 
     Raises:
         RuntimeError: the user has no home.
     """
-    named = named or os.environ.get("NANOSCALE_CACHE")
-    if named:
-        return Path(named).expanduser().absolute()
+    configured = configured or os.environ.get("NANOSCALE_CACHE")
+    if configured:
+        return Path(configured).expanduser().absolute()
     return user_cache() / "nanoscale"
 
 

@@ -52,15 +52,15 @@ def visible(gpus: list[Gpu], setting: str | None) -> list[Gpu]:
     if setting is None:
         return gpus
     chosen: list[Gpu] = []
-    for entry in (word.strip() for word in setting.split(",")):
-        gpu = _named(gpus, entry)
+    for entry in (item.strip() for item in setting.split(",")):
+        gpu = _gpu_of_entry(gpus, entry)
         if gpu is None or gpu in chosen:
             break
         chosen.append(gpu)
     return chosen
 
 
-def _named(gpus: list[Gpu], entry: str) -> Gpu | None:
+def _gpu_of_entry(gpus: list[Gpu], entry: str) -> Gpu | None:
     if entry.isdecimal():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     if entry.startswith("MIG-"):
@@ -78,8 +78,13 @@ def _gpus() -> list[Gpu]:
     except pynvml.NVMLError:
         return []
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [(pynvml.nvmlDeviceGetName(h), pynvml.nvmlDeviceGetUUID(h)) for h in handles]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
+        return [
+            (pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle))
+            for handle in handles
+        ]
     except pynvml.NVMLError:
         return []
     finally:
@@ -102,8 +107,8 @@ def driver_cuda() -> tuple[int, int] | None:
 
 def gpu_memory() -> list[tuple[float, float]]:
     """Return free and whole memory of each GPU that CUDA would show a program here, GiB."""
-    found = _ask_gpus(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu))
-    return [(memory.free / 2**30, memory.total / 2**30) for memory in found]
+    memory_of_gpus = _ask_gpus(lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu))
+    return [(memory.free / 2**30, memory.total / 2**30) for memory in memory_of_gpus]
 
 
 def gpu_capabilities() -> list[tuple[int, int]]:
@@ -117,15 +122,15 @@ def gpu_cores(highest: int) -> list[set[int]]:
     Args:
         highest: number of the highest core to consider.
     """
-    words = highest // 64 + 1
-    masks = _ask_gpus(lambda nvml, gpu: list(nvml.nvmlDeviceGetCpuAffinity(gpu, words)))
+    word_count = highest // 64 + 1
+    masks = _ask_gpus(lambda nvml, gpu: list(nvml.nvmlDeviceGetCpuAffinity(gpu, word_count)))
     return [
         {64 * word + bit for word, bits in enumerate(mask) for bit in range(64) if bits >> bit & 1}
         for mask in masks
     ]
 
 
-def _ask_driver(ask: Callable[[Any], T]) -> T | None:
+def _ask_driver(query: Callable[[Any], T]) -> T | None:
     """Return NVML's answer; None if there is no driver, or no answer."""
     try:
         import pynvml
@@ -134,19 +139,19 @@ def _ask_driver(ask: Callable[[Any], T]) -> T | None:
     except Exception:  # errors of NVML or of its module, which may be missing
         return None
     try:
-        return ask(pynvml)
+        return query(pynvml)
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
 
 
-def _ask_gpus(ask: Callable[[Any, Any], T]) -> list[T]:
+def _ask_gpus(query: Callable[[Any, Any], T]) -> list[T]:
     """Return NVML's answer for each GPU that CUDA would show a program here; empty if there is none."""
     gpus = visible(_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def ask_each(nvml: Any) -> list[T]:
-        return [ask(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for _, uuid in gpus]
+        return [query(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) for _, uuid in gpus]
 
     return _ask_driver(ask_each) or []
 
@@ -160,8 +165,8 @@ def gpu_problem() -> str | None:
     except ImportError:
         return None
     except pynvml.NVMLError as error:
-        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        return None if error.value in absent else str(error)
+        no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return None if error.value in no_driver else str(error)
     pynvml.nvmlShutdown()
     return None
 

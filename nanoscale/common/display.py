@@ -7,8 +7,8 @@ Files (logs, metrics.jsonl, events.jsonl) keep them unchanged.
 
 A screen may also be lost (a pipe whose reader has closed it, a terminal that was closed, a full disk behind a
 redirection) or support fewer characters than nanoscale writes. Neither may end a training: `note` gives up a
-lost stream, `show` raises unless it is within `surviving`, and a character that the stream's encoding lacks is
-written in ASCII.
+lost stream, `show` raises unless it is within `survive_lost_stream`, and a character that the stream's
+encoding lacks is written in ASCII.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_NO_EDGE = 1000
+_FILE_COLUMNS = 1000
 """Columns of a file, in which no table wraps."""
-_OBEYED = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and line feed, DEL, C1
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u206f\ufff9-\ufffb\U000e0000-\U000e007f"  # bidi, invisible
     "\ud800-\udfff]"  # bytes of a file name that are not UTF-8
 )
 
-_IN_ASCII = "nanoscale.ascii"
+_ASCII_ERRORS = "nanoscale.ascii"
 _ASCII = {
     **dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)),
     "–": "-",
@@ -77,7 +77,7 @@ class ReaderLeftError(Exception):
 
 def clean(text: str) -> str:
     r"""Return the text with control characters of terminals as escapes, as in `\x1b`."""
-    return _OBEYED.sub(_escaped, text.replace("\r\n", "\n"))
+    return _CONTROL_CHARACTERS.sub(_escaped, text.replace("\r\n", "\n"))
 
 
 def show(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> None:
@@ -88,20 +88,20 @@ def show(text: str = "", *, end: str = "\n", stream: TextIO | None = None) -> No
         ReaderLeftError: nobody reads it any more.
     """
     stream = sys.stdout if stream is None else stream
-    with _noticing_readers():
+    with _detect_lost_reader():
         stream.write(clean(text) + end)
         stream.flush()
 
 
 def note(text: str = "", *, end: str = "\n") -> None:
     """Write a cleaned text to standard error. A lost stream is given up."""
-    with surviving(sys.stderr):
+    with survive_lost_stream(sys.stderr):
         show(text, end=end, stream=sys.stderr)
 
 
 def progress(text: str, *, end: str = "") -> None:
     """Write a cleaned text to standard error, a terminal, over the present line."""
-    with surviving(sys.stderr):
+    with survive_lost_stream(sys.stderr):
         sys.stderr.write(f"\r\x1b[K{clean(text)}{end}")
         sys.stderr.flush()
 
@@ -115,7 +115,7 @@ def content(data: str | bytes) -> None:
     if sys.stdout.isatty() or binary is None:
         show(data if isinstance(data, str) else data.decode(errors="replace"), end="")
         return
-    with _noticing_readers():
+    with _detect_lost_reader():
         sys.stdout.flush()
         binary.write(data if isinstance(data, bytes) else data.encode(errors="surrogateescape"))
         binary.flush()
@@ -129,7 +129,7 @@ def has_utf8(stream: TextIO) -> bool:
 
 
 @contextmanager
-def surviving(stream: TextIO) -> Iterator[None]:
+def survive_lost_stream(stream: TextIO) -> Iterator[None]:
     """Give up the stream if the block cannot write to it: later output is dropped."""
     try:
         yield
@@ -150,11 +150,11 @@ def prepare_streams() -> None:
     character."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            _open_nowhere(number, name)
+            _open_null(number, name)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors=_IN_ASCII)
+            reconfigure(errors=_ASCII_ERRORS)
 
 
 def console(stream: TextIO | None = None) -> Console:
@@ -174,7 +174,7 @@ def print_table(screen: Console, table: Table) -> None:
     if screen.is_terminal:
         screen.print(table)
         return
-    screen.width = _NO_EDGE
+    screen.width = _FILE_COLUMNS
     with screen.capture() as printed:
         screen.print(table)
     for line in printed.get().splitlines():
@@ -192,7 +192,7 @@ def _screen_class() -> type[Console]:
             self, renderable: RenderableType, options: ConsoleOptions | None = None
         ) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
-                if segment.control is None and _OBEYED.search(segment.text):
+                if segment.control is None and _CONTROL_CHARACTERS.search(segment.text):
                     segment = segment._replace(text=clean(segment.text))
                 yield segment
 
@@ -207,7 +207,7 @@ def _screen_class() -> type[Console]:
 
 
 @contextmanager
-def _noticing_readers() -> Iterator[None]:
+def _detect_lost_reader() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
@@ -218,7 +218,7 @@ def _escaped(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode("ascii")
 
 
-def _open_nowhere(number: int, name: str) -> None:
+def _open_null(number: int, name: str) -> None:
     """Open a closed descriptor, so that no other file gets its number and is written to by mistake."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:
@@ -228,17 +228,17 @@ def _open_nowhere(number: int, name: str) -> None:
     setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+def _replace_with_ascii(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(map(_ascii, lacking)), error.end
+    missing = error.object[error.start : error.end]
+    return "".join(map(_ascii_of, missing)), error.end
 
 
-def _ascii(char: str) -> str:
+def _ascii_of(char: str) -> str:
     if "\u2800" <= char <= "\u28ff":  # a spinner's frame
         return "*"
     return _ASCII.get(char) or char.encode("unicode_escape").decode("ascii")
 
 
-codecs.register_error(_IN_ASCII, _in_ascii)
+codecs.register_error(_ASCII_ERRORS, _replace_with_ascii)

@@ -24,15 +24,15 @@ _OPTIONAL = ("mlflow", "tensorboard", "torchao", "transformers", "triton", "wand
 
 def versions() -> dict[str, str | None]:
     """Return versions by name, nanoscale's own first; None: it is not installed here."""
-    found: dict[str, str | None] = {
+    result: dict[str, str | None] = {
         "nanoscale": nanoscale_version(),
         "python": platform.python_version(),
     }
     for name in _PACKAGES:
-        found[name] = None
+        result[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found | {"driver": driver()}
+            result[name] = importlib.metadata.version(name)
+    return result | {"driver": driver()}
 
 
 def install_command(extra: str) -> str:
@@ -43,12 +43,12 @@ def install_command(extra: str) -> str:
     declared: list[str] = []
     with suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("nanoscale") or []
-    found = [
+    requirements = [
         requirement.strip()
         for requirement, _, condition in (line.partition(";") for line in declared)
         if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", condition)
     ]
-    return f"{_pip()} install {' '.join(map(shlex.quote, found or [extra]))}"
+    return f"{_pip()} install {' '.join(map(shlex.quote, requirements or [extra]))}"
 
 
 def _pip() -> str:
@@ -72,7 +72,7 @@ def nanoscale_version() -> str:
 @cache
 def _source_sum() -> str:
     folder = Path(nanoscale.__file__).parent
-    total = hashlib.blake2b(digest_size=4)
+    digest = hashlib.blake2b(digest_size=4)
     for path in sorted(folder.rglob("*.py")):
-        total.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return total.hexdigest()
+        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -11,33 +11,33 @@ Intervals = list[Interval]
 
 def united(times: Iterable[Interval]) -> Intervals:
     """Return the union of intervals, which may overlap and come in any order."""
-    found: Intervals = []
+    union: Intervals = []
     for start, end in sorted(times):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
         elif end > start:
-            found.append((start, end))
-    return found
+            union.append((start, end))
+    return union
 
 
 def without(times: Intervals, others: Intervals) -> Intervals:
     """Return the difference of two sets: `times` minus `others`."""
-    found: Intervals = []
-    ahead = iter(others)
-    other = next(ahead, None)
+    difference: Intervals = []
+    remaining = iter(others)
+    other = next(remaining, None)
     for start, end in times:
         while other is not None and other[1] <= start:
-            other = next(ahead, None)
+            other = next(remaining, None)
         while other is not None and other[0] < end:
             if other[0] > start:
-                found.append((start, other[0]))
+                difference.append((start, other[0]))
             start = other[1]
             if start >= end:
                 break  # it may reach into the next one
-            other = next(ahead, None)
+            other = next(remaining, None)
         if start < end:
-            found.append((start, end))
-    return found
+            difference.append((start, end))
+    return difference
 
 
 def within(times: Intervals, others: Intervals) -> Intervals:

@@ -46,15 +46,15 @@ class Meter:
         self._flops_per_token = _flops_per_token(config)
         peak = device_peak(config, device)
         self._peak = peak * world_size if peak is not None else None
-        self._began = 0.0
+        self._start = 0.0
         self._busy = 0.0
         self._steps = 0
 
     def begin(self) -> None:
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def end(self) -> None:
-        self._busy += time.perf_counter() - self._began
+        self._busy += time.perf_counter() - self._start
         self._steps += 1
 
     def read(self, tokens_per_step: int) -> dict[str, float | None]:

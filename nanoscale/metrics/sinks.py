@@ -19,7 +19,7 @@ from nanoscale.metrics.trackers import Record, Subject, open_trackers
 from nanoscale.runs import events, fence
 from nanoscale.runs.directory import RunDirectory, write_atomically
 
-_NAMED = 5
+_LINES_NAMED = 5
 """The most damaged lines that a message names."""
 
 
@@ -77,10 +77,10 @@ class JsonLines:
     def __init__(self, run: RunDirectory, workspace: Path, step: int) -> None:
         self._workspace = workspace
         if run.metrics.exists() or step:
-            self._keep(run, step)
+            self._keep_lines(run, step)
         self._file = run.metrics.open("a", encoding="utf-8")
 
-    def _keep(self, run: RunDirectory, step: int) -> None:
+    def _keep_lines(self, run: RunDirectory, step: int) -> None:
         """Keep the lines up to `step`; damaged lines are moved to a file beside it and reported in the run's
         events."""
         kept, damage = b"", ""
@@ -89,20 +89,24 @@ class JsonLines:
         except FileNotFoundError:
             damage = f"metrics.jsonl is missing: the figures of steps 1 to {step} are lost"
         except OSError as error:
-            aside = _free(run.metrics)
-            damage = f"metrics.jsonl cannot be read ({error.strerror}) and is now {aside.name}"
+            damaged_file = _free_path(run.metrics)
+            damage = (
+                f"metrics.jsonl cannot be read ({error.strerror}) and is now {damaged_file.name}"
+            )
             fence.require(self._workspace)
-            run.metrics.rename(aside)
+            run.metrics.rename(damaged_file)
         else:
             lines, damaged = lines_up_to(text, step)
             kept = b"".join(lines)
             if damaged:
-                aside = _free(run.metrics)
-                which = ", ".join(map(str, damaged[:_NAMED])) + (", …" if damaged[_NAMED:] else "")
+                damaged_file = _free_path(run.metrics)
+                more = ", …" if damaged[_LINES_NAMED:] else ""
+                numbers = ", ".join(map(str, damaged[:_LINES_NAMED])) + more
                 damage = (
-                    f"metrics.jsonl is damaged in line {which}: the file is kept as {aside.name}"
+                    f"metrics.jsonl is damaged in line {numbers}: "
+                    f"the file is kept as {damaged_file.name}"
                 )
-                aside.write_bytes(text)
+                damaged_file.write_bytes(text)
         with fence.explained(self._workspace):
             write_atomically(run.metrics, kept, self._workspace)
         if damage:
@@ -142,10 +146,10 @@ def lines_up_to(text: bytes, step: int) -> tuple[list[bytes], list[int]]:
     return kept, damaged
 
 
-def _free(path: Path) -> Path:
+def _free_path(path: Path) -> Path:
     """Return a free name beside `path` for damaged content, named like a damaged checkpoint."""
     names = itertools.chain(
-        [f"damaged-{path.name}"], (f"damaged-{path.name}-{n}" for n in itertools.count(2))
+        [f"damaged-{path.name}"], (f"damaged-{path.name}-{number}" for number in itertools.count(2))
     )
     return next(free for name in names if not (free := path.with_name(name)).exists())
 

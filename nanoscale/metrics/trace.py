@@ -25,10 +25,10 @@ STEP, DATA = "nanoscale: step", "nanoscale: data"
 _BACKWARD = ("autograd::engine::evaluate_function", "FSDP::root_post_backward")
 _OPTIMIZER = "Optimizer."
 _COLLECTIVE = ("c10d::", "_c10d_functional::")
-_UNDER_WAY = ("gloo:", "nccl:", "mpi:")
+_IN_PROGRESS = ("gloo:", "nccl:", "mpi:")
 """Collectives from their start to their end, whoever waits for them."""
 _DEVICE_COLLECTIVE = re.compile("nccl|rccl", re.IGNORECASE)
-_DEAREST = 20
+_KERNEL_ROWS = 20
 _RUNTIME = re.compile(r"(cuda|hip|cu)[A-Z]")
 _WAIT = re.compile(r"(cuda|hip|cu)((Stream|Device|Event|Ctx)Synchronize|Memcpy)")
 """Calls in which the host waits for the device; asynchronous copies are not among them."""
@@ -91,14 +91,14 @@ class StepParts:
 
 def events_of(profiler: Any) -> list[Event]:
     """Return the recorded events of a torch.profiler.profile that has stopped."""
-    found = []
+    events = []
     for event in profiler.profiler.kineto_results.events():
         on_device = event.device_type() != DeviceType.CPU
         if (
             on_device and event.is_user_annotation()
         ):  # the host's marks, drawn again beside the kernels
             continue
-        found.append(
+        events.append(
             Event(
                 event.name(),
                 event.start_ns(),
@@ -110,7 +110,7 @@ def events_of(profiler: Any) -> list[Event]:
                 event.correlation_id(),
             )
         )
-    return found
+    return events
 
 
 def parts_of(events: Sequence[Event]) -> StepParts | None:
@@ -126,24 +126,26 @@ def parts_of(events: Sequence[Event]) -> StepParts | None:
     if device:
         begin = min(start for start, _ in steps)
         end = max(max(event.end for event in device), max(end for _, end in steps))
-        times, hidden = _of_device(host, device, phases)
+        times, communication = _device_parts(host, device, phases)
         times["idle"] = end - begin - sum(times.values())
-        whole = end - begin
+        duration = end - begin
     else:
-        times, hidden = _of_host(host, united(steps), phases)
+        times, communication = _host_parts(host, united(steps), phases)
         times["idle"] = 0
-        whole = length(united(steps))
+        duration = length(united(steps))
     count = len(steps)
     mean = {f"{name}_s": ns / count / 1e9 for name, ns in times.items()}
     return StepParts(
         where="device" if device else "host",
         steps=count,
-        step_s=whole / count / 1e9,
-        communication_in_all_s=hidden / count / 1e9,
+        step_s=duration / count / 1e9,
+        communication_in_all_s=communication / count / 1e9,
         data_on_host_s=data / count / 1e9,
         waits=_waits(host, united(steps), inside=True),
         waits_between=_waits(host, united(steps), inside=False),
-        kernels={name: ns / count / 1e9 for name, ns in _by_name(device).most_common(_DEAREST)},
+        kernels={
+            name: ns / count / 1e9 for name, ns in _time_by_name(device).most_common(_KERNEL_ROWS)
+        },
         **mean,
     )
 
@@ -155,7 +157,7 @@ def _phases(host: Sequence[Event], steps: Sequence[Interval]) -> dict[str, Inter
     """Return the host's disjoint times: data, forward, backward, gradients, optimizer, other."""
     optimizer = united(event.time for event in host if event.name.startswith(_OPTIMIZER))
     backward = without(united(_backward_passes(host)), optimizer)
-    found: dict[str, Intervals] = {
+    phases: dict[str, Intervals] = {
         "data": united(event.time for event in host if event.name == DATA),
         "backward": backward,
         "gradients": [],
@@ -164,15 +166,15 @@ def _phases(host: Sequence[Event], steps: Sequence[Interval]) -> dict[str, Inter
     }
     for step in steps:
         last = max((end for _, end in within(backward, [step])), default=step[0])
-        updates = within(found["optimizer"], [step])
+        updates = within(phases["optimizer"], [step])
         first = min((start for start, _ in updates if start >= last), default=step[1])
         if last > step[0]:
-            found["gradients"] += _span(last, first)
+            phases["gradients"] += _span(last, first)
         if updates:
-            found["other"] += without(_span(first, step[1]), found["optimizer"])
-    known = united(time for times in found.values() for time in times)
-    found["forward"] = without(united(steps), known)
-    return found
+            phases["other"] += without(_span(first, step[1]), phases["optimizer"])
+    assigned = united(time for times in phases.values() for time in times)
+    phases["forward"] = without(united(steps), assigned)
+    return phases
 
 
 def _span(start: int, end: int) -> Intervals:
@@ -182,41 +184,47 @@ def _span(start: int, end: int) -> Intervals:
 def _backward_passes(host: Iterable[Event]) -> Iterator[Interval]:
     """Yield autograd's functions, and the gaps between them in which nothing else begins."""
     ends: dict[int, int] = {}
-    run: Interval | None = None
+    current: Interval | None = None
     for event in sorted(host, key=lambda event: (event.start, -event.end)):
-        ours = event.name.startswith(_BACKWARD)
-        if event.asynchronous or _RUNTIME.match(event.name) or (event.annotation and not ours):
+        is_backward = event.name.startswith(_BACKWARD)
+        if (
+            event.asynchronous
+            or _RUNTIME.match(event.name)
+            or (event.annotation and not is_backward)
+        ):
             continue
         if event.start < ends.get(event.thread, event.start):
             continue  # a part of the previous one
         ends[event.thread] = event.end
-        if ours:
-            run = (run[0], max(run[1], event.end)) if run is not None else event.time
-        elif run is not None and event.start >= run[1]:
-            yield run
-            run = None
-    if run is not None:
-        yield run
+        if is_backward:
+            current = (
+                (current[0], max(current[1], event.end)) if current is not None else event.time
+            )
+        elif current is not None and event.start >= current[1]:
+            yield current
+            current = None
+    if current is not None:
+        yield current
 
 
 # --- time of host and device ----------------------------------------------------------------------
 
 
-def _of_host(
+def _host_parts(
     host: Sequence[Event], steps: Intervals, phases: dict[str, Intervals]
 ) -> tuple[dict[str, int], int]:
     """Return the host's time by phase, without communication; and all communication, hidden or not."""
     thread = next(event.thread for event in host if event.name == STEP)
-    own = [event for event in host if event.thread == thread and not event.asynchronous]
-    calls = united(event.time for event in own if event.name.startswith(_COLLECTIVE))
-    under_way = united(event.time for event in host if event.name.startswith(_UNDER_WAY))
-    exposed = united([*calls, *without(under_way, united(_computing(own)))])
-    times = {name: length(without(spent, exposed)) for name, spent in phases.items()}
+    loop_events = [event for event in host if event.thread == thread and not event.asynchronous]
+    calls = united(event.time for event in loop_events if event.name.startswith(_COLLECTIVE))
+    in_progress = united(event.time for event in host if event.name.startswith(_IN_PROGRESS))
+    exposed = united([*calls, *without(in_progress, united(_leaf_operations(loop_events)))])
+    times = {name: length(without(phase_times, exposed)) for name, phase_times in phases.items()}
     times["communication"] = length(within(exposed, steps))
-    return times, length(within(united([*calls, *under_way]), steps))
+    return times, length(within(united([*calls, *in_progress]), steps))
 
 
-def _computing(thread: Iterable[Event]) -> Iterator[Interval]:
+def _leaf_operations(thread: Iterable[Event]) -> Iterator[Interval]:
     """Yield the operations of one thread that contain no others; communication calls are among them."""
     last: Event | None = None
     for event in sorted(thread, key=lambda event: (event.start, -event.end)):
@@ -225,46 +233,48 @@ def _computing(thread: Iterable[Event]) -> Iterator[Interval]:
         last = event
 
 
-def _of_device(
+def _device_parts(
     host: Sequence[Event], device: Sequence[Event], phases: dict[str, Intervals]
 ) -> tuple[dict[str, int], int]:
     """Return the device's time by the phase in which the host started the work; and all communication."""
     starts = {event.correlation: event.start for event in host if _RUNTIME.match(event.name)}
-    borders = sorted((start, end, name) for name, times in phases.items() for start, end in times)
-    begins = [start for start, _, _ in borders]
-    spent: dict[str, list[Interval]] = {name: [] for name in phases}
+    phase_spans = sorted(
+        (start, end, name) for name, times in phases.items() for start, end in times
+    )
+    phase_starts = [start for start, _, _ in phase_spans]
+    work: dict[str, list[Interval]] = {name: [] for name in phases}
     communication = []
     for event in device:
         if _DEVICE_COLLECTIVE.search(event.name):
             communication.append(event.time)
             continue
-        begun = starts.get(event.correlation, event.start)
-        place = bisect_right(begins, begun) - 1
-        name = borders[place][2] if place >= 0 and begun < borders[place][1] else "other"
-        spent[name].append(event.time)
-    times, seen = {}, Intervals()
+        started = starts.get(event.correlation, event.start)
+        index = bisect_right(phase_starts, started) - 1
+        name = phase_spans[index][2] if index >= 0 and started < phase_spans[index][1] else "other"
+        work[name].append(event.time)
+    times, counted = {}, Intervals()
     for name in ("forward", "backward", "gradients", "optimizer", "data", "other"):
-        mine = united(spent[name])
-        times[name] = length(without(mine, seen))  # overlapping times count only once
-        seen = united([*seen, *mine])
-    sent = united(communication)
-    times["communication"] = length(without(sent, seen))
-    return times, length(sent)
+        phase_work = united(work[name])
+        times[name] = length(without(phase_work, counted))  # overlapping times count only once
+        counted = united([*counted, *phase_work])
+    transfers = united(communication)
+    times["communication"] = length(without(transfers, counted))
+    return times, length(transfers)
 
 
-def _by_name(device: Iterable[Event]) -> Counter[str]:
+def _time_by_name(device: Iterable[Event]) -> Counter[str]:
     """Sum the ns of all of the device's work by name, including concurrent work."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for event in device:
-        found[event.name] += event.end - event.start
-    return found
+        totals[event.name] += event.end - event.start
+    return totals
 
 
 def _waits(host: Iterable[Event], steps: Intervals, *, inside: bool) -> dict[str, int]:
     """Count the host's waits for the device, by call, within the steps or between the first and the last."""
     first, last = steps[0][0], steps[-1][1]
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for event in host:
         if _WAIT.fullmatch(event.name) and first <= event.start < last:
-            found[event.name] += any(a <= event.start < b for a, b in steps) == inside
-    return {name: count for name, count in sorted(found.items()) if count}
+            counts[event.name] += any(start <= event.start < end for start, end in steps) == inside
+    return {name: count for name, count in sorted(counts.items()) if count}

@@ -31,7 +31,7 @@ START_S = 60.0
 """The time that a tracker's server may take to answer at the start, s."""
 _FILE = Lock()
 """Held while trackers.json changes: each tracker has a thread."""
-_WAITING = 100_000
+_QUEUE_LENGTH = 100_000
 """The most records that wait for a tracker."""
 _NOT_SENT = ("launcher.env", "launcher.pass_env", "launcher.slurm.setup")
 """Keys whose values are the environment's, and may be secrets."""
@@ -43,7 +43,7 @@ _MLFLOW_BATCH = 100
 
 
 @dataclass
-class Known:
+class TrackerState:
     """The content of trackers.json for one tracker."""
 
     id: str | None = None
@@ -70,15 +70,15 @@ class Subject:
     @property
     def tags(self) -> dict[str, str]:
         """Tags by name: the run and its source."""
-        about: dict[str, Any] = {}
+        environment: dict[str, Any] = {}
         with suppress(OSError, ValueError):
-            about = read_json(self.run.environment)
-        named = {
+            environment = read_json(self.run.environment)
+        configured = {
             "nanoscale.run": str(self.run.path),
             "nanoscale.attempt": str(self.attempt),
-            "nanoscale.version": str(about.get("nanoscale", "")),
-            "torch.version": str(about.get("packages", {}).get("torch", "")),
-            "host": str(about.get("host", "")),
+            "nanoscale.version": str(environment.get("nanoscale", "")),
+            "torch.version": str(environment.get("packages", {}).get("torch", "")),
+            "host": str(environment.get("host", "")),
         }
         return {name: value for name, value in named.items() if value}
 
@@ -97,8 +97,8 @@ class Subject:
 class Tracker(Protocol):
     """A client of a tracker, used by one thread."""
 
-    def open(self, known: Known) -> int:
-        """Begin or continue the tracker's run, set `known.id`, and return the last step that it has."""
+    def open(self, state: TrackerState) -> int:
+        """Begin or continue the tracker's run, set `state.id`, and return the last step that it has."""
 
     def write(self, record: Record) -> None: ...
 
@@ -122,7 +122,7 @@ class Background:
     first: int
     """The step from which the training continues; earlier ones are in metrics.jsonl."""
     _queue: queue.Queue[Callable[[], None] | None] = field(
-        default_factory=lambda: queue.Queue(_WAITING)
+        default_factory=lambda: queue.Queue(_QUEUE_LENGTH)
     )
     _failed: bool = False
     _outcome: str = "failed"
@@ -137,7 +137,7 @@ class Background:
 
     def flush(self) -> None:
         """Note how far the tracker has come, without waiting for it: metrics.jsonl survives a crash."""
-        self._put(self._remember)
+        self._put(self._save_state)
 
     def close(self, outcome: str) -> None:
         self._outcome = outcome
@@ -149,28 +149,28 @@ class Background:
                 "the steps that are missing there are in metrics.jsonl"
             )
 
-    def _put(self, act: Callable[[], None] | None) -> None:
+    def _put(self, task: Callable[[], None] | None) -> None:
         if self._failed:
             return
         try:
-            self._queue.put_nowait(act)
+            self._queue.put_nowait(task)
         except queue.Full:
             self._failed = True
             self._report(
-                f"cannot keep up: {_WAITING:,} steps wait for it. It receives no more of this attempt"
+                f"cannot keep up: {_QUEUE_LENGTH:,} steps wait for it. It receives no more of this attempt"
             )
 
     def _run(self) -> None:
         try:
-            self._known = _read(self.subject.run, self.name)
-            self._sent = self.tracker.open(self._known)
-            self._remember()
+            self._state = _read(self.subject.run, self.name)
+            self._sent = self.tracker.open(self._state)
+            self._save_state()
             events.append(self.subject.run, "tracker", f"{self.name}: {self.tracker.address()}")
-            for record in _before(self.subject.run, self.first):
+            for record in _records_up_to(self.subject.run, self.first):
                 self._send(record)
-            while (act := self._queue.get()) is not None:
-                act()
-            self._remember()
+            while (task := self._queue.get()) is not None:
+                task()
+            self._save_state()
             self.tracker.close(self._outcome)
         except fence.FencedError:
             self._failed = True  # the ranks find out by themselves
@@ -184,13 +184,13 @@ class Background:
             self.tracker.write(record)
             self._sent = record["step"]
 
-    def _remember(self) -> None:
+    def _save_state(self) -> None:
         """Keep the identity and the position of the tracker's run in trackers.json."""
-        self._known.step = self._sent
+        self._state.step = self._sent
         fence.require(self.subject.workspace)
         run = self.subject.run
         with _FILE:
-            known = _read_all(run) | {self.name: asdict(self._known)}
+            known = _read_all(run) | {self.name: asdict(self._state)}
             write_atomically(
                 run.trackers, json.dumps(known, indent=2) + "\n", self.subject.workspace
             )
@@ -203,12 +203,12 @@ class Background:
 def open_trackers(subject: Subject, step: int) -> list[Background]:
     """Open the trackers of a run's configuration, for a training that continues after `step`."""
     logger = subject.config.logger
-    found: list[Background] = []
+    trackers: list[Background] = []
     if logger.wandb != "off":
-        found.append(Background("wandb", subject, Wandb(subject), step))
+        trackers.append(Background("wandb", subject, Wandb(subject), step))
     if logger.mlflow == "on":
-        found.append(Background("mlflow", subject, MLflow(subject), step))
-    return found
+        trackers.append(Background("mlflow", subject, MLflow(subject), step))
+    return trackers
 
 
 class Wandb:
@@ -217,17 +217,17 @@ class Wandb:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
 
-    def open(self, known: Known) -> int:
+    def open(self, state: TrackerState) -> int:
         import wandb
 
         run, logger = self._subject.run, self._subject.config.logger
-        known.id = known.id or uuid.uuid4().hex[:16]
+        state.id = state.id or uuid.uuid4().hex[:16]
         self._run = wandb.init(
             mode="offline" if logger.wandb == "offline" else "online",
             dir=str(run.path),
             project=logger.project,
             entity=logger.wandb_entity,
-            id=known.id,
+            id=state.id,
             resume="allow",
             name=run.name,
             tags=self._subject.words,
@@ -242,7 +242,7 @@ class Wandb:
                 init_timeout=START_S,
             ),
         )
-        return max(known.step, self._run.step - 1)
+        return max(state.step, self._run.step - 1)
 
     def write(self, record: Record) -> None:
         self._run.log(_figures(record), step=record["step"])
@@ -264,7 +264,7 @@ class MLflow:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
 
-    def open(self, known: Known) -> int:
+    def open(self, state: TrackerState) -> int:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         from mlflow import MlflowClient
 
@@ -272,16 +272,16 @@ class MLflow:
         subject = self._subject
         self._uri = mlflow_uri(subject.config, subject.run)
         self._client = MlflowClient(tracking_uri=self._uri)
-        if known.id is None:
-            known.id = self._client.create_run(
+        if state.id is None:
+            state.id = self._client.create_run(
                 self._experiment(), run_name=subject.run.name
             ).info.run_id
         else:
-            self._client.update_run(known.id, status="RUNNING")
-        self._id = known.id
+            self._client.update_run(state.id, status="RUNNING")
+        self._id = state.id
         self._describe()
         steps = [metric.step for metric in self._client.get_metric_history(self._id, "loss")]
-        return max([known.step, *steps])
+        return max([state.step, *steps])
 
     def _experiment(self) -> str:
         name = self._subject.config.logger.project
@@ -302,14 +302,14 @@ class MLflow:
         """Send the configuration; a parameter that has changed since the first attempt becomes a tag."""
         from mlflow.entities import Param, RunTag
 
-        now = dict(_flat(self._subject.values()))
-        before = self._client.get_run(self._id).data.params
-        new = [Param(name, value) for name, value in now.items() if name not in before]
+        parameters = dict(_flat(self._subject.values()))
+        stored = self._client.get_run(self._id).data.params
+        new = [Param(name, value) for name, value in parameters.items() if name not in stored]
         tags = self._subject.tags | dict.fromkeys(self._subject.words, "true")
         tags |= {
             f"resumed.{name}": value
-            for name, value in now.items()
-            if before.get(name, value) != value
+            for name, value in parameters.items()
+            if stored.get(name, value) != value
         }
         for first in range(0, len(new), _MLFLOW_BATCH):
             self._client.log_batch(self._id, params=new[first : first + _MLFLOW_BATCH])
@@ -318,10 +318,11 @@ class MLflow:
     def write(self, record: Record) -> None:
         from mlflow.entities import Metric
 
-        at = int(record.get("time", time.time()) * 1000)
+        timestamp_ms = int(record.get("time", time.time()) * 1000)
         figures = _figures(record).items()
         self._client.log_batch(
-            self._id, metrics=[Metric(name, value, at, record["step"]) for name, value in figures]
+            self._id,
+            metrics=[Metric(name, value, timestamp_ms, record["step"]) for name, value in figures],
         )
 
     def close(self, outcome: str) -> None:
@@ -333,8 +334,8 @@ class MLflow:
 
 def mlflow_uri(config: Config, run: RunDirectory) -> str:
     """Return where MLflow records: `logger.mlflow_uri`, MLFLOW_TRACKING_URI, or a file beside the runs."""
-    named = config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return named or f"sqlite:///{run.path.parent / 'mlflow.db'}"
+    configured = config.logger.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return configured or f"sqlite:///{run.path.parent / 'mlflow.db'}"
 
 
 def _figures(record: Record) -> dict[str, float]:
@@ -354,7 +355,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]
             yield f"{prefix}{name}", str(value)[:_MLFLOW_TEXT]
 
 
-def _before(run: RunDirectory, step: int) -> Iterator[Record]:
+def _records_up_to(run: RunDirectory, step: int) -> Iterator[Record]:
     """Yield the records of metrics.jsonl up to a step."""
     with suppress(FileNotFoundError), run.metrics.open(encoding="utf-8") as file:
         for line in file:
@@ -366,11 +367,11 @@ def _before(run: RunDirectory, step: int) -> Iterator[Record]:
 
 def _read_all(run: RunDirectory) -> dict[str, Any]:
     try:
-        found = read_json(run.trackers)
+        content = read_json(run.trackers)
     except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _read(run: RunDirectory, name: str) -> Known:
-    return Known(**_read_all(run).get(name, {}))
+def _read(run: RunDirectory, name: str) -> TrackerState:
+    return TrackerState(**_read_all(run).get(name, {}))

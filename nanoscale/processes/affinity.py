@@ -50,4 +50,4 @@ def ranges(numbers: Iterable[int]) -> str:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in spans)
+    return ",".join(f"{first}-{last}" if first != last else str(first) for first, last in spans)

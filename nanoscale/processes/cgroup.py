@@ -19,7 +19,7 @@ _STALE_S = 60.0
 
 def create(name: str) -> Path | None:
     """Return a new cgroup below that of this process; None if none was delegated."""
-    parent = _own()
+    parent = _own_cgroup()
     if parent is None or not os.access(parent / "cgroup.procs", os.W_OK):
         return None
     _remove_stale(parent)
@@ -64,7 +64,7 @@ def contains(name: str, process: Path) -> bool:
     return False
 
 
-def _own() -> Path | None:
+def _own_cgroup() -> Path | None:
     """Return the folder of this process's cgroup."""
     with suppress(OSError, StopIteration):
         memberships = Path("/proc/self/cgroup").read_text("utf-8", "surrogateescape").splitlines()

@@ -35,13 +35,13 @@ def admit(connection: socket.socket, key: bytes) -> Generator[int, bytes, Any]:
     Raises:
         HandshakeError: the peer does not know the key, or sends too much.
     """
-    own = os.urandom(_BYTES)
-    connection.sendall(own)
+    challenge = os.urandom(_BYTES)
+    connection.sendall(challenge)
     answer = yield 2 * _BYTES
-    peer, proof = answer[:_BYTES], answer[_BYTES:]
-    if not hmac.compare_digest(proof, _prove(key, _AGENT, own, peer)):
+    agent_challenge, proof = answer[:_BYTES], answer[_BYTES:]
+    if not hmac.compare_digest(proof, _prove(key, _AGENT, challenge, agent_challenge)):
         raise HandshakeError
-    connection.sendall(_prove(key, _LAUNCHER, own, peer))
+    connection.sendall(_prove(key, _LAUNCHER, challenge, agent_challenge))
     length = int.from_bytes((yield _LENGTH_BYTES), "big")
     if length > _MOST_BYTES:
         raise HandshakeError
@@ -55,17 +55,17 @@ def introduce(connection: socket.socket, key: bytes, content: object) -> None:
         HandshakeError: the peer is not the launcher.
         OSError: the launcher hung up, or did not answer in time.
     """
-    peer, own = _receive(connection, _BYTES), os.urandom(_BYTES)
-    connection.sendall(own + _prove(key, _AGENT, peer, own))
+    launcher_challenge, challenge = _receive(connection, _BYTES), os.urandom(_BYTES)
+    connection.sendall(challenge + _prove(key, _AGENT, launcher_challenge, challenge))
     proof = _receive(connection, _BYTES)
-    if not hmac.compare_digest(proof, _prove(key, _LAUNCHER, peer, own)):
+    if not hmac.compare_digest(proof, _prove(key, _LAUNCHER, launcher_challenge, challenge)):
         raise HandshakeError
     data = json.dumps(content).encode()
     connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
 
 
-def _prove(key: bytes, who: bytes, launchers: bytes, agents: bytes) -> bytes:
-    return hmac.digest(key, who + launchers + agents, "sha256")
+def _prove(key: bytes, sender: bytes, launcher_challenge: bytes, agent_challenge: bytes) -> bytes:
+    return hmac.digest(key, sender + launcher_challenge + agent_challenge, "sha256")
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -36,13 +36,13 @@ def die_with(pid: int, *, group: int) -> None:
 
 def _watch(pid: int, group: int) -> None:
     wait_until_gone(pid)
-    clear_up(group, lost=True)
+    clean_up(group, lost=True)
     if os.getpgid(0) == group:
         end_group(group)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def clear_up(group: int, *, lost: bool = False) -> None:
+def clean_up(group: int, *, lost: bool = False) -> None:
     """End processes of the job that have left the agent's process group, by its mark and its cgroup.
 
     Args:
@@ -77,14 +77,14 @@ def end_group(group: int) -> None:
 
 def _members(group: int) -> Iterator[int]:
     """Yield the living processes of a group, without the resource tracker."""
-    return (pid for pid in _living(group) if not is_tracker(pid))
+    return (pid for pid in _living_members(group) if not is_tracker(pid))
 
 
 def _has_tracker(group: int) -> bool:
-    return any(map(is_tracker, _living(group)))
+    return any(map(is_tracker, _living_members(group)))
 
 
-def _living(group: int) -> Iterator[int]:
+def _living_members(group: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             stat = (folder / "stat").read_text("ascii", "replace")

@@ -7,8 +7,8 @@ import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """The numbers of mallopt(3)'s M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
-_KEPT = 2**28
-_LARGE = 2**30
+_KEPT_BYTES = 2**28
+_LARGE_BYTES = 2**30
 
 
 def keep_freed_memory() -> None:
@@ -26,5 +26,5 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_TRIM_THRESHOLD, _KEPT)
-    mallopt(_MMAP_THRESHOLD, _LARGE)
+    mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+    mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)

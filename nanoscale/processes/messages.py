@@ -28,7 +28,7 @@ TRAINING, BANDWIDTH, EVALUATION, BENCH = "training", "bandwidth", "evaluation", 
 _WRITE_S = 1.0
 """Seconds for a write in progress; it may hang if nobody reads."""
 
-_BEGINNING = b"\x1e"
+_RECORD_SEPARATOR = b"\x1e"
 """ASCII's record separator."""
 
 
@@ -47,8 +47,8 @@ def pack(message: Message, carried: bytes = b"") -> bytes:
     Raises:
         ValueError: it is too long for the other end.
     """
-    counted = {**message, _COUNT: len(carried)} if carried else message
-    line = _BEGINNING + json.dumps(counted).encode() + b"\n"
+    document = {**message, _COUNT: len(carried)} if carried else message
+    line = _RECORD_SEPARATOR + json.dumps(document).encode() + b"\n"
     if len(line) > LONGEST_LINE or len(carried) > MOST_BYTES:
         raise ValueError(f"a message of {len(line)} and {len(carried)} bytes is too long")
     return line
@@ -66,7 +66,7 @@ class Unpacker:
         self._line: list[bytes] = []
         """The beginning of a line."""
         self._length = 0
-        self._carrying: Message = {}
+        self._incomplete: Message = {}
         """The message whose bytes are arriving."""
         self._missing = 0
         """The number of its bytes that have not arrived yet."""
@@ -79,13 +79,13 @@ class Unpacker:
                 carried = data[start : start + self._missing]
                 self._missing -= len(carried)
                 start += len(carried)
-                yield {**self._carrying, "carried": carried}
+                yield {**self._incomplete, "carried": carried}
                 continue
             end = data.find(b"\n", start)
-            piece = data[start : end if end >= 0 else len(data)]
-            start += len(piece) + 1
-            self._line.append(piece)
-            self._length += len(piece)
+            part = data[start : end if end >= 0 else len(data)]
+            start += len(part) + 1
+            self._line.append(part)
+            self._length += len(part)
             if end >= 0 or self._length > LONGEST_LINE:
                 item = self._end_line()
                 if item is not None:
@@ -97,12 +97,12 @@ class Unpacker:
         item = _read(line)
         if isinstance(item, str) or not item.get(_COUNT):
             return item
-        self._carrying, self._missing = item, item[_COUNT]
+        self._incomplete, self._missing = item, item[_COUNT]
         return None
 
 
 def _read(line: bytes) -> Message | str:
-    start = line.find(_BEGINNING)  # the output before it had no end of line
+    start = line.find(_RECORD_SEPARATOR)  # the output before it had no end of line
     if start >= 0:
         with suppress(ValueError):
             message = json.loads(line[start + 1 :])
@@ -140,13 +140,13 @@ class Sender:
         return True
 
     def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        remaining = memoryview(data)
+        while remaining:
+            remaining = remaining[os.write(self._descriptor, remaining) :]
 
     def close(self) -> None:
         """Write nothing more; after this the descriptor may be closed, and its number reused."""
-        got = self._lock.acquire(timeout=_WRITE_S)
+        acquired = self._lock.acquire(timeout=_WRITE_S)
         self._closed = True
-        if got:
+        if acquired:
             self._lock.release()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nanoscale.processes import cgroup, scratch
 from nanoscale.processes.messages import MARK
-from nanoscale.processes.proc import is_tracker, lives
+from nanoscale.processes.proc import is_alive, is_tracker
 
 _LIMIT_S = 5.0
 _TRACKER_S = 3.0
@@ -25,8 +25,8 @@ def marked(mark: str) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         with suppress(OSError):
-            carries = variable in (folder / "environ").read_bytes().split(b"\0")
-            if pid != os.getpid() and (carries or cgroup.contains(mark, folder)) and lives(pid):
+            has_mark = variable in (folder / "environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and (has_mark or cgroup.contains(mark, folder)) and is_alive(pid):
                 yield pid
 
 
@@ -39,14 +39,14 @@ def end_orphans(mark: str) -> list[int]:
     Returns:
         the processes that did not exit.
     """
-    left = end(lambda: _with_leaders(mark), tracker_s=0.0)
+    remaining = end(lambda: _with_leaders(mark), tracker_s=0.0)
     scratch.remove_stale()
-    return left
+    return remaining
 
 
 def end_strays(mark: str, group: int) -> None:
     """SIGKILL every process of a job that has left its process group."""
-    end(lambda: [pid for pid in marked(mark) if _group(pid) not in (group, None)])
+    end(lambda: [pid for pid in marked(mark) if _group_of(pid) not in (group, None)])
 
 
 def end(
@@ -60,28 +60,28 @@ def end(
     Returns:
         the processes that did not exit.
     """
-    began = time.monotonic()
-    while left := list(find()):
-        waited = time.monotonic() - began
+    start = time.monotonic()
+    while remaining := list(find()):
+        waited = time.monotonic() - start
         if waited > limit_s:
             break
-        for pid in left:
+        for pid in remaining:
             if waited >= tracker_s or not is_tracker(pid):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         time.sleep(_PAUSE_S)
-    return left
+    return remaining
 
 
 def _with_leaders(mark: str) -> set[int]:
     """Find processes by their mark: an agent has it only from an order, so it is in the environment of its
     children."""
     processes = set(marked(mark))
-    leaders = {group for pid in processes if (group := _group(pid)) is not None}
-    return processes | {pid for pid in leaders - {os.getpgid(0)} if lives(pid)}
+    leaders = {group for pid in processes if (group := _group_of(pid)) is not None}
+    return processes | {pid for pid in leaders - {os.getpgid(0)} if is_alive(pid)}
 
 
-def _group(pid: int) -> int | None:
+def _group_of(pid: int) -> int | None:
     with suppress(OSError):
         return os.getpgid(pid)
     return None

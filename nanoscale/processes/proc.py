@@ -9,7 +9,7 @@ from pathlib import Path
 _TRACKER = b"multiprocessing.resource_tracker"
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """True if a process has not ended; an unreaped one has."""
     return _state(pid) not in ("", "Z", "X")
 

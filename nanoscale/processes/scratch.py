@@ -14,12 +14,12 @@ from pathlib import Path
 
 _PREFIX = "nanoscale-"
 _LOCK = "lock"
-_DOOMED = ".removed"
+_REMOVED_SUFFIX = ".removed"
 """The suffix of the name of a folder that is being removed."""
 _TRIES = 20
 _SHARED_MEMORY = Path("/dev/shm")
 
-_made: list[Path] = []
+_own_folders: list[Path] = []
 
 
 def make(parent: str | None = None) -> Path:
@@ -31,13 +31,13 @@ def make(parent: str | None = None) -> Path:
     with suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX)
         (folder / "lock.new").rename(folder / _LOCK)
-    _made.append(folder)
+    _own_folders.append(folder)
     return folder
 
 
 def remove_own() -> None:
     """Remove the folders that this process has made. Its resource tracker removes their semaphores."""
-    for folder in _made:
+    for folder in _own_folders:
         remove(folder, semaphores=False)
 
 
@@ -52,13 +52,13 @@ def remove(folder: Path, *, semaphores: bool = True) -> None:
         for semaphore in _SHARED_MEMORY.glob(f"sem.{folder.name}-*"):
             semaphore.unlink(missing_ok=True)
     # Renamed first, so that a rank that is about to end adds no file to it.
-    doomed = folder.with_name(folder.name.removesuffix(_DOOMED) + _DOOMED)
+    renamed = folder.with_name(folder.name.removesuffix(_REMOVED_SUFFIX) + _REMOVED_SUFFIX)
     with suppress(OSError):
-        folder.rename(doomed)
+        folder.rename(renamed)
     for _ in range(_TRIES):  # others may remove it too, and end this process once it is removed
-        if not doomed.exists():
+        if not renamed.exists():
             break
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_stale(parent: str | None = None) -> None:
@@ -71,7 +71,7 @@ def remove_stale(parent: str | None = None) -> None:
 
 def _is_stale(folder: Path) -> bool:
     """True if no process uses a folder any more."""
-    if folder.name.endswith(_DOOMED):
+    if folder.name.endswith(_REMOVED_SUFFIX):
         return True
     handle = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

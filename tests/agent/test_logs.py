@@ -76,7 +76,7 @@ def test_without_a_run_all_bytes_are_sent_and_none_twice(link):
 def test_an_attempt_that_is_to_end_leaves_out_what_was_not_sent(link):
     logs, end = RankLogs(link, HOST, None), b"the end\n"
     append(logs.files[4].stdout, b"a" * (8 * MOST_BYTES) + end)
-    logs.leave_out()
+    logs.skip_to_end()
     assert not logs.forward(60.0)
     note, *rest = [data for _, data in link.sent]
     assert f"{7 * MOST_BYTES + len(end):,} bytes are omitted here".encode() in note

@@ -16,7 +16,7 @@ from nanoscale.agent import main as agent
     [(128, 8, "16", "16"), (2, 8, "1", "1"), (96, 1, "96", "32"), (20, 8, "2", "2")],
 )
 def test_each_rank_gets_its_share_of_threads_and_of_compilations(cores, ranks, threads, compiling):
-    assert agent.shared_out(cores, ranks) == {
+    assert agent.cores_per_rank(cores, ranks) == {
         "OMP_NUM_THREADS": threads,
         "TORCHINDUCTOR_COMPILE_THREADS": compiling,
     }

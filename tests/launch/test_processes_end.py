@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from nanoscale.processes import cgroup
-from nanoscale.processes.proc import lives
+from nanoscale.processes.proc import is_alive
 from nanoscale.runs import lock
 
 HERE = Path(__file__).parent
@@ -332,7 +332,7 @@ def test_a_killed_launcher_leaves_nothing(launch, tmp_path, monkeypatch, killed)
         os.kill(pid, signal.SIGKILL)
     job.process.kill()
     job.process.wait()
-    job.wait_for(lambda: not any(map(lives, strays)), "end of what the ranks have started")
+    job.wait_for(lambda: not any(map(is_alive, strays)), "end of what the ranks have started")
     job.wait_for(lambda: job.processes() == [], "end of all processes")
     assert job.end() == -signal.SIGKILL
     assert {path.name for path in (tmp_path / "t").iterdir()} <= {

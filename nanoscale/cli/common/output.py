@@ -50,9 +50,9 @@ def console(*, error: bool = False) -> Console:
 def show_error(error: UserError, *, as_json: bool) -> None:
     """Show an error: the problem, its source and the suggestions; as JSON too if requested."""
     if as_json:
-        with display.surviving(sys.stdout):
+        with display.survive_lost_stream(sys.stdout):
             print_json({"error": error_document(error)})
-    with display.surviving(sys.stderr):
+    with display.survive_lost_stream(sys.stderr):
         console(error=True).print(error_text(error), end="")
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from nanoscale.processes import orphans
-from nanoscale.processes.proc import lives
+from nanoscale.processes.proc import is_alive
 
 _PAUSE_S = 0.02
 _PIPE_BYTES = 1 << 20
@@ -134,7 +134,7 @@ def adopt_orphans(adopt: bool = True) -> None:
 
 def _is_of(sessions: Sequence[int], pid: int) -> bool:
     with suppress(OSError):
-        return os.getsid(pid) in sessions and lives(pid)
+        return os.getsid(pid) in sessions and is_alive(pid)
     return False
 
 

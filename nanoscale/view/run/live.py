@@ -278,7 +278,7 @@ class _Screen(Protocol):
 
 def _screen(stream: TextIO) -> _Screen:
     if stream.isatty():
-        with display.surviving(stream):
+        with display.survive_lost_stream(stream):
             return _Terminal(stream)
     return _Plain(stream)
 
@@ -314,7 +314,7 @@ class _Plain:
         return time.monotonic() - self._shown >= _PLAIN_EVERY_S
 
     def _print(self, text: str) -> None:
-        with display.surviving(self._stream):
+        with display.survive_lost_stream(self._stream):
             display.show(text, stream=self._stream)
 
 
@@ -330,7 +330,7 @@ class _Terminal:
         self._live.start()
 
     def line(self, text: str) -> None:
-        with display.surviving(self._stream):
+        with display.survive_lost_stream(self._stream):
             self._console.print(text, soft_wrap=True)
 
     def step(self, line: str, *, last: bool, evaluated: bool) -> None:
@@ -338,9 +338,9 @@ class _Terminal:
             self.line(line)
 
     def refresh(self, panel: Panel) -> None:
-        with display.surviving(self._stream):
+        with display.survive_lost_stream(self._stream):
             self._live.update(panel(), refresh=True)
 
     def close(self) -> None:
-        with display.surviving(self._stream):
+        with display.survive_lost_stream(self._stream):
             self._live.stop()
